@@ -1,0 +1,40 @@
+"""The errors people see: one sentence each, saying where, which rule, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with what the user gave us.
+
+    Example: Problem("actor.path = models/qwen", "no such folder", "give a folder with config.json")
+    reads "actor.path = models/qwen: no such folder; give a folder with config.json."
+    """
+
+    where: str
+    """Path and value, `allocation_mode = archon:d2p3`."""
+    rule: str
+    """The rule that is broken, with the other value it depends on."""
+    remedy: str = ""
+    """What would work."""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.rule}"
+        return (f"{text}; {self.remedy}" if self.remedy else text).rstrip(".") + "."
+
+
+class UserError(Exception):
+    """Bad input. Carries every problem found; the command line prints them without a traceback."""
+
+    def __init__(self, problems: str | Problem | Iterable[Problem | str]) -> None:
+        if isinstance(problems, str | Problem):
+            problems = [problems]
+        self.problems: list[Problem | str] = list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RunError(Exception):
+    """A run that cannot go on: the message is the first cause, in one sentence."""

@@ -1,0 +1,122 @@
+"""The three roles of a run as protocols: who samples, who learns, who scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pentad.core.types import Accumulated, Generation, Group, Loss, Request, Row, StepResult
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""(HF-on-disk name, full tensor), in layer order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The receipt of a weight update: what arrived, to be held against what was sent."""
+
+    version: int
+    num_tensors: int
+    digest: str
+
+
+class Sampler(Protocol):
+    """Continues prompts with the current policy. All methods may be called while others run."""
+
+    capabilities: frozenset[str]
+    """Of: pause, sleep, abort, stop_strings, routes, strict."""
+
+    @property
+    def version(self) -> int:
+        """The weight version new tokens are drawn with."""
+        ...
+
+    async def generate(
+        self, request: Request, on_token: Callable[[int, int, float], None] | None = None
+    ) -> list[Generation]:
+        """One generation per seed. `on_token(i, id, logprob)` reports progress of continuation i."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends one request at once; its generations return with finish "abort"."""
+        ...
+
+    async def pause(self) -> None:
+        """No token is drawn until `resume`; in-flight requests stay."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def install(self, version: int, weights: NamedTensors) -> Installed:
+        """Replaces all weights between two tokens; all or nothing, every tensor exactly once."""
+        ...
+
+    async def sleep(self) -> None:
+        """Gives back device memory; requests wait for `wake`."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def health(self) -> None:
+        """Returns if the sampler can serve; raises RunError with the reason if not."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """Holds the trained weights. Synchronous: an SPMD group of ranks makes the same calls."""
+
+    def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
+        """Per row the token-aligned logprobs (and values) under the weights named `tag`."""
+        ...
+
+    def begin_step(self) -> None: ...
+
+    def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
+        """Adds the gradient of the loss over the rows; any number of calls a step."""
+        ...
+
+    def end_step(self) -> StepResult:
+        """Divides by the summed count, clips, steps the optimizer and the schedule."""
+        ...
+
+    def use(self, tag: str) -> AbstractContextManager[None]:
+        """Within the context the model holds the weights saved as `tag`."""
+        ...
+
+    def save_tag(self, tag: str) -> None:
+        """Remembers the present weights as `tag` (ref, old_actor, teacher)."""
+        ...
+
+    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its HF-on-disk name, gathered, in layer order, in the publish dtype."""
+        ...
+
+    def save_hf(self, folder: str) -> None:
+        """A folder that transformers loads; written aside, checked, then renamed into place."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Scorer(Protocol):
+    """Adds something to finished groups: rewards, reference log-probs, values."""
+
+    async def score(self, group: Group) -> Group: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward with its named parts. Example: Scored(1.2, {"correct": 1.0, "format": 0.2})."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,202 @@
+"""The nouns of the system, and how they are laid out. Everything here is plain data.
+
+A *prompt* is one row of the dataset, tokenised. A *group* is one prompt and its n *samples*. A *row*
+is one sample as the learner sees it: ids and per-token columns. A *batch* is the groups of one
+optimizer step; a *microbatch* is what one forward pass takes. The *version* counts batches trained.
+
+Token alignment, everywhere outside the engine: entry t of a per-token column belongs to token
+ids[t]. `logprobs[t]` is log p(ids[t] | ids[:t]), so entry 0 is always 0 and never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dataset row, tokenised. Example: Prompt(17, (5, 9, 2), {"answer": "42"}, "6*7=")."""
+
+    gid: int
+    """Ordinal in the prompt stream: the identity of the group that grows from it."""
+    ids: tuple[int, ...]
+    fields: Mapping[str, Any]
+    """The dataset row as it was; rewards and workflows read from it."""
+    text: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Log-probs are reported of the distribution after temperature."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 means greedy; log-probs are then those at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to be continued n times; `seeds` has one entry per continuation."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seeds: tuple[int, ...]
+    """Continuation i draws token t (counted from the start of the sequence) with randomness
+    keyed by (seeds[i], t) alone, so results do not depend on what else is in the engine."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One continuation: the new tokens only. All lists have equal length."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """Weight version that produced each token."""
+    finish: FinishReason
+
+
+@dataclass(slots=True)
+class Sample:
+    """One finished continuation of a prompt, several turns included. Arrays have equal length.
+
+    Example: prompt [5, 9], answer [7, 2]:
+    ids [5 9 7 2], mask [0 0 1 1], rollout_logprobs [0 0 -.1 -.7], versions [-1 -1 3 3]
+    """
+
+    ids: np.ndarray
+    """int64, prompt and everything after it."""
+    mask: np.ndarray
+    """bool: sampled by the policy, hence trained. Prompt and environment tokens are False."""
+    rollout_logprobs: np.ndarray
+    """float32, as reported at sampling; 0 where mask is False."""
+    versions: np.ndarray
+    """int64, weight version of each sampled token; -1 where mask is False."""
+    finish: FinishReason
+    text: str = ""
+    """The sampled part, decoded; for rewards and people, never re-encoded."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further token-aligned float32 columns, such as ref_logprobs."""
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt and its samples: the unit of planning, transport, failure and recovery."""
+
+    prompt: Prompt
+    samples: list[Sample]
+    attempt: int = 0
+
+    @property
+    def gid(self) -> int:
+        return self.prompt.gid
+
+    @property
+    def min_version(self) -> int:
+        return min(int(s.versions[s.mask].min()) for s in self.samples if s.mask.any())
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence for the learner: token ids, token-aligned columns, and its share of the count.
+
+    Losses are sums of per-token terms; `columns["weights"]` carries every normalisation that is
+    finer than the global one, and the sum of `count` over all rows of a step divides the
+    gradient once. So the gradient does not depend on how rows are split.
+    Example (mean over tokens): weights = mask, count = mask.sum().
+    """
+
+    ids: Tensor
+    """int64 [L]."""
+    columns: dict[str, Tensor]
+    """float32 [L] each; "weights" is 0 where a token is not trained."""
+    count: float = 0.0
+
+
+class Segments(Protocol):
+    """Which tokens belong to one sequence, without saying where the tokens are.
+
+    The engine supplies one that also works when a sequence is spread over ranks.
+    """
+
+    @property
+    def num(self) -> int: ...
+
+    def sum(self, x_T: Tensor) -> Tensor:
+        """Per-sequence sums, differentiable: [T] -> [S]."""
+        ...
+
+    def spread(self, x_S: Tensor) -> Tensor:
+        """Each token gets its sequence's value: [S] -> [T]."""
+        ...
+
+
+@dataclass(slots=True)
+class TokenOutputs:
+    """What the model says about every token of a microbatch; columns are aligned with it."""
+
+    logprobs_T: Tensor
+    """At the temperature of the run."""
+    entropy_T: Tensor | None
+    values_T: Tensor | None
+    segments: Segments
+
+
+class Loss(Protocol):
+    """A sum of per-token terms. Knows no ranks, no microbatches, no normaliser."""
+
+    needs_entropy: bool
+    """Whether the gradient flows through the entropy (it is reported in any case)."""
+    columns: tuple[str, ...]
+    """The columns it reads."""
+
+    def __call__(
+        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the scalar sum and detached scalar sums worth reporting."""
+        ...
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """What one `accumulate` call saw, summed over its rows."""
+
+    loss_sum: float
+    count: float
+    stats: dict[str, float]
+    """The loss's own sums."""
+    outputs: list[dict[str, Tensor]]
+    """Per row, detached, token-aligned: logprobs, entropy, and values with a critic."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    """True when a gradient was not finite: the weights did not move."""
+    num_tokens: int
+    num_microbatches: int

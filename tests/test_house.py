@@ -1,0 +1,118 @@
+"""The house rules a machine can check: imports flow one way, light rooms stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "pentad"
+ROOT = Path(__file__).parents[1] / PACKAGE
+LAYERS = [  # a package imports only from rows above it, and from itself
+    {"core"},
+    {"config", "telemetry", "rl"},
+    {"ops", "weights"},
+    {"models", "parallel", "data", "runtime"},
+    {"engine", "infer", "sync", "checkpoint"},
+    {"rollout", "elastic"},
+    {"trainer"},
+    {"cli"},
+]
+LEVEL = {name: row for row, names in enumerate(LAYERS) for name in names}
+HEAVY = {"torch", "triton", "transformers", "ray", "sglang", "vllm", "numpy"}
+LIGHT = {"config"}
+NO_CONFIG = {name for row in (0, 2, 3, 4) for name in LAYERS[row]}
+OPTIONAL = {"ray", "vllm", "sglang", "boto3", "tensorboard", "wandb", "megatron", "pyarrow"}
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import, lazy and TYPE_CHECKING ones included."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: use absolute imports"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def problems_of(root: Path) -> list[str]:
+    out = []
+    users: dict[tuple[str, str], set[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        me = parts[0] if len(parts) > 1 else ""
+        if me and me not in LEVEL:
+            out.append(f"{path}: {me} is not a room of the house")
+            continue
+        for line, name in imports_of(path):
+            names = name.split(".")
+            where = f"{path}:{line}"
+            if me in LIGHT and names[0] in HEAVY:
+                out.append(f"{where}: {me} must not import {names[0]}")
+            if names[0] in OPTIONAL:
+                users.setdefault((me, names[0]), set()).add(str(path))
+            if names[0] != root.name or len(names) < 2 or names[1] == me or names[1] not in LEVEL:
+                continue
+            if not me or LEVEL[names[1]] >= LEVEL[me]:
+                out.append(f"{where}: {me} (row {LEVEL.get(me)}) imports {names[1]}")
+            if me in NO_CONFIG and names[1] == "config":
+                out.append(f"{where}: {me} must not import config")
+    for (me, stack), files in users.items():
+        if len(files) > 1:
+            out.append(f"{me}: {stack} is imported in several files: {sorted(files)}")
+    return out
+
+
+def test_imports_flow_one_way():
+    assert problems_of(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "code", "expected"),
+    [
+        ("rl", "from pentad.models import qwen3", "row 1) imports models"),
+        ("models", "def f():\n    import pentad.data.ledger", "row 3) imports data"),
+        (
+            "ops",
+            "if TYPE_CHECKING:\n    from pentad.config.schema import Config",
+            "must not import config",
+        ),
+        ("config", "def f():\n    import torch", "must not import torch"),
+        ("stuff", "", "not a room"),
+    ],
+)
+def test_the_check_catches(tmp_path, room, code, expected):
+    root = tmp_path / PACKAGE
+    (root / room).mkdir(parents=True)
+    (root / room / "x.py").write_text(code)
+    assert any(expected in problem for problem in problems_of(root))
+
+
+def test_no_empty_rooms():
+    for room in [path for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"]:
+        code = [p for p in room.rglob("*.py") if p.name != "__init__.py"]
+        assert code, f"{room} holds nothing"
+
+
+def test_every_module_says_what_it_owns():
+    for path in ROOT.rglob("*.py"):
+        if path.name == "__init__.py" and not path.read_text():
+            continue
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no first sentence"
+
+
+def light_modules() -> list[str]:
+    rooms = [ROOT / room for room in LIGHT if (ROOT / room).is_dir()]
+    files = [path for room in rooms for path in room.rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in files]
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def test_config_loads_no_heavy_library():
+    code = f"import sys, importlib\nfor m in {light_modules()!r}: importlib.import_module(m)\n"
+    code += f"print(sorted(set(sys.modules) & {HEAVY!r}))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
