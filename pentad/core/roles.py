@@ -38,7 +38,7 @@ class Sampler(Protocol):
     async def generate(
         self, request: Request, on_token: Callable[[int, int, float], None] | None = None
     ) -> list[Generation]:
-        """One generation per seed. `on_token(i, id, logprob)` reports progress of continuation i."""
+        """One generation per seed; `on_token(i, id, logprob)` reports progress of the i-th."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -96,7 +96,7 @@ class Learner(Protocol):
         ...
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its HF-on-disk name, gathered, in layer order, in the publish dtype."""
+        """Every weight, whole, under its HF-on-disk name, in layer order, in the publish dtype."""
         ...
 
     def save_hf(self, folder: str) -> None:

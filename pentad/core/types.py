@@ -1,8 +1,9 @@
 """The nouns of the system, and how they are laid out. Everything here is plain data.
 
-A *prompt* is one row of the dataset, tokenised. A *group* is one prompt and its n *samples*. A *row*
-is one sample as the learner sees it: ids and per-token columns. A *batch* is the groups of one
-optimizer step; a *microbatch* is what one forward pass takes. The *version* counts batches trained.
+A *prompt* is one row of the dataset, tokenised. A *group* is one prompt and its n *samples*. A
+*row* is one sample as the learner sees it: ids and per-token columns. A *batch* is the groups of
+one optimizer step; a *microbatch* is what one forward pass takes. The *version* counts batches
+trained.
 
 Token alignment, everywhere outside the engine: entry t of a per-token column belongs to token
 ids[t]. `logprobs[t]` is log p(ids[t] | ids[:t]), so entry 0 is always 0 and never trained.
@@ -200,3 +201,15 @@ class StepResult:
     """True when a gradient was not finite: the weights did not move."""
     num_tokens: int
     num_microbatches: int
+
+
+class Attend(Protocol):
+    """The attention core a model is run with: it alone knows which tokens may see which.
+
+    The learner passes one over packed sequences, the sampler one over its key-value cache,
+    context parallelism wraps either. T counts tokens of all sequences, flat.
+    """
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        """Causal attention within each sequence, rotary already applied; returns o_THd."""
+        ...
