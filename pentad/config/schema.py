@@ -1,0 +1,459 @@
+"""The one schema of a run: every key with its type, its default and what it means.
+
+YAML recipes, `dotted.key=value` overrides and docs/configuration.md are all read off these
+classes. A value of null means "unset": `pentad.config.resolve` or the part that reads the key
+chooses, and says so. Rules between keys are in `pentad.config.checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+Mode = Literal["colocate", "hybrid", "async"]
+AlgorithmName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "ppo",
+    "gspo",
+    "cispo",
+    "distill",
+]
+ALGORITHM_NAMES: tuple[str, ...] = get_args(AlgorithmName)
+
+ALIASES = {
+    "I1F1B": "Interleaved1F1B",
+    "IZB": "InterleavedZeroBubble",
+    "ZBV": "ZBVZeroBubble",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+
+
+def long_name(value: object) -> object:
+    return ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+ScheduleName = Annotated[
+    Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"],
+    BeforeValidator(long_name),
+]
+DType = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(long_name)]
+ComputeDType = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(long_name)
+]
+
+
+class Section(BaseModel):
+    """A block of keys. Immutable; unknown keys are errors; a text under a field documents it."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        validate_default=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_booleans(cls, values: Any) -> Any:
+        """YAML turns on/off into booleans: give the word back where the schema wants a word,
+        and stop true from passing as the number 1."""
+        if not isinstance(values, dict):
+            return values
+        return {key: cls._read_boolean(key, value) for key, value in values.items()}
+
+    @classmethod
+    def _read_boolean(cls, key: str, value: Any) -> Any:
+        field = cls.model_fields.get(key)
+        if field is None or not isinstance(value, bool):
+            return value
+        leaves = list(_leaves(field.annotation))
+        if bool in leaves or str in leaves:
+            return value
+        words = ("on",) if value else ("off", "none", "disabled")
+        return next((word for word in words if word in leaves), str(value).lower())
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """The plain types and literal values an annotation is made of."""
+    args = get_args(annotation)
+    return [leaf for arg in args for leaf in _leaves(arg)] if args else [annotation]
+
+
+class ClusterConfig(Section):
+    n_nodes: Count = 1
+    """Machines the run may use."""
+    n_gpus_per_node: Count | None = None
+    """Devices on each machine. null: as many as are found (one on a machine without a GPU)."""
+
+
+class SchedulerConfig(Section):
+    type: Literal["local", "ray", "slurm"] = "local"
+    """Who starts the processes: this machine, a Ray cluster, or Slurm."""
+
+
+class ResourceConfig(Section):
+    actor: tuple[Count, Count]
+    """[nodes, devices per node] that train."""
+    rollout: tuple[Count, Count]
+    """[nodes, devices per node] that sample. In mode colocate these are the same devices."""
+
+
+class MicrobatchConfig(Section):
+    n_mbs: Count = 1
+    """Microbatches a step is cut into, at least. Raised to the number of pipeline stages."""
+    max_tokens_per_mb: Count | None = None
+    """Most tokens one forward pass takes; more microbatches are made where needed. null: derived
+    from the longest sequence the run can meet."""
+
+
+class OptimizerConfig(Section):
+    type: Literal["adamw"] = "adamw"
+    """The optimizer; its state is kept in `param_dtype`."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate. 0 trains nothing, which is a good test of everything else."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up."""
+    warmup_steps_proportion: Share = 0.0
+    """Share of all steps over which the learning rate rises from 0."""
+    min_lr_ratio: Share = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+    gradient_clipping: Positive | None = 1.0
+    """Largest global gradient norm. null: no clipping."""
+
+
+class ArchonConfig(Section):
+    pp_schedule: ScheduleName = "Interleaved1F1B"
+    """Pipeline schedule. Short names: I1F1B, IZB, ZBV."""
+    stages_per_rank: Count | None = None
+    """Pipeline stages each rank holds. null: 1 under 1F1B, else 2."""
+    enable_compile: Literal["auto"] | bool = "auto"
+    """torch.compile per block. auto: on for CUDA unless the schedule is a zero-bubble one."""
+    ac_mode: Literal["auto", "none", "selective", "full", "memory_budget"] = "auto"
+    """Activation checkpointing. auto: selective. Needs `gradient_checkpointing`."""
+    ac_selective: Literal["op"] | Count | None = None
+    """What selective keeps: `op` (the results of expensive operations), or a stride n (every n-th
+    layer is recomputed). null: op, or 2 under a zero-bubble schedule, which op would hang."""
+    ac_memory_budget: Share = 0.5
+    """For memory_budget: 0 recomputes most, 1 nothing. Needs compile."""
+    ac_debug: bool = False
+    """Checks that recomputed activations match; slow."""
+    offload_params: bool = False
+    """Keeps sharded parameters, gradients and optimizer state in host memory."""
+    reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
+    """Whether parameters are sharded again between forward and backward. default: yes without
+    pipeline, no with it."""
+    use_deterministic_algorithms: bool = False
+    """Bitwise repeatable training, or a refusal that names the operation."""
+    dp_replicate: Count = 1
+    """Replicas among the data-parallel ranks; the rest of `d` shards."""
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """Folder with config.json, safetensors and a tokenizer. `plan` also knows the names of the
+    public Qwen2.5 and Qwen3 models. For the critic, null means the actor's."""
+    init_from_scratch: bool = False
+    """Starts from random weights; only config.json and the tokenizer are read."""
+    dtype: ComputeDType = "auto"
+    """Compute type. auto: bfloat16 on a GPU, float32 on a CPU."""
+    param_dtype: DType = "float32"
+    """Type of the master weights and of the optimizer state."""
+    reduce_dtype: DType = "float32"
+    """Type in which gradients are summed over ranks."""
+    gradient_checkpointing: bool = True
+    """Switches activation checkpointing as a whole; `archon.ac_mode` says which kind."""
+    pad_to_maximum: Literal["auto"] | bool = "auto"
+    """Pads every microbatch to the largest. auto: no, lengths may differ."""
+    enable_tree_training: bool = False
+    """Accepted and without effect: a warning says so."""
+    mb_spec: MicrobatchConfig = MicrobatchConfig()
+    """How a step is cut into microbatches."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its schedule."""
+    archon: ArchonConfig = ArchonConfig()
+    """The training engine."""
+
+
+class ReferenceConfig(Section):
+    path: str | None = None
+    """Folder of the reference model of the KL term. null: the actor as it was at the start."""
+
+
+class TeacherConfig(Section):
+    path: str | None = None
+    """Folder of the teacher of the algorithm `distill`; its vocabulary must be the actor's."""
+
+
+class AlgorithmConfig(Section):
+    name: AlgorithmName = "grpo"
+    """The algorithm. It decides advantages, loss and corrections; the other keys of this block
+    override single parts of it and are null as long as its own choice holds."""
+    eps_clip: Positive | None = None
+    """Clip range of the importance ratio below 1 (and above, unless `eps_clip_higher`)."""
+    eps_clip_higher: Positive | None = None
+    """Clip range above 1."""
+    c_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: bound on the ratio where the advantage is negative."""
+    kl_coef: NonNegative | None = None
+    """Weight of the KL term against the reference model; 0 switches it off."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL term."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Whether the KL term is part of the loss or taken from the reward of each token."""
+    entropy_coef: NonNegative | None = None
+    """Weight of the entropy bonus."""
+    loss_norm: Literal["token", "sequence", "group", "constant"] | None = None
+    """What the loss is a mean over."""
+    gamma: Share | None = None
+    """Discount of future rewards."""
+    lam: Share | None = None
+    """Lambda of generalised advantage estimation."""
+    value_coef: NonNegative | None = None
+    """Weight of the value loss."""
+    eps_clip_value: Positive | None = None
+    """Clip range of the value loss."""
+    correction: Literal["none", "tis", "mis"] | None = None
+    """Correction for data of an older or differently computed policy: truncated (tis) or masked
+    (mis) importance sampling."""
+    correction_level: Literal["token", "sequence", "geometric"] | None = None
+    """Whether the corrected ratio is that of a token, of a sequence, or the geometric mean."""
+    correction_cap: Positive | None = None
+    """Largest ratio that is let through."""
+    correction_floor: NonNegative | None = None
+    """Smallest ratio that is let through by mis."""
+    decoupled: bool | None = None
+    """Decoupled PPO: clips against the recomputed policy, corrects against the sampling one."""
+    dynamic_filter: bool | None = None
+    """Replaces groups whose rewards are all equal, which carry no signal, by further prompts."""
+    overlong_buffer: Count | None = None
+    """Tokens before `gconfig.max_new_tokens` over which the overlong penalty rises."""
+    overlong_penalty: NonNegative | None = None
+    """Penalty at the full length."""
+    reward_scale: float | None = None
+    """Every reward is multiplied by it."""
+    reward_clip: Positive | None = None
+    """Scaled rewards are clipped to plus or minus this."""
+
+
+class GenerationConfig(Section):
+    n_samples: Count = 8
+    """Samples per prompt: the size of a group."""
+    max_new_tokens: Count = 256
+    """Longest answer."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; the trainer computes log-probs at the same one."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling. Training needs 1: the trainer cannot reproduce a cut distribution."""
+    top_k: NonNegativeInt = 0
+    """Draws from the k likeliest tokens, 0 from all. Training needs 0."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Tokens that end an answer, besides those of the model."""
+
+
+class DatasetConfig(Section):
+    path: str | None = None
+    """File or folder."""
+    format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
+    """auto: by the name of the file; a folder is a saved HF dataset."""
+    prompt_key: str = "prompt"
+    """Column with the prompt as text."""
+    messages_key: str | None = None
+    """Column with the prompt as chat messages; replaces `prompt_key`."""
+    answer_key: str = "answer"
+    """Column the built-in rewards compare with."""
+    response_key: str = "response"
+    """Column with the text to learn, for sft."""
+    chat_template: Literal["auto"] | bool = "auto"
+    """Whether the tokenizer's chat template wraps the prompt. auto: for messages only."""
+    batch_size: Count = 32
+    """Prompts a step."""
+    shuffle: bool = True
+    """Whether each epoch has its own order, drawn from `seed`."""
+    max_length: Count | None = None
+    """Most prompt tokens (for sft: tokens in all); longer rows are dropped and counted."""
+    limit: Count | None = None
+    """Reads only this many rows."""
+
+
+class RewardConfig(Section):
+    fn: str | None = None
+    """Name of a built-in reward (exact_match, gsm8k, math, code), or `package.module:function`."""
+    timeout_s: Positive = 10.0
+    """After this long the process of a reward is ended and the sample counts as failed."""
+    num_workers: Count | None = None
+    """Processes that compute rewards. null: half the cores, at most 8."""
+    memory_mb: Count = 1024
+    """Memory limit of each of them."""
+
+
+class RolloutConfig(Section):
+    workflow: str = "single_turn"
+    """Built-in workflow, or `package.module:Class` of your own."""
+    max_concurrent_groups: Count | None = None
+    """Groups in flight. null: one batch, times one more for each step of staleness."""
+    deadline_s: Positive = 600.0
+    """A group that takes longer is aborted and counts as failed."""
+    max_retries: NonNegativeInt = 2
+    """Attempts after the first before a failing group is dropped and counted."""
+    max_batch_tokens: Count = 8192
+    """Most tokens the sampler runs in one forward pass."""
+    max_running: Count = 256
+    """Most sequences decoded together."""
+    kv_cache_gb: Positive | None = None
+    """Memory of the key-value cache. null: derived from what is free."""
+    on_update: Literal["continue", "reprefill"] = "continue"
+    """What new weights do to answers under way: they go on with the cache of the old weights, or
+    their cache is computed anew."""
+
+
+class FrequencyConfig(Section):
+    freq_epochs: Count | None = None
+    """Every n epochs."""
+    freq_steps: Count | None = None
+    """Every n steps."""
+    freq_secs: Positive | None = None
+    """Every n seconds. Any of the three triggers."""
+
+
+class EvaluatorConfig(FrequencyConfig):
+    n_samples: Count = 1
+    """Answers per held-out prompt."""
+    temperature: NonNegative = 0.0
+    """0 is greedy."""
+    max_new_tokens: Count | None = None
+    """null: as in `gconfig`."""
+
+
+class SaverConfig(FrequencyConfig):
+    mode: Literal["auto", "sync", "async"] = "auto"
+    """Whether training waits while a HF folder is written. auto: async where supported."""
+
+
+class WandbConfig(Section):
+    project: str = "pentad"
+    """Project the run appears in."""
+    entity: str | None = None
+    """User or team. null: the account's default."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """Whether records are sent as they come, kept for later, or dropped."""
+
+
+class TelemetryConfig(Section):
+    tensorboard: bool = False
+    """Writes TensorBoard files beside steps.jsonl."""
+    wandb: WandbConfig | None = None
+    """Sends records to Weights & Biases. null: does not."""
+    hardware_peak_tflops: Positive | None = None
+    """Peak of one device for MFU. null: that of the detected GPU; on a CPU MFU is not reported."""
+    mfu_target: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Warns when MFU stays below it."""
+    samples_per_step: NonNegativeInt = 4
+    """Samples of each step written to samples.jsonl."""
+
+
+class Config(Section):
+    experiment_name: str = "default"
+    """Names the run's folders, with `trial_name`."""
+    trial_name: str = "trial-0"
+    """Names one attempt at the experiment."""
+    fileroot: str = "runs"
+    """Folder under which records (logs/) and checkpoints (checkpoints/) are kept."""
+    user: str | None = None
+    """Part of the folders' names. null: the login name."""
+    seed: NonNegativeInt = 1
+    """Every random choice of the run follows from it."""
+    mode: Mode | None = None
+    """Who shares devices. null: colocate, or hybrid where `allocation_mode` puts rollout and
+    training on different devices."""
+    allocation_mode: str | None = None
+    """Layout of sampling and training, such as `sglang:d4t2+archon:d4p2t2`. null: from `resource`,
+    else `embedded:d1|archon:d1`."""
+    resource: ResourceConfig | None = None
+    """Devices by role, instead of or in agreement with `allocation_mode`."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The machines."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """How processes are started."""
+    max_staleness: NonNegativeInt = 0
+    """Most versions a sample may lag behind the weights it trains. 0 is strictly on-policy."""
+    num_iters_per_train_update: Count = 1
+    """Chunks a batch is streamed in. The gradient does not depend on it."""
+    updates_per_batch: Count = 1
+    """Optimizer steps per batch, each on an equal part of its prompts."""
+    balance_data: bool = True
+    """Spreads rows over ranks and microbatches by cost."""
+    num_data_storage_units: Count = 1
+    """Storage processes between rollout and training."""
+    use_streaming_dataset: bool = False
+    """Reads prompts from disk as they are needed instead of at the start."""
+    ref_update_interval: Count | None = None
+    """Makes the reference model the present actor every n steps. null: never."""
+    offload_train: bool | None = None
+    """Moves training state to the host during rollout. null: no in hybrid and async; in colocate,
+    when both do not fit."""
+    offload_rollout: bool | None = None
+    """Gives the sampler's device memory back during training. null: as `offload_train`."""
+    compute_advantages_and_returns: bool = True
+    """Whether the trainer computes advantages; false takes those the rollout delivers."""
+    use_kl_loss: bool | None = None
+    """Switch for the KL term in the loss. null: as `algorithm` says."""
+    use_tis: bool | None = None
+    """Switch for truncated importance sampling. null: as `algorithm` says."""
+    strict: bool = False
+    """Trainer and sampler must agree bitwise on every log-prob; what cannot is refused."""
+    total_train_epochs: Count = 1
+    """Passes over the training prompts."""
+    total_train_steps: Count | None = None
+    """Ends the run earlier, after this many steps."""
+    actor: ModelConfig = ModelConfig()
+    """The model that is trained."""
+    critic: ModelConfig = ModelConfig()
+    """The value model of algorithms that have one."""
+    ref: ReferenceConfig = ReferenceConfig()
+    """The reference model of the KL term."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher of on-policy distillation."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimised."""
+    gconfig: GenerationConfig = GenerationConfig()
+    """How answers are sampled for training."""
+    train_dataset: DatasetConfig = DatasetConfig()
+    """The training prompts."""
+    valid_dataset: DatasetConfig | None = None
+    """Held-out prompts for the evaluator. null: no evaluation."""
+    reward: RewardConfig = RewardConfig()
+    """How answers are scored."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How groups are produced."""
+    evaluator: EvaluatorConfig = EvaluatorConfig()
+    """When and how held-out prompts are answered; always once before the first step."""
+    saver: SaverConfig = SaverConfig()
+    """When the model is exported as a HF folder; always once at the end."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What is recorded, and where."""
