@@ -1,0 +1,84 @@
+"""Publishing: every sampler gets the learner's weights, whole, proven by digest.
+
+A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
+references; overlapped it holds copies, so that training may go on while it travels. Versions only
+grow; a snapshot that was overtaken before it was sent is never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pentad.core.digest import WeightDigest, digest_of
+from pentad.core.errors import RunError
+from pentad.core.roles import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Weights of one version as they are published."""
+
+    version: int
+    weights: tuple[tuple[str, Tensor], ...]
+    digest: WeightDigest
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What one publish did."""
+
+    version: int
+    num_tensors: int
+    size_bytes: int
+    digest: str
+    seconds: float
+
+
+def take_snapshot(version: int, weights: Iterable[tuple[str, Tensor]], *, copy: bool) -> Snapshot:
+    """Call it where the learner runs; `copy` when the learner will move on before the install."""
+    pairs = tuple((name, t.detach().clone() if copy else t.detach()) for name, t in weights)
+    return Snapshot(version, pairs, digest_of(pairs))
+
+
+class Publisher:
+    """Installs snapshots on all samplers and checks what each says it now holds."""
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        self.samplers = list(samplers)
+        self.version = -1
+
+    async def publish(self, snapshot: Snapshot) -> Published:
+        if snapshot.version < self.version:
+            raise RunError(
+                f"publish of version {snapshot.version} after version {self.version}: "
+                "versions only grow"
+            )
+        started = time.monotonic()
+        receipts = await asyncio.gather(
+            *(sampler.install(snapshot.version, snapshot.weights) for sampler in self.samplers)
+        )
+        expected = snapshot.digest.hex()
+        for index, receipt in enumerate(receipts):
+            if receipt.num_tensors != len(snapshot.weights):
+                raise RunError(
+                    f"sampler {index} wrote {receipt.num_tensors} of {len(snapshot.weights)} "
+                    f"tensors of version {snapshot.version}; its policy is not the trained one"
+                )
+            if receipt.version != snapshot.version or receipt.digest != expected:
+                raise RunError(
+                    f"sampler {index} holds version {receipt.version}, digest {receipt.digest}; "
+                    f"the learner published version {snapshot.version} with digest {expected}"
+                )
+        self.version = snapshot.version
+        seconds = time.monotonic() - started
+        size = snapshot.size_bytes
+        return Published(snapshot.version, len(snapshot.weights), size, expected, seconds)

@@ -1,0 +1,57 @@
+"""Digests tell apart what differs and agree on what is equal."""
+
+import pytest
+import torch
+
+from pentad.core.digest import CHUNK_ELEMENTS, digest_of, tensor_checksum
+
+
+def test_equal_bytes_give_equal_checksums_whatever_the_strides():
+    x = torch.randn(7, 5)
+    assert tensor_checksum(x) == tensor_checksum(x.clone())
+    assert tensor_checksum(x.t().contiguous().t()) == tensor_checksum(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.flip(0),
+        lambda x: x.roll(1, 1),
+        lambda x: x.t().reshape(6, 6),
+        lambda x: x + 1e-7 * x.abs().max() * torch.eye(6),
+        lambda x: torch.where(torch.eye(6).bool(), -x, x),
+        torch.zeros_like,
+    ],
+)
+def test_a_changed_tensor_has_another_checksum(change):
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    assert tensor_checksum(change(x)) != tensor_checksum(x)
+
+
+def test_every_single_flipped_bit_is_seen():
+    x = torch.randn(8)
+    seen = {tensor_checksum(x)}
+    for i in range(8):
+        for bit in range(32):
+            y = x.clone()
+            y.view(torch.int32)[i] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31)).int()
+            seen.add(tensor_checksum(y))
+    assert len(seen) == 8 * 32 + 1
+
+
+def test_chunks_do_not_change_the_sum(monkeypatch):
+    x = torch.randn(1000)
+    whole = tensor_checksum(x)
+    monkeypatch.setattr("pentad.core.digest.CHUNK_ELEMENTS", 64)
+    assert tensor_checksum(x) == whole
+    assert CHUNK_ELEMENTS > 64
+
+
+def test_the_digest_covers_names_dtypes_and_shapes_but_not_order():
+    a, b = torch.randn(2, 3), torch.randn(3)
+    whole = digest_of([("a", a), ("b", b)]).hex()
+    assert digest_of([("b", b), ("a", a)]).hex() == whole
+    assert digest_of([("a", a), ("c", b)]).hex() != whole
+    assert digest_of([("a", a.view(3, 2)), ("b", b)]).hex() != whole
+    assert digest_of([("a", a), ("b", b.bfloat16())]).hex() != whole
+    assert digest_of([("a", a)]).hex() != whole

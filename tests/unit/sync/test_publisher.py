@@ -1,0 +1,68 @@
+"""A publish succeeds only if every sampler holds exactly what was sent."""
+
+import asyncio
+
+import pytest
+import torch
+
+from pentad.core.digest import digest_of
+from pentad.core.errors import RunError
+from pentad.core.roles import Installed
+from pentad.sync.publisher import Publisher, take_snapshot
+
+
+class Receiver:
+    """Keeps its own copy of the weights, which `spoil` may damage on the way in."""
+
+    def __init__(self, spoil=lambda weights: weights):
+        self.weights = {}
+        self.spoil = spoil
+
+    async def install(self, version, weights):
+        arrived = {name: tensor.clone() for name, tensor in weights}
+        self.weights = self.spoil(arrived)
+        digest = digest_of(self.weights.items()).hex()
+        return Installed(version, len(self.weights), digest)
+
+
+def weights():
+    return [("a", torch.randn(3, 4)), ("b", torch.randn(4))]
+
+
+def test_all_samplers_end_with_the_published_weights():
+    receivers = [Receiver(), Receiver()]
+    sent = weights()
+    publisher = Publisher(receivers)
+    done = asyncio.run(publisher.publish(take_snapshot(3, sent, copy=False)))
+    assert (done.version, done.num_tensors, done.size_bytes) == (3, 2, 64)
+    for receiver in receivers:
+        assert all(torch.equal(receiver.weights[name], tensor) for name, tensor in sent)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda w: {"a": w["a"]}, "wrote 1 of 2 tensors"),
+        (lambda w: {"a": w["a"].flip(0), "b": w["b"]}, "digest"),
+        (lambda w: {"a": w["a"], "c": w["b"]}, "digest"),
+    ],
+)
+def test_a_damaged_install_stops_the_run(spoil, words):
+    publisher = Publisher([Receiver(), Receiver(spoil)])
+    with pytest.raises(RunError, match=words) as caught:
+        asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
+    assert "sampler 1" in str(caught.value)
+
+
+def test_a_copied_snapshot_does_not_follow_the_learner():
+    tensor = torch.ones(2)
+    copied = take_snapshot(0, [("a", tensor)], copy=True)
+    tensor.add_(1)
+    assert torch.equal(copied.weights[0][1], torch.ones(2))
+
+
+def test_versions_only_grow():
+    publisher = Publisher([Receiver()])
+    asyncio.run(publisher.publish(take_snapshot(2, weights(), copy=False)))
+    with pytest.raises(RunError, match="version 1 after version 2"):
+        asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
