@@ -210,6 +210,17 @@ class Attend(Protocol):
     context parallelism wraps either. T counts tokens of all sequences, flat.
     """
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        """Causal attention within each sequence, rotary already applied; returns o_THd."""
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal attention within each sequence, rotary already applied; returns o_THd.
+
+        With a `window` a token sees itself and the window - 1 tokens before it. Models pass it
+        only for layers that have one, so a core that cannot do windows fails instead of ignoring.
+        """
         ...
