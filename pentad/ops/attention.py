@@ -1,0 +1,264 @@
+"""Causal attention over packed sequences: a token sees its own sequence up to itself, nothing else.
+
+Two ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by side
+and uses SDPA (any device, any dtype); `VarlenAttend` is torch's flash kernel over the packed
+tokens (CUDA, 16 bit). Each refuses what it cannot honour; none falls back in silence.
+
+Shapes: T packed tokens, P padded slots, S sequences, L length, H query heads, K key-value heads,
+d head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pentad.core.errors import Problem, UserError
+
+try:  # torch is built without it on some platforms
+    from torch.nn.attention.varlen import varlen_attn
+
+    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    VARLEN_OPTIONS = frozenset()
+
+Window = int | None
+"""How many tokens, itself included, a token may see; None: all before it."""
+BUCKET_RATIO = 0.75
+"""Sequences shorter than this share of the longest one of a bucket open the next bucket..."""
+BUCKET_SLACK = 16
+"""...unless they are at most this many tokens shorter: a call costs more than such padding."""
+MAX_FLASH_HEAD_DIM = 256
+
+
+def build_attend(
+    lengths: Sequence[int],
+    windows: Sequence[Window],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> PaddedAttend | VarlenAttend:
+    """The fastest attention that honours the boundaries on this device, dtype and head width."""
+    if device.type == "cuda" and not varlen_problems(device, dtype, head_dim):
+        return VarlenAttend(lengths, windows, device=device, dtype=dtype, head_dim=head_dim)
+    return PaddedAttend(lengths, windows, device=device)
+
+
+def reference_attention(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, lengths: Sequence[int], window: Window = None
+) -> Tensor:
+    """What every implementation computes, written plainly with one T x T mask."""
+    num_rep = q_THd.shape[1] // k_TKd.shape[1]
+    k_HTd = k_TKd.repeat_interleave(num_rep, 1).transpose(0, 1)
+    v_HTd = v_TKd.repeat_interleave(num_rep, 1).transpose(0, 1)
+    seq_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seq_T = seq_T.to(q_THd.device)
+    at_T = torch.arange(len(seq_T), device=q_THd.device)
+    distance_TT = at_T[:, None] - at_T[None, :]
+    sees_TT = (seq_T[:, None] == seq_T[None, :]) & (distance_TT >= 0)
+    if window is not None:
+        sees_TT &= distance_TT < window
+    scores_HTT = q_THd.transpose(0, 1) @ k_HTd.transpose(1, 2) * q_THd.shape[-1] ** -0.5
+    p_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf")).softmax(-1)
+    return (p_HTT @ v_HTd).transpose(0, 1)
+
+
+class PaddedAttend:
+    """Packed attention by SDPA over buckets of sequences padded to the longest of the bucket.
+
+    Padding stands behind its sequence, where causality hides it from every real token.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[Window], *, device: torch.device
+    ) -> None:
+        self.plan = plan_buckets(lengths)
+        self.windows = tuple(windows)
+        slots = torch.from_numpy(self.plan.slot_of_token)
+        self.slot_T: Tensor | None = None if self.plan.is_identity else slots.to(device)
+        self.bands: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        window = self.windows[layer] if self.windows else None
+        q_PHd, k_PKd, v_PKd = (self._pad(x) for x in (q_THd, k_TKd, v_TKd))
+        out: list[Tensor] = []
+        for start, num, length in self.plan.buckets:
+            part = slice(start, start + num * length)
+            q, k, v = (
+                x[part].unflatten(0, (num, length)).transpose(1, 2) for x in (q_PHd, k_PKd, v_PKd)
+            )
+            out.append(self._attend_bucket(q, k, v, window).transpose(1, 2).flatten(0, 1))
+        o_PHd = out[0] if len(out) == 1 else torch.cat(out)
+        return o_PHd if self.slot_T is None else _unpad(o_PHd, self.slot_T)
+
+    def _pad(self, x_Tnd: Tensor) -> Tensor:
+        return x_Tnd if self.slot_T is None else _pad(x_Tnd, self.slot_T, int(self.plan.num_slots))
+
+    def _attend_bucket(
+        self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window
+    ) -> Tensor:
+        length = q_SHLd.shape[2]
+        gqa = q_SHLd.shape[1] != k_SKLd.shape[1]
+        if window is None or window >= length:
+            return F.scaled_dot_product_attention(
+                q_SHLd, k_SKLd, v_SKLd, is_causal=True, enable_gqa=gqa
+            )
+        band = self._band(length, window, q_SHLd.device)
+        return F.scaled_dot_product_attention(
+            q_SHLd, k_SKLd, v_SKLd, attn_mask=band, enable_gqa=gqa
+        )
+
+    def _band(self, length: int, window: int, device: torch.device) -> Tensor:
+        if (length, window) not in self.bands:
+            at_L = torch.arange(length, device=device)
+            distance_LL = at_L[:, None] - at_L[None, :]
+            self.bands[length, window] = (distance_LL >= 0) & (distance_LL < window)
+        return self.bands[length, window]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Where each packed token lies among the padded slots. Example: lengths (2, 1) in one bucket
+    of length 2 give slots (0, 1, 2), one bucket (0, 2, 2), four slots."""
+
+    buckets: tuple[tuple[int, int, int], ...]
+    """(first slot, number of sequences, padded length) of each."""
+    slot_of_token: np.ndarray
+    """int64 [T]."""
+    num_slots: int
+
+    @property
+    def is_identity(self) -> bool:
+        """Nothing is moved or padded: equal lengths."""
+        return len(self.buckets) == 1 and self.num_slots == len(self.slot_of_token)
+
+
+def plan_buckets(lengths: Sequence[int]) -> BucketPlan:
+    """Groups sequences of similar length; within a bucket they keep their order."""
+    length_S = np.asarray(lengths, dtype=np.int64)
+    assert len(length_S) and length_S.min() > 0, "every packed sequence has at least one token"
+    order = np.argsort(-length_S, kind="stable")
+    sorted_S = length_S[order]
+    slot_S = np.empty_like(length_S)
+    buckets: list[tuple[int, int, int]] = []
+    first, num_slots = 0, 0
+    while first < len(order):
+        top = int(sorted_S[first])
+        floor = min(BUCKET_RATIO * top, top - BUCKET_SLACK)
+        last = first + int((sorted_S[first:] >= floor).sum())
+        members = np.sort(order[first:last])
+        slot_S[members] = num_slots + top * np.arange(len(members))
+        buckets.append((num_slots, len(members), top))
+        num_slots += top * len(members)
+        first = last
+    start_S = np.cumsum(length_S) - length_S
+    slot_T = np.repeat(slot_S - start_S, length_S) + np.arange(int(length_S.sum()))
+    return BucketPlan(tuple(buckets), slot_T, num_slots)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows to distinct slots among zeros. Backward picks them back, without an indexed sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_Tnd: Tensor, slot_T: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slot_T)
+        return x_Tnd.new_zeros((num_slots, *x_Tnd.shape[1:])).index_copy_(0, slot_T, x_Tnd)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The reverse of `_Pad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_T)
+        ctx.num_slots = x_Pnd.shape[0]
+        return x_Pnd.index_select(0, slot_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        out = grad.new_zeros((ctx.num_slots, *grad.shape[1:]))
+        return out.index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+def _pad(x_Tnd: Tensor, slot_T: Tensor, num_slots: int) -> Tensor:
+    result: Tensor = _Pad.apply(x_Tnd, slot_T, num_slots)
+    return result
+
+
+def _unpad(x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
+    result: Tensor = _Unpad.apply(x_Pnd, slot_T)
+    return result
+
+
+class VarlenAttend:
+    """Packed attention by torch's variable-length flash kernel."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        windows: Sequence[Window],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+    ) -> None:
+        if problems := varlen_problems(device, dtype, head_dim):
+            raise UserError(problems)
+        self.windows = tuple(windows)
+        ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+        bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
+        self.bounds_S = bounds.to(device, non_blocking=True)
+        # The kernel only sizes its grid by it; powers of two keep compiled graphs from being
+        # specialised to every length.
+        self.max_length = 1 << (max(lengths) - 1).bit_length()
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        window = self.windows[layer] if self.windows else None
+        # The kernel counts the tokens to the left, without the token itself.
+        left = -1 if window is None else window - 1
+        options: dict[str, Any] = {"window_size": (left, 0)}
+        if q_THd.shape[1] != k_TKd.shape[1] and "enable_gqa" in VARLEN_OPTIONS:
+            options["enable_gqa"] = True  # earlier versions take fewer key-value heads as they are
+        result = varlen_attn(
+            q_THd,
+            k_TKd,
+            v_TKd,
+            self.bounds_S,
+            self.bounds_S,
+            self.max_length,
+            self.max_length,
+            **options,
+        )
+        assert isinstance(result, Tensor), "only one result was asked for"
+        return result
+
+
+def varlen_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Problem]:
+    """Why the flash kernel cannot be used here; empty when it can."""
+    remedy = "use the padded attention"
+    problems = []
+    if "window_size" not in VARLEN_OPTIONS:
+        rule = f"torch {torch.__version__} has no causal varlen_attn"
+        problems.append(Problem("attention = varlen", rule, "install torch >= 2.11"))
+    if device.type != "cuda":
+        problems.append(Problem("attention = varlen", f"it runs on CUDA, not {device}", remedy))
+    if dtype not in (torch.bfloat16, torch.float16):
+        rule = f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+        problems.append(Problem("attention = varlen", rule, remedy))
+    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
+        rule = f"head_dim = {head_dim} must be a multiple of 8 up to {MAX_FLASH_HEAD_DIM}"
+        problems.append(Problem("attention = varlen", rule, remedy))
+    return problems
