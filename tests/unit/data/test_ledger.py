@@ -1,0 +1,342 @@
+"""The ledger: legal transitions, sentences for illegal ones, and conservation under faults."""
+
+import json
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pentad.data.ledger import Ledger, LedgerError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock):
+    return Ledger(2, clock=clock)
+
+
+def make_ready(ledger: Ledger, batch: int) -> int:
+    gid = ledger.admit(batch)
+    assert ledger.commit(gid, ledger.start(gid))
+    return gid
+
+
+def test_a_batch_is_trained_in_slot_order_and_then_forgotten(ledger):
+    gids = [ledger.admit(0), ledger.admit(0)]
+    assert gids == [0, 1]
+    for gid in reversed(gids):
+        ledger.commit(gid, ledger.start(gid))
+    assert ledger.are_ready(0)
+    assert ledger.lease(0) == [0, 1]
+    assert ledger.gids_in("leased") == [0, 1]
+    ledger.ack([0, 1])
+    assert ledger.funnel().as_record() == {
+        "drawn": 2,
+        "trained": 2,
+        "dropped": {},
+        "in_flight": 0,
+    }
+    assert (ledger.frontier, ledger.next_batch, ledger.num_missing(0)) == (2, 1, 0)
+
+
+def test_a_drop_gives_its_slot_to_the_next_ordinal(ledger):
+    ledger.admit(0), ledger.admit(0), ledger.admit(1)
+    ledger.drop(0, "too_long")
+    assert (ledger.next_batch, ledger.num_missing(0), ledger.num_drawn(0)) == (0, 1, 2)
+    assert ledger.admit(0) == 3
+    assert [(g.gid, g.batch, g.slot) for g in ledger.live()] == [(1, 0, 1), (2, 1, 0), (3, 0, 0)]
+    for gid in (1, 3):
+        ledger.commit(gid, ledger.start(gid))
+    assert ledger.lease(0) == [3, 1], "slot order, not gid order"
+    assert ledger.funnel().dropped == {"too_long": 1}
+
+
+def test_slots_can_be_leased_apart(ledger):
+    first, second = make_ready(ledger, 0), ledger.admit(0)
+    assert ledger.are_ready(0, range(0, 1)) and not ledger.are_ready(0, range(1, 2))
+    assert ledger.lease(0, range(0, 1)) == [first]
+    assert ledger.lease(0, range(0, 1)) == [], "a leased group is not ready"
+    ledger.commit(second, ledger.start(second))
+    assert ledger.lease(0, range(1, 2)) == [second]
+
+
+def test_a_failed_attempt_is_planned_again_and_its_late_commit_ignored(ledger):
+    gid = ledger.admit(0)
+    first = ledger.start(gid)
+    assert ledger.fail(gid, first)
+    assert not ledger.fail(gid, first), "the second report of one failure changes nothing"
+    second = ledger.start(gid)
+    assert (first, second) == (0, 1)
+    assert not ledger.is_current(gid, first)
+    assert not ledger.commit(gid, first)
+    assert ledger.gids_in("running") == [gid]
+    assert not ledger.fail(gid, first)
+    assert ledger.commit(gid, second)
+    assert not ledger.commit(gid, second), "committing twice changes nothing"
+    assert ledger.gids_in("ready") == [gid]
+
+
+def test_a_commit_after_the_end_is_ignored(ledger):
+    gid = ledger.admit(0)
+    attempt = ledger.start(gid)
+    ledger.drop(gid, "deadline")
+    assert not ledger.commit(gid, attempt)
+    assert not ledger.fail(gid, attempt)
+    assert ledger.funnel().trained == 0
+
+
+def test_release_and_replan(ledger):
+    gids = [make_ready(ledger, 0), make_ready(ledger, 0)]
+    ledger.release(ledger.lease(0))
+    assert ledger.gids_in("ready") == gids
+    ledger.replan([1])
+    assert ledger.gids_in("planned") == [1]
+    assert ledger.start(1) == 1, "a replanned group begins a new attempt"
+
+
+def test_ages_are_measured_since_the_last_change(ledger, clock):
+    gid = ledger.admit(0)
+    clock.now = 5.0
+    ledger.start(gid)
+    clock.now = 7.5
+    assert [(g.state, g.age_s) for g in ledger.live()] == [("running", 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (lambda led: led.start(9), "group 9 cannot start: it was never admitted"),
+        (lambda led: led.start(1), "group 1 of batch 0 cannot start: it is running, not planned"),
+        (lambda led: led.admit(0), "batch 0 takes no more groups: its slots are all held"),
+        (lambda led: led.admit(2), "batch 2 cannot take a group while batch 1 has 2 free slots"),
+        (lambda led: led.commit(0, 0), "group 0 cannot commit attempt 0: it never began"),
+        (lambda led: led.commit(1, 1), "group 1 cannot commit attempt 1: it never began"),
+        (lambda led: led.commit(7, 0), "group 7 cannot commit: it was never admitted"),
+        (lambda led: led.fail(1, -1), "group 1 cannot fail attempt -1: it never began"),
+        (lambda led: led.ack([1]), "group 1 of batch 0 cannot ack: it is running, not leased"),
+        (lambda led: led.ack([1, 1]), "ack names a group twice"),
+        (lambda led: led.release([0]), "group 0 of batch 0 cannot release: it is planned"),
+        (lambda led: led.replan([1]), "group 1 of batch 0 cannot replan: it is running, not ready"),
+        (lambda led: led.drop(0, ""), "group 0 cannot be dropped without a reason"),
+        (lambda led: led.drop(5, "x"), "group 5 cannot drop: it was never admitted"),
+    ],
+)
+def test_illegal_transitions_are_named_and_change_nothing(ledger, act, sentence):
+    ledger.admit(0)
+    ledger.start(ledger.admit(0))
+    before = ledger.snapshot()
+    with pytest.raises(LedgerError, match=sentence):
+        act(ledger)
+    assert ledger.snapshot() == before
+
+
+def test_nothing_happens_to_a_group_that_has_ended(ledger):
+    make_ready(ledger, 0), make_ready(ledger, 0)
+    ledger.ack(ledger.lease(0))
+    for act in (lambda: ledger.drop(0, "x"), lambda: ledger.start(0), lambda: ledger.ack([0])):
+        with pytest.raises(LedgerError, match="group 0 cannot .*: it has ended"):
+            act()
+
+
+def test_a_committed_attempt_cannot_fail(ledger):
+    gid = make_ready(ledger, 0)
+    with pytest.raises(LedgerError, match="group 0 of batch 0 cannot fail: it is ready"):
+        ledger.fail(gid, 0)
+
+
+def test_ack_applies_to_all_or_none(ledger):
+    make_ready(ledger, 0), ledger.admit(0)
+    ledger.lease(0)
+    with pytest.raises(LedgerError, match="group 1 of batch 0 cannot ack: it is planned"):
+        ledger.ack([0, 1])
+    assert ledger.gids_in("leased") == [0]
+
+
+def test_restore_plans_again_what_was_under_way(clock):
+    ledger = Ledger(5, clock=clock)
+    for _ in range(5):
+        ledger.admit(0)
+    for gid in range(1, 5):
+        ledger.start(gid)
+    for gid in range(2, 5):
+        ledger.commit(gid, 0)
+    ledger.lease(0, [2])  # now: planned, running, leased, ready, ready
+    saved = json.loads(json.dumps(ledger.snapshot()))
+    again = Ledger.restore(saved, available={2, 3}, clock=clock)
+    assert again.gids_in("planned") == [0, 1, 2, 4]
+    assert again.gids_in("ready") == [3]
+    assert [again.start(gid) for gid in (0, 1, 2, 4)] == [0, 1, 1, 1], "attempt numbers only grow"
+    assert again.frontier == 0 and again.funnel() == ledger.funnel()
+
+
+def test_restore_of_a_foreign_snapshot_is_refused(clock):
+    with pytest.raises(LedgerError, match="format 99, this version reads 1"):
+        Ledger.restore({"format": 99}, available=(), clock=clock)
+
+
+def test_restore_with_another_batch_size_deals_live_groups_out_anew(clock):
+    ledger = Ledger(2, clock=clock)
+    make_ready(ledger, 0), make_ready(ledger, 0)
+    ledger.ack(ledger.lease(0))
+    for batch in (1, 1, 2):
+        make_ready(ledger, batch)
+    again = Ledger.restore(ledger.snapshot(), available={2, 3, 4}, clock=clock, groups_per_batch=4)
+    assert [(g.gid, g.batch, g.slot, g.state) for g in again.live()] == [
+        (2, 1, 0, "planned"),
+        (3, 1, 1, "planned"),
+        (4, 1, 2, "planned"),
+    ]
+    assert (again.next_batch, again.num_missing(1), again.admit(1)) == (1, 1, 5)
+
+
+def test_a_half_trained_batch_cannot_change_its_size(clock):
+    ledger = Ledger(2, clock=clock)
+    make_ready(ledger, 0), make_ready(ledger, 0)
+    ledger.ack(ledger.lease(0, [1]))
+    with pytest.raises(LedgerError, match=r"batch 0 is half trained \(1 of 2 groups\)"):
+        Ledger.restore(ledger.snapshot(), available=(), clock=clock, groups_per_batch=3)
+
+
+class LedgerUnderFaults(RuleBasedStateMachine):
+    """Random samplers, trainers, crashes and zombies against a plain record of what ended how."""
+
+    @initialize(size=st.integers(1, 3), lead=st.integers(1, 3))
+    def begin(self, size, lead):
+        self.size, self.lead = size, lead
+        self.ledger = Ledger(size, clock=lambda: 0.0)
+        self.ended: dict[int, str] = {}
+        self.batch_of: dict[int, int] = {}
+        self.attempts: list[tuple[int, int]] = []
+        self.stored: set[int] = set()
+        self.trained_batches = 0
+
+    def gids(self, *states):
+        return [gid for state in states for gid in self.ledger.gids_in(state)]
+
+    def end(self, gid, how):
+        assert gid not in self.ended, f"group {gid} ended twice"
+        self.ended[gid] = how
+
+    @rule()
+    def admit(self):
+        batch = self.ledger.next_batch
+        if batch < self.trained_batches + self.lead:
+            gid = self.ledger.admit(batch)
+            assert gid == len(self.batch_of), "ordinals are drawn without gaps"
+            self.batch_of[gid] = batch
+
+    @precondition(lambda self: self.gids("planned"))
+    @rule(data=st.data())
+    def start(self, data):
+        gid = data.draw(st.sampled_from(self.gids("planned")))
+        self.attempts.append((gid, self.ledger.start(gid)))
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def commit(self, data):
+        """Any attempt that ever began may report, also zombies and those of a former life."""
+        gid, attempt = data.draw(st.sampled_from(self.attempts))
+        was_current = self.ledger.is_current(gid, attempt)
+        assert self.ledger.commit(gid, attempt) == was_current
+        if was_current:
+            self.stored.add(gid)
+
+    @precondition(lambda self: self.gids("running"))
+    @rule(data=st.data())
+    def fail(self, data):
+        running = [a for a in self.attempts if self.ledger.is_current(*a)]
+        if running:
+            assert self.ledger.fail(*data.draw(st.sampled_from(running)))
+
+    @precondition(lambda self: self.gids("planned", "running", "ready", "leased"))
+    @rule(data=st.data(), reason=st.sampled_from(["too_long", "no_signal"]))
+    def drop(self, data, reason):
+        gid = data.draw(st.sampled_from(self.gids("planned", "running", "ready", "leased")))
+        self.ledger.drop(gid, reason)
+        self.end(gid, reason)
+
+    @rule()
+    def train(self):
+        batch = self.trained_batches
+        if not self.ledger.are_ready(batch):
+            return
+        gids = self.ledger.lease(batch)
+        assert len(gids) == self.size, "a batch is trained whole"
+        assert {self.batch_of[gid] for gid in gids} == {batch}
+        self.ledger.ack(gids)
+        for gid in gids:
+            self.end(gid, "done")
+        self.trained_batches += 1
+
+    @rule()
+    def lease_and_give_back(self):
+        gids = self.ledger.lease(self.trained_batches)
+        self.ledger.release(gids)
+
+    @rule(data=st.data())
+    def crash(self, data):
+        """The process dies with some groups leased; some stored samples are lost with it."""
+        if data.draw(st.booleans()):
+            self.ledger.lease(self.trained_batches)
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.stored) or [0])))
+        saved = json.loads(json.dumps(self.ledger.snapshot()))
+        self.ledger = Ledger.restore(saved, available=self.stored - lost, clock=lambda: 0.0)
+        assert not self.gids("running", "leased")
+        assert set(self.gids("ready")) <= self.stored - lost
+
+    @invariant()
+    def every_group_is_alive_or_ended_once(self):
+        live = set(self.gids("planned", "running", "ready", "leased"))
+        assert live.isdisjoint(self.ended)
+        assert live | set(self.ended) == set(self.batch_of)
+
+    @invariant()
+    def the_funnel_reconciles(self):
+        funnel = self.ledger.funnel()
+        ends = list(self.ended.values())
+        assert funnel.drawn == len(self.batch_of)
+        assert funnel.trained == ends.count("done") == self.trained_batches * self.size
+        assert funnel.dropped == {r: ends.count(r) for r in set(ends) - {"done"}}
+        assert funnel.drawn == funnel.trained + sum(funnel.dropped.values()) + funnel.in_flight
+
+    @invariant()
+    def the_frontier_is_the_lowest_group_alive(self):
+        expected = [gid for gid in sorted(self.batch_of) if gid not in self.ended]
+        assert self.ledger.frontier == (expected or [len(self.batch_of)])[0]
+
+    def teardown(self):
+        """When the faults stop, every batch admitted fills up and is trained whole."""
+        if not hasattr(self, "ledger"):
+            return
+        last = max(self.batch_of.values(), default=-1)
+        while self.trained_batches <= last:
+            while self.ledger.next_batch <= self.trained_batches:
+                self.admit()
+            for gid in self.ledger.gids_in("running"):
+                current = [a for a in self.attempts if a[0] == gid][-1]
+                assert self.ledger.fail(*current)
+            for gid in self.ledger.gids_in("planned"):
+                assert self.ledger.commit(gid, self.ledger.start(gid))
+            before = self.trained_batches
+            self.train()
+            assert self.trained_batches == before + 1
+        assert set(self.ended) == set(self.batch_of)
+
+
+LedgerUnderFaults.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+TestLedgerUnderFaults = LedgerUnderFaults.TestCase
