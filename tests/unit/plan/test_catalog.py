@@ -1,0 +1,103 @@
+"""The catalog counts what the model cards publish, and what transformers builds."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pentad.config.catalog import MODELS, dims_of, known_model
+from pentad.core.errors import UserError
+
+# Billions on the model cards: all parameters, and those outside the embeddings. A released
+# checkpoint counts a tied table once, an untied pair twice.
+PUBLISHED = {
+    "Qwen2.5-0.5B": (0.49, 0.36),
+    "Qwen2.5-1.5B": (1.54, 1.31),
+    "Qwen2.5-3B": (3.09, 2.77),
+    "Qwen2.5-7B": (7.61, 6.53),
+    "Qwen2.5-14B": (14.7, 13.1),
+    "Qwen2.5-32B": (32.5, 31.0),
+    "Qwen2.5-72B": (72.7, 70.0),
+    "Qwen3-0.6B": (0.6, 0.44),
+    "Qwen3-1.7B": (1.7, 1.4),
+    "Qwen3-4B": (4.0, 3.6),
+    "Qwen3-8B": (8.2, 6.95),
+    "Qwen3-14B": (14.8, 13.2),
+    "Qwen3-32B": (32.8, 31.2),
+    "Qwen3-30B-A3B": (30.5, 29.9),
+    "Qwen3-235B-A22B": (235, 234),
+    "Llama-3.1-8B": (8.03, None),
+    "Llama-3.1-70B": (70.6, None),
+    "Llama-3.2-1B": (1.24, None),
+    "Llama-3.2-3B": (3.21, None),
+    "Llama-3.3-70B": (70.6, None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_match_the_model_cards(name):
+    dims = MODELS[name]
+    total, inner = PUBLISHED[name]
+    # The cards round: 1.72 is given as 1.7, and 32.5 stands where the tensors add up to 32.8.
+    assert dims.num_params / 1e9 == pytest.approx(total, rel=0.013)
+    if inner is not None:
+        outside = dims.num_params - dims.embedding_params - dims.head_params
+        assert outside / 1e9 == pytest.approx(inner, rel=0.013)
+
+
+def test_active_parameters_of_the_mixtures():
+    assert MODELS["Qwen3-30B-A3B"].num_active_params / 1e9 == pytest.approx(3.3, abs=0.06)
+    assert MODELS["Qwen3-235B-A22B"].num_active_params / 1e9 == pytest.approx(22, abs=0.3)
+    assert MODELS["Qwen3-8B"].num_active_params == MODELS["Qwen3-8B"].num_params
+
+
+def test_exact_counts_of_two_released_checkpoints():
+    assert MODELS["Qwen3-0.6B"].num_params == 596_049_920
+    assert MODELS["Qwen2.5-7B"].num_params == 7_615_616_512
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.2-1B"])
+def test_counts_are_those_transformers_builds(name, tmp_path):
+    dims = MODELS[name]
+    config = AutoConfig.for_model(
+        dims.family,
+        vocab_size=dims.vocab_size,
+        hidden_size=dims.hidden_size,
+        intermediate_size=dims.intermediate_size,
+        num_hidden_layers=dims.num_layers,
+        num_attention_heads=dims.num_heads,
+        num_key_value_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        tie_word_embeddings=dims.tie_embeddings,
+        rope_theta=dims.rope_theta,
+        **({"num_experts": 128, "moe_intermediate_size": 768} if dims.num_experts else {}),
+        norm_topk_prob=True,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert dims.num_params == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string())))
+    assert dims_of(str(tmp_path)) == dims
+
+
+def test_names_with_owner_and_variant_are_the_same_model():
+    for name in ("Qwen/Qwen3-8B", "Qwen3-8B-Base", "Qwen3-8B"):
+        assert known_model(name) is MODELS["Qwen3-8B"]
+    assert known_model("Qwen/Qwen2.5-7B-Instruct") is MODELS["Qwen2.5-7B"]
+    assert known_model("Qwen/Qwen3-30B-A3B-Instruct-2507") is MODELS["Qwen3-30B-A3B"]
+    assert known_model("meta-llama/Llama-3.1-8B-Instruct") is MODELS["Llama-3.1-8B"]
+    assert known_model("Qwen/Qwen3-8B-FP8") is None
+    assert known_model("Qwen/Qwen3-VL-8B") is None
+
+
+def test_an_unknown_path_names_the_nearest_model(tmp_path):
+    with pytest.raises(UserError, match=r"actor.path = Qwen/Qwen3-7B: no such folder; did you"):
+        dims_of("Qwen/Qwen3-7B")
+    with pytest.raises(UserError, match="no config.json in it"):
+        dims_of(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json cannot be read"):
+        dims_of(str(tmp_path))
