@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -31,6 +32,11 @@ AlgorithmName = Literal[
     "distill",
 ]
 ALGORITHM_NAMES: tuple[str, ...] = get_args(AlgorithmName)
+GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
+"""Algorithms that compare the samples of a prompt with each other."""
+WITH_CRITIC = ("ppo",)
+KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
+"""Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
 
 ALIASES = {
     "I1F1B": "Interleaved1F1B",
@@ -70,23 +76,18 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def read_booleans(cls, values: Any) -> Any:
-        """YAML turns on/off into booleans: give the word back where the schema wants a word,
-        and stop true from passing as the number 1."""
+    def refuse_boolean_numbers(cls, values: Any) -> Any:
+        """Stops true from passing as the number 1: as a word it fails like any other word."""
         if not isinstance(values, dict):
             return values
-        return {key: cls._read_boolean(key, value) for key, value in values.items()}
+        return {key: _as_word(cls.model_fields.get(key), value) for key, value in values.items()}
 
-    @classmethod
-    def _read_boolean(cls, key: str, value: Any) -> Any:
-        field = cls.model_fields.get(key)
-        if field is None or not isinstance(value, bool):
-            return value
-        leaves = list(_leaves(field.annotation))
-        if bool in leaves or str in leaves:
-            return value
-        words = ("on",) if value else ("off", "none", "disabled")
-        return next((word for word in words if word in leaves), str(value).lower())
+
+def _as_word(field: FieldInfo | None, value: Any) -> Any:
+    if field is None or not isinstance(value, bool):
+        return value
+    types = _leaves(field.annotation)
+    return value if bool in types or str in types else str(value).lower()
 
 
 def _leaves(annotation: Any) -> list[Any]:
@@ -403,9 +404,9 @@ class Config(Section):
     max_staleness: NonNegativeInt = 0
     """Most versions a sample may lag behind the weights it trains. 0 is strictly on-policy."""
     num_iters_per_train_update: Count = 1
-    """Chunks a batch is streamed in. The gradient does not depend on it."""
+    """Chunks of prompts a batch is streamed in. The gradient does not depend on it."""
     updates_per_batch: Count = 1
-    """Optimizer steps per batch, each on an equal part of its prompts."""
+    """Optimizer steps per batch, each on an equal part of its samples."""
     balance_data: bool = True
     """Spreads rows over ranks and microbatches by cost."""
     num_data_storage_units: Count = 1

@@ -23,7 +23,8 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.rule}"
-        return (f"{text}; {self.remedy}" if self.remedy else text).rstrip(".") + "."
+        text = f"{text}; {self.remedy}" if self.remedy else text
+        return text if text.endswith("?") else text.rstrip(".") + "."
 
 
 class UserError(Exception):

@@ -1,0 +1,130 @@
+"""Puts the schema into words: which keys there are, what a key takes, which key was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from pentad.config.schema import Config, Section
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The block a field holds, also where it may be null."""
+    for leaf in (annotation, *get_args(annotation)):
+        if isinstance(leaf, type) and issubclass(leaf, Section):
+            return leaf
+    return None
+
+
+def iter_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, field) of every key, blocks before what they hold."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from iter_fields(inner, f"{prefix}{name}.")
+
+
+@cache
+def fields() -> dict[str, FieldInfo]:
+    """Every dotted key with its field."""
+    return dict(iter_fields())
+
+
+def takes(field: FieldInfo) -> str:
+    """What a key takes, in words. Example: "an integer of at least 1 or null"."""
+    return join_or(_alternatives(field.annotation, field.metadata))
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The words a key takes, if it takes words of a list."""
+    return [word for word in _literals(field.annotation) if isinstance(word, str)]
+
+
+def nearest_keys(key: str, limit: int = 2) -> list[str]:
+    """Keys that were probably meant by an unknown one, likeliest first.
+
+    A key of the same block with a similar name comes first, then the same name in another
+    block (the blocks of the same path first), then whatever looks alike as a whole.
+    """
+    block, _, name = key.rpartition(".")
+    known = list(fields())
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == block}
+    close = difflib.get_close_matches(name, siblings, n=limit, cutoff=_cutoff(name))
+    found = [siblings[match] for match in close]
+    if close and difflib.SequenceMatcher(None, name, close[0]).ratio() >= 0.75:
+        return found
+    same = [k for k in known if k.rpartition(".")[2] == name]
+    same.sort(key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
+    found = same + found + difflib.get_close_matches(key, known, n=limit, cutoff=0.8)
+    return [k for k in dict.fromkeys(found) if not key.startswith(f"{k}.")][:limit]
+
+
+def _cutoff(name: str) -> float:
+    """One wrong letter must still match, in names of two letters as well."""
+    return 0.5 if len(name) < 4 else 0.65
+
+
+def show(value: object) -> str:
+    """A value as it would stand in YAML, on one line and not too long."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key}: {show(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(show(inner) for inner in value) + "]"
+    else:
+        text = str(value).replace("\n", "\\n") or '""'
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def join_or(words: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _alternatives(annotation: Any, metadata: list[Any]) -> list[str]:
+    if get_origin(annotation) is Annotated:
+        inner, *notes = get_args(annotation)
+        return _alternatives(inner, metadata + [m for n in notes for m in _constraints(n)])
+    if get_origin(annotation) in (Union, UnionType):
+        return [word for arg in get_args(annotation) for word in _alternatives(arg, metadata)]
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation)]
+    if get_origin(annotation) is tuple:
+        return [_list_words(get_args(annotation))]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return ["a block of keys"]
+    if annotation is bool:
+        return ["true", "false"]
+    names = {int: "an integer", float: "a number", str: "text", NoneType: "null"}
+    return [names[annotation] + (_bounds(metadata) if annotation in (int, float) else "")]
+
+
+def _list_words(args: tuple[Any, ...]) -> str:
+    (one,) = _alternatives(args[0], [])
+    many = one.replace("an integer", "integers").replace("text", "texts")
+    return f"a list of {many}" if args[-1] is Ellipsis else f"a list of {len(args)} {many}"
+
+
+def _bounds(metadata: list[Any]) -> str:
+    low = next((f" of at least {m.ge:g}" for m in metadata if isinstance(m, Ge)), "")
+    low = next((f" above {m.gt:g}" for m in metadata if isinstance(m, Gt)), low)
+    high = next((f"at most {m.le:g}" for m in metadata if isinstance(m, Le)), "")
+    high = next((f"below {m.lt:g}" for m in metadata if isinstance(m, Lt)), high)
+    return f"{low} and {high}" if high else low
+
+
+def _constraints(note: Any) -> list[Any]:
+    return note.metadata if isinstance(note, FieldInfo) else [note]
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for arg in get_args(annotation) for word in _literals(arg)]

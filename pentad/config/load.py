@@ -1,0 +1,143 @@
+"""Loads a run's config from YAML and overrides, and writes it back; every mistake is reported.
+
+`load_config` reads and validates. `prepare` goes the whole way of a command: it also resolves
+what was left open and checks the rules between keys, and reports all problems in one error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pentad.config.checks import Command, check
+from pentad.config.describe import choices, fields, join_or, nearest_keys, section_of, show, takes
+from pentad.config.foreign import NOT_BUILT, SPELLED
+from pentad.config.resolve import resolve
+from pentad.config.schema import Config
+from pentad.config.tree import Tree, drop, dump_yaml, read_tree
+from pentad.core.errors import Problem, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A config as far as it could be read."""
+
+    config: Config
+    """Where a value was unusable, the default stands in."""
+    problems: list[Problem]
+    bad: frozenset[str]
+    """Keys whose value, or whose absence, is one of the problems."""
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The config as written, unset values unset. Raises UserError with every problem found."""
+    reading = read_config(path, overrides)
+    if reading.problems:
+        raise UserError(reading.problems)
+    return reading.config
+
+
+def prepare(
+    path: str | Path | None, overrides: Sequence[str] = (), command: Command = "plan"
+) -> tuple[Config, list[str]]:
+    """The resolved and checked config of a command, with notes on what was chosen."""
+    reading = read_config(path, overrides)
+    config, notes = resolve(reading.config)
+    problems = [*reading.problems, *check(config, command, skip=reading.bad)]
+    if problems:
+        raise UserError(problems)
+    return config, notes
+
+
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:
+    tree = read_tree(path, overrides, Config().model_dump(mode="json"))
+    while True:
+        try:
+            config = Config.model_validate(tree.values)
+            return Reading(config, tree.problems, frozenset(tree.bad))
+        except ValidationError as error:
+            _take_out(error, tree)
+
+
+def dump_config(config: Config) -> str:
+    """YAML with every key; loads back to an equal config."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def _take_out(error: ValidationError, tree: Tree) -> None:
+    """Turns validation errors into problems, and removes what caused them from the tree."""
+    done: set[str] = set()
+    for item in error.errors(include_url=False):
+        keys = _keys(item["loc"])
+        key = ".".join(keys)
+        if key in done:  # one value of a union type fails once per alternative
+            continue
+        done.add(key)
+        tree.bad.add(key)
+        if item["type"] == "extra_forbidden":
+            tree.problems.append(_unknown_key(key, item["input"], tree))
+            drop(tree.values, keys)
+        elif item["type"] == "missing" and len(item["loc"]) == len(keys):
+            rule = f"is needed wherever {'.'.join(keys[:-1])} is given"
+            tree.problems.append(Problem(key, rule, f"give {takes(fields()[key])}"))
+            drop(tree.values, keys[:-1])
+        else:
+            tree.problems.append(_wrong_value(key, _value_at(tree.values, keys), tree))
+            drop(tree.values, keys)
+
+
+def _keys(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The dotted key an error belongs to: its location without list indices and union members."""
+    keys: list[str] = []
+    for part in loc:
+        keys.append(str(part))
+        field = fields().get(".".join(keys))
+        if field is None or section_of(field.annotation) is None:
+            break
+    return tuple(keys)
+
+
+def _where(key: str, value: object, tree: Tree) -> str:
+    source = tree.sources.get(key)
+    return f"{key} = {show(value)}" + (f" ({source})" if source else "")
+
+
+def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
+    where = _where(key, value, tree)
+    known_from = NOT_BUILT.get(key)
+    if known_from:
+        return Problem(where, f"is known from {known_from} and not built yet", "leave it out")
+    if key in SPELLED:
+        return Problem(where, "there is no such key", f"its name here is {SPELLED[key]}")
+    near = nearest_keys(key)
+    tree.bad.update(near)
+    if near:
+        return Problem(where, "there is no such key", f"did you mean {join_or(near)}?")
+    block, _, _ = key.rpartition(".")
+    inside = [k for k in fields() if k.rpartition(".")[0] == block]
+    names = ", ".join(k.rpartition(".")[2] for k in inside)
+    remedy = f"the keys of {block} are {names}" if block else "docs/configuration.md has all keys"
+    return Problem(where, "there is no such key", remedy)
+
+
+def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
+    field = fields()[key]
+    near = difflib.get_close_matches(str(value), choices(field), n=1, cutoff=0.5)
+    remedy = f"did you mean {near[0]}?" if near else ""
+    expected = takes(field)
+    if expected.startswith("a list") and isinstance(value, str | int):
+        remedy = f"write [{show(value)}]"
+    elif expected.startswith("text") and isinstance(value, bool | dict | list):
+        remedy = f'put quotes around it if it is meant as text: "{show(value)}"'
+    return Problem(_where(key, value, tree), f"must be {expected}", remedy)
+
+
+def _value_at(values: Any, keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        values = values[key]
+    return values

@@ -1,0 +1,195 @@
+"""Chooses what a config leaves open, so that it fits what the config says, and notes each choice.
+
+Only what follows from the config itself is chosen here; what depends on the machine (number of
+devices, compile on a GPU, offloading when memory is short) stays unset for the part that knows.
+A resolved config resolves to itself.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from typing import Any
+
+from pentad.config.describe import show
+from pentad.config.schema import GROUP_RELATIVE, KL_IN_REWARD, WITH_CRITIC, Config
+from pentad.core.errors import UserError
+from pentad.core.layout import Allocation, parse_allocation
+
+DEFAULT_KL_COEF = 0.001
+
+
+def resolve(config: Config) -> tuple[Config, list[str]]:
+    """The config with open values chosen, and one note per choice worth knowing."""
+    draft = _Draft(config)
+    _choose_user(draft)
+    _choose_allocation(draft)
+    _choose_mode(draft)
+    _choose_offloading(draft)
+    _choose_kl(draft)
+    _choose_correction(draft)
+    for role in ("actor", "critic"):
+        _choose_pipeline(draft, role)
+    if config.algorithm.name in WITH_CRITIC and config.critic.path is None and config.actor.path:
+        draft.set("critic.path", config.actor.path, "that of the actor")
+    return draft.config, [*draft.notes, *_without_effect(draft.config)]
+
+
+def parsed_allocation(config: Config) -> Allocation | None:
+    """The allocation, or None while it is unset or wrong (which the layout rules report)."""
+    if config.allocation_mode is None:
+        return None
+    try:
+        return parse_allocation(config.allocation_mode)
+    except UserError:
+        return None
+
+
+def are_apart(config: Config) -> bool | None:
+    """Whether rollout and training have devices of their own; None where one is missing."""
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    actor = allocation and allocation.find("actor")
+    if not (allocation and rollout and actor):
+        return None
+    return not allocation.shares_devices(rollout, actor)
+
+
+class _Draft:
+    """A config under way, with the notes made so far."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.notes: list[str] = []
+
+    def set(self, key: str, value: object, why: str) -> None:
+        self.config = _replaced(self.config, key.split("."), value)
+        self.notes.append(f"{key} = {show(value)}: {why}")
+
+
+def _replaced(section: Any, keys: list[str], value: object) -> Any:
+    head, *rest = keys
+    inner = _replaced(getattr(section, head), rest, value) if rest else value
+    return section.model_copy(update={head: inner})
+
+
+def _choose_user(draft: _Draft) -> None:
+    if draft.config.user is not None:
+        return
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number without a name
+        name = f"uid{os.getuid()}"
+    draft.set("user", name, "the login name")
+
+
+def _choose_allocation(draft: _Draft) -> None:
+    config = draft.config
+    if config.allocation_mode is not None:
+        return
+    join = "|" if config.mode in (None, "colocate") else "+"
+    if config.resource is None:
+        why = "no devices were asked for" if join == "|" else f"mode = {config.mode}"
+        draft.set("allocation_mode", f"embedded:d1{join}archon:d1", why)
+        return
+    actor, rollout = (nodes * devices for nodes, devices in _pairs(config))
+    join = "|" if config.mode == "colocate" else "+"
+    draft.set("allocation_mode", f"embedded:d{rollout}{join}archon:d{actor}", "from resource")
+
+
+def _pairs(config: Config) -> tuple[tuple[int, int], tuple[int, int]]:
+    assert config.resource is not None, "asked for only where resource is given"
+    return config.resource.actor, config.resource.rollout
+
+
+def _choose_mode(draft: _Draft) -> None:
+    if draft.config.mode is not None:
+        return
+    apart = are_apart(draft.config)
+    if apart:
+        draft.set("mode", "hybrid", "rollout and training have devices of their own")
+    elif apart is not None:
+        draft.set("mode", "colocate", "rollout and training share devices")
+
+
+def _choose_offloading(draft: _Draft) -> None:
+    if draft.config.mode not in ("hybrid", "async"):
+        return
+    for key, chosen in (
+        ("offload_train", draft.config.offload_train),
+        ("offload_rollout", draft.config.offload_rollout),
+    ):
+        if chosen is None:
+            draft.set(key, False, "rollout and training do not share devices")
+
+
+def _choose_kl(draft: _Draft) -> None:
+    algorithm = draft.config.algorithm
+    if draft.config.use_kl_loss:
+        if algorithm.kl_in is None:
+            draft.set("algorithm.kl_in", "loss", "use_kl_loss = true")
+        if algorithm.kl_coef is None:
+            draft.set("algorithm.kl_coef", DEFAULT_KL_COEF, "use_kl_loss = true")
+    elif draft.config.use_kl_loss is False and algorithm.kl_coef is None:
+        own = "reward" if algorithm.name in KL_IN_REWARD else "loss"
+        if (algorithm.kl_in or own) == "loss":
+            draft.set("algorithm.kl_coef", 0.0, "use_kl_loss = false")
+
+
+def _choose_correction(draft: _Draft) -> None:
+    use_tis = draft.config.use_tis
+    if use_tis is not None and draft.config.algorithm.correction is None:
+        word = "tis" if use_tis else "none"
+        draft.set("algorithm.correction", word, f"use_tis = {show(use_tis)}")
+
+
+def _choose_pipeline(draft: _Draft, role: str) -> None:
+    """Checkpointing, compile and microbatches as the pipeline schedule wants them."""
+    model = draft.config.actor if role == "actor" else draft.config.critic
+    archon = model.archon
+    allocation = parsed_allocation(draft.config)
+    component = allocation and (allocation.find(role) or allocation.find("actor"))
+    num_ranks = component.size("p") if component else 1
+    splits_backward = num_ranks > 1 and "ZeroBubble" in archon.pp_schedule
+    schedule = f"pp_schedule = {archon.pp_schedule}"
+    key = f"{role}.archon"
+    if archon.enable_compile == "auto" and splits_backward:
+        draft.set(f"{key}.enable_compile", False, schedule)
+    elif archon.enable_compile == "auto" and archon.ac_mode == "memory_budget":
+        draft.set(f"{key}.enable_compile", True, "ac_mode = memory_budget needs it")
+    ac_mode = archon.ac_mode
+    if ac_mode == "auto":
+        ac_mode = "selective" if model.gradient_checkpointing else "none"
+        why = f"gradient_checkpointing = {show(model.gradient_checkpointing)}"
+        draft.set(f"{key}.ac_mode", ac_mode, why)
+    if ac_mode == "selective" and archon.ac_selective is None:
+        draft.set(f"{key}.ac_selective", 2 if splits_backward else "op", schedule)
+    if num_ranks == 1:
+        return
+    stages = archon.stages_per_rank
+    if stages is None:
+        stages = 1 if archon.pp_schedule == "1F1B" else 2
+        draft.set(f"{key}.stages_per_rank", stages, schedule)
+    if model.mb_spec.n_mbs < num_ranks * stages:
+        why = f"raised from {model.mb_spec.n_mbs} to the number of pipeline stages"
+        draft.set(f"{role}.mb_spec.n_mbs", num_ranks * stages, why)
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Notes on what is given and read by nobody."""
+    name = config.algorithm.name
+    notes = []
+    if config.actor.enable_tree_training:
+        notes.append("actor.enable_tree_training = true: accepted, tree training is not built")
+    if config.num_data_storage_units > 1:
+        count = config.num_data_storage_units
+        notes.append(f"num_data_storage_units = {count}: without effect, groups stay in memory")
+    if config.teacher.path is not None and name != "distill":
+        notes.append(f"teacher.path = {config.teacher.path}: without effect in {name}")
+    if config.critic.path is not None and name not in WITH_CRITIC:
+        notes.append(f"critic.path = {config.critic.path}: without effect, {name} has no critic")
+    if config.ref.path is not None and config.algorithm.kl_coef == 0:
+        notes.append(f"ref.path = {config.ref.path}: without effect, algorithm.kl_coef = 0")
+    if name not in GROUP_RELATIVE and config.algorithm.dynamic_filter:
+        notes.append(f"algorithm.dynamic_filter = true: {name} does not need it")
+    return notes

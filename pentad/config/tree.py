@@ -1,0 +1,273 @@
+"""Reads a YAML recipe and `dotted.key=value` overrides into one plain tree of values.
+
+Nothing here knows the schema. Every problem is collected; a value that cannot be read is left
+out of the tree and its key is remembered, so that the rest can still be checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pentad.core.errors import Problem
+
+Keys = tuple[str | int, ...]
+MAX_DEPTH = 16
+KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+PLAIN_TYPES = {
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "tag:yaml.org,2002:merge": (r"<<", "<"),
+}
+"""What an unquoted word may be besides text. Stricter than YAML 1.1: `on`, `off`, `yes`, `no`,
+`0010`, `1:30` and dates stay the text they were written as; 1e-6 is a number."""
+
+
+class Loader(yaml.SafeLoader):
+    """YAML with the plain types above; a key given twice is an error."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.value in seen and key.value != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f'key "{key.value}" is given twice', key.start_mark
+                )
+            seen[key.value] = 1
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes every text that `Loader` or a YAML 1.1 reader would take for something else."""
+
+
+for _tag, (_pattern, _first) in PLAIN_TYPES.items():
+    for _class in (Loader, Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+
+@dataclass
+class Tree:
+    """What the user wrote: nested plain values, where each came from, and what was unreadable."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> `recipe.yaml:12` or `command line`."""
+    problems: list[Problem] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
+    """Dotted keys that were left out."""
+
+
+def read_tree(
+    path: str | Path | None, overrides: Sequence[str], defaults: Mapping[str, Any]
+) -> Tree:
+    """The recipe with overrides applied; `${...}` may also refer to keys left at their default."""
+    tree = Tree()
+    if path is not None:
+        _read_file(Path(path), tree)
+    for override in overrides:
+        _apply_override(override, tree)
+    _resolve_interpolations(tree, defaults)
+    return tree
+
+
+def dotted(keys: Keys) -> str:
+    """Example: ("gconfig", "stop", 1) reads gconfig.stop[1]."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return text.removeprefix(".")
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """YAML that `read_tree` reads back to the same values."""
+    escaped = _map_texts(dict(values), lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+    return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _read_file(path: Path, tree: Tree) -> None:
+    where = f"recipe = {path}"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        tree.problems.append(Problem(where, reason, "give the path of a YAML file"))
+        return
+    except UnicodeDecodeError:
+        tree.problems.append(Problem(where, "is not UTF-8 text", "give the path of a YAML file"))
+        return
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return
+        _note_lines(node, path.name, (), tree.sources)
+        values = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        tree.problems.append(_syntax_problem(str(path), error))
+        return
+    finally:
+        loader.dispose()
+    if not isinstance(values, dict):
+        rule = f"holds a {type(values).__name__}, not a mapping of keys"
+        tree.problems.append(Problem(where, rule, "write lines such as `actor: {path: models/x}`"))
+        return
+    tree.values = _with_text_keys(values)
+
+
+def _note_lines(node: Any, name: str, keys: Keys, sources: dict[str, str]) -> None:
+    if len(keys) > MAX_DEPTH:
+        raise yaml.MarkedYAMLError(
+            problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=node.start_mark
+        )
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*keys, str(key.value))
+            sources[dotted(inner)] = f"{name}:{key.start_mark.line + 1}"
+            _note_lines(value, name, inner, sources)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _note_lines(value, name, (*keys, 0), sources)
+
+
+def _syntax_problem(where: str, error: yaml.YAMLError) -> Problem:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return Problem(where, f"is not YAML: {error}")
+    mark = error.problem_mark
+    context = f" {error.context}" if error.context else ""
+    place = f"{where}, line {mark.line + 1}, column {mark.column + 1}"
+    return Problem(place, f"{error.problem}{context}", "check indentation, colons and quotes")
+
+
+def _apply_override(override: str, tree: Tree) -> None:
+    where = f'override "{override}"'
+    key, equals, text = override.partition("=")
+    key = key.strip().lstrip("+")
+    if not equals or not KEY.fullmatch(key):
+        rule = "is not of the form dotted.key=value"
+        tree.problems.append(Problem(where, rule, "for example gconfig.n_samples=16"))
+        return
+    try:
+        value = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        remedy = "put quotes around text with special characters"
+        tree.problems.append(Problem(where, f"the value is not YAML: {reason}", remedy))
+        tree.bad.add(key)
+        return
+    *outer, last = key.split(".")
+    place = tree.values
+    for name in outer:
+        if not isinstance(place.get(name), dict):
+            place[name] = {}
+        place = place[name]
+    place[last] = _with_text_keys(value)
+    tree.sources[key] = "command line"
+
+
+def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
+    for keys, value in list(_iter_leaves(tree.values)):
+        if isinstance(value, str) and "${" in value:
+            try:
+                OmegaConf.create({"value": value})
+            except OmegaConfBaseException:
+                rule = "the reference is not complete"
+                _leave_out(tree, keys, value, rule, "write ${other.key}, or \\${ for the text")
+        elif value == "???":
+            _leave_out(tree, keys, value, "a value must be filled in", "replace the question marks")
+    whole = OmegaConf.create(_merged(defaults, tree.values))
+    for keys, value in list(_iter_leaves(tree.values)):
+        if not (isinstance(value, str) and "${" in value) or dotted(_names(keys)) in tree.bad:
+            continue
+        try:
+            place: Any = whole
+            for key in keys:
+                place = place[key]
+            if OmegaConf.is_config(place):
+                place = OmegaConf.to_container(place, resolve=True)
+            _set(tree.values, keys, place)
+        except OmegaConfBaseException as error:
+            rule = str(error).splitlines()[0].split("interpolation: ")[-1].strip('"')
+            remedy = "refer to another key by its whole path, such as ${actor.path}"
+            if "oc.env" in value:
+                remedy = "set it, or give a default: ${oc.env:NAME,default}"
+            _leave_out(tree, keys, value, rule[:1].lower() + rule[1:], remedy)
+
+
+def _names(keys: Keys) -> Keys:
+    """The keys up to the first list."""
+    return next((keys[:i] for i, key in enumerate(keys) if isinstance(key, int)), keys)
+
+
+def _leave_out(tree: Tree, keys: Keys, value: object, rule: str, remedy: str) -> None:
+    """Reports a value and drops the key that holds it (of a list, the whole list)."""
+    names = _names(keys)
+    source = tree.sources.get(dotted(names))
+    where = f"{dotted(keys)} = {value}" + (f" ({source})" if source else "")
+    tree.problems.append(Problem(where, rule, remedy))
+    tree.bad.add(dotted(names))
+    drop(tree.values, names)
+
+
+def drop(values: dict[str, Any], keys: Keys) -> None:
+    """Removes one key, if it is there."""
+    place: Any = values
+    for key in keys[:-1]:
+        place = place.get(key) if isinstance(place, dict) else None
+    if isinstance(place, dict):
+        place.pop(keys[-1], None)
+
+
+def _set(values: dict[str, Any], keys: Keys, value: object) -> None:
+    place: Any = values
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+
+
+def _iter_leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _iter_leaves(inner, (*keys, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _iter_leaves(inner, (*keys, index))
+    else:
+        yield keys, value
+
+
+def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in top.items():
+        inner = out.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = _merged(inner, value)
+        out[key] = value
+    return out
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _map_texts(value: Any, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _map_texts(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
