@@ -1,0 +1,108 @@
+"""The decoder: embedding, layers, final norm and heads, composed from `ModelDims`.
+
+It knows no ranks, no packing and no key-value cache: tokens are flat, their positions are given,
+and attention happens in the core it is called with. A pipeline stage is a decoder that holds
+some of the layers and perhaps neither embedding nor head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pentad.core.dims import ModelDims
+from pentad.core.types import Attend
+from pentad.models.layers import Attention, Mlp, Norm
+from pentad.models.moe import Moe
+from pentad.models.rope import Rotary
+
+
+class Block(nn.Module):
+    """One layer: x + attn(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, dims: ModelDims, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = Norm(dims.hidden_size, dims.norm_eps)
+        self.attn = Attention(dims, layer)
+        self.ffn_norm = Norm(dims.hidden_size, dims.norm_eps)
+        self.ffn = Moe(dims) if dims.is_moe(layer) else Mlp(dims)
+
+    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
+        x_TD = x_TD + self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
+        return x_TD + self.ffn(self.ffn_norm(x_TD))
+
+
+class Decoder(nn.Module):
+    """A language model without its softmax: the T x V logits are the caller's business."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        *,
+        layers: Iterable[int] | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+        lm_head: bool = True,
+        value_head: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dims = dims
+        self.embed = nn.Embedding(dims.vocab_size, dims.hidden_size) if is_first else None
+        held = range(dims.num_layers) if layers is None else layers
+        # Keyed by the global index: a stage's weights keep the names of the whole model.
+        self.layers = nn.ModuleDict({str(i): Block(dims, i) for i in held})
+        self.rotary = Rotary(dims)
+        self.norm = Norm(dims.hidden_size, dims.norm_eps) if is_last else None
+        is_own = is_last and lm_head and not (dims.tie_embeddings and is_first)
+        self.head = nn.Linear(dims.hidden_size, dims.vocab_size, bias=False) if is_own else None
+        self.value_head = (
+            nn.Linear(dims.hidden_size, 1, bias=False) if is_last and value_head else None
+        )
+        self.has_lm_head = is_last and lm_head
+
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Token ids (a later stage: the stage before's hidden_TD) to hidden_TD.
+
+        The last stage's output is after the final norm.
+        """
+        x_TD = ids_T if self.embed is None else self.embed(ids_T)
+        cos_Td, sin_Td = self.rotary(positions_T, x_TD.dtype)
+        for block in self.layers.values():
+            x_TD = block(x_TD, cos_Td, sin_Td, attend)
+        return x_TD if self.norm is None else self.norm(x_TD)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]; the embedding itself where the two are tied."""
+        assert self.has_lm_head, "this decoder is built without a language-model head"
+        if self.head is not None:
+            return self.head.weight
+        assert self.embed is not None
+        return self.embed.weight
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """[T, V], for samplers and tests; training fuses the head with the log-probs."""
+        return F.linear(hidden_TD, self.head_weight)
+
+    def values(self, hidden_TD: Tensor) -> Tensor:
+        """[T] in float32: the value of each token, or the reward read at the last one."""
+        assert self.value_head is not None, "this decoder is built without a value head"
+        return self.value_head(hidden_TD).squeeze(-1).float()
+
+
+def causal_attend(
+    layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+) -> Tensor:
+    """Attention over one sequence, written out: the reference other cores are held against."""
+    num_tokens, num_heads = q_THd.shape[:2]
+    k_THd = k_TKd.repeat_interleave(num_heads // k_TKd.shape[1], dim=1)
+    v_THd = v_TKd.repeat_interleave(num_heads // v_TKd.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q_THd, k_THd) * q_THd.shape[-1] ** -0.5
+    distance = torch.arange(num_tokens, device=q_THd.device)
+    distance = distance[:, None] - distance[None, :]
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    probs = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(q_THd.dtype)
+    return torch.einsum("hqk,khd->qhd", probs, v_THd)

@@ -1,0 +1,145 @@
+"""How models are made: fresh, from a HF folder, and back into one."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentad.core.dims import ModelDims
+from pentad.models.decoder import Decoder
+from pentad.models.exchange import hf_metadata, iter_hf, native_shards
+from pentad.models.families import ConfigLike, dims_of, map_of, read_config, register, spec_of
+from pentad.weights import flow
+from pentad.weights.hf import SHARD_BYTES, HfFolder, save_folder
+from pentad.weights.random import RandomReader
+
+__all__ = [
+    "build_model",
+    "create_model",
+    "dims_of",
+    "load_model",
+    "map_of",
+    "register",
+    "save_model",
+    "spec_of",
+]
+Device = torch.device | str
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_model(
+    dims: ModelDims,
+    *,
+    device: Device,
+    dtype: torch.dtype,
+    value_head: bool = False,
+    lm_head: bool | None = None,
+) -> Decoder:
+    """The model with uninitialised weights. A value head replaces the lm head unless told."""
+    module, _, name = spec_of(dims.family).model.partition(":")
+    model_class = vars(importlib.import_module(module))[name]
+    with torch.device("meta"):
+        keep = not value_head if lm_head is None else lm_head
+        model = model_class(dims, lm_head=keep, value_head=value_head).to(dtype)
+    assert isinstance(model, Decoder)
+    for name, parameter in model.named_parameters():
+        own = map_of(dims).entries[name].rule.dtype
+        if own:
+            parameter.data = parameter.data.to(DTYPES[own])
+    return model if torch.device(device).type == "meta" else model.to_empty(device=device)
+
+
+def create_model(
+    dims: ModelDims,
+    *,
+    device: Device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    value_head: bool = False,
+    lm_head: bool | None = None,
+) -> Decoder:
+    """A freshly initialised model; each tensor depends on the seed and its own name alone."""
+    model = build_model(dims, device=device, dtype=dtype, value_head=value_head, lm_head=lm_head)
+    initialise(model, seed)
+    return model
+
+
+def initialise(model: Decoder, seed: int) -> None:
+    """Fresh weights in place, whatever part of the model is held here."""
+    shards, weight_map = native_shards(model), map_of(model.dims)
+    flow.fill(shards, weight_map, RandomReader(weight_map, shards, seed))
+
+
+def load_weights(model: Decoder, folder: str | Path, *, seed: int = 0) -> list[str]:
+    """Streams a HF folder into the model in place; each rank reads only what it holds.
+
+    Returns the tensors that the folder lacks and that were initialised instead (value heads).
+    """
+    shards, weight_map = native_shards(model), map_of(model.dims)
+    reader = HfFolder(folder)
+    flow.fill(shards, weight_map, reader)
+    fresh = flow.missing_optional(shards, weight_map, reader)
+    if fresh:
+        own = {name: shards[name] for name in fresh}
+        flow.fill(own, weight_map, RandomReader(weight_map, own, seed))
+    return fresh
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    device: Device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    value_head: bool = False,
+    lm_head: bool | None = None,
+    model: str | None = None,
+    seed: int = 0,
+) -> Decoder:
+    """The model of a HF folder; a value head that the folder lacks is initialised from `seed`."""
+    dims = dims_of(folder, model)
+    built = build_model(dims, device=device, dtype=dtype, value_head=value_head, lm_head=lm_head)
+    load_weights(built, folder, seed=seed)
+    return built
+
+
+def save_model(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    source_folder: str | Path | None = None,
+    hf_config: ConfigLike | None = None,
+    tokenizer_folder: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """A folder that transformers loads, in `dtype` (default: as held).
+
+    The config is that of `source_folder` or `hf_config`, with dtype and class set; tokenizer and
+    generation config come from `tokenizer_folder`, then from `source_folder`.
+    """
+    given = hf_config if hf_config is not None else source_folder
+    assert given is not None, "give source_folder or hf_config: the saved folder needs a config"
+    infos = hf_metadata(model, dtype)
+    companions = [path for path in (tokenizer_folder, source_folder) if path is not None]
+    save_folder(
+        folder,
+        iter_hf(model, dtype),
+        infos,
+        config_for(model, read_config(given), next(iter(infos.values())).dtype),
+        companions=companions,
+        shard_bytes=shard_bytes,
+    )
+
+
+def config_for(model: Decoder, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The HF config of the model as it is: its class, its dtype, one label if it has a value."""
+    spec = spec_of(model.dims.family)
+    causal, scalar = spec.classes
+    out = {**config, "dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}
+    out.pop("torch_dtype", None)
+    if not model.has_lm_head and model.value_head is not None:
+        out |= {"architectures": [scalar], "num_labels": 1}
+    return out

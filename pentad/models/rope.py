@@ -1,0 +1,110 @@
+"""Rotary positions: the frequencies of every scaling variant, and how they turn heads.
+
+The frequencies are computed on the CPU in float32, in the order transformers computes them, so
+both give the same angles at large positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pentad.core.dims import ModelDims
+
+
+class Rotary(nn.Module):
+    """cos and sin of every position, once per forward."""
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__()
+        self.dims = dims
+        # Not a buffer: a model is built on the meta device, where a buffer would lose its values.
+        self.on_device: dict[torch.device, Tensor] = {}
+        self.scale = 1.0
+
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        device = positions_T.device
+        if device not in self.on_device:
+            with torch.device("cpu"):
+                inverse, self.scale = frequencies(self.dims)
+            self.on_device[device] = inverse.to(device)
+        angles = positions_T.float()[:, None] * self.on_device[device]
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """Turns the pairs (j, j + d/2) of each head by the angle of its position."""
+    first, second = x_THd.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_THd * cos_Td[:, None] + turned * sin_Td[:, None]
+
+
+def frequencies(dims: ModelDims) -> tuple[Tensor, float]:
+    """The inverse frequencies [d/2] and the factor on cos and sin."""
+    kind = str(dims.rope_scaling.get("rope_type", "default"))
+    return SCALINGS[kind](dims, dims.rope_scaling)
+
+
+def _plain(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    exponent = torch.arange(0, dims.head_dim, 2, dtype=torch.float) / dims.head_dim
+    return 1.0 / (dims.rope_theta**exponent), 1.0
+
+
+def _linear(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return _plain(dims, scaling)[0] / scaling["factor"], 1.0
+
+
+def _llama3(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
+    inverse, _ = _plain(dims, scaling)
+    old_length = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    stretched = torch.where(wavelength > old_length / low, inverse / scaling["factor"], inverse)
+    ramp = (old_length / wavelength - low) / (high - low)
+    between = (1 - ramp) * stretched / scaling["factor"] + ramp * stretched
+    is_between = ~(wavelength < old_length / high) * ~(wavelength > old_length / low)
+    return torch.where(is_between, between, stretched), 1.0
+
+
+def _yarn(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """YaRN (https://arxiv.org/abs/2309.00071): a ramp over the dims between two rotation counts."""
+    factor = scaling["factor"]
+    old_length = scaling.get("original_max_position_embeddings") or dims.max_position
+    half = dims.head_dim // 2
+
+    def dim_at(num_rotations: float) -> float:
+        log_base = 2 * math.log(dims.rope_theta)
+        return dims.head_dim * math.log(old_length / (num_rotations * 2 * math.pi)) / log_base
+
+    low = dim_at(scaling.get("beta_fast") or 32)
+    high = dim_at(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims.head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp would divide by zero
+    keep = 1 - torch.clamp((torch.arange(half, dtype=torch.float) - low) / (high - low), 0, 1)
+    power = dims.rope_theta ** (torch.arange(0, dims.head_dim, 2).to(torch.float) / dims.head_dim)
+    inverse = 1.0 / (factor * power) * (1 - keep) + 1.0 / power * keep
+    return inverse, _yarn_scale(scaling, factor)
+
+
+def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1)
+
+
+SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

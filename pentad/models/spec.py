@@ -1,0 +1,33 @@
+"""What a model file declares: `ModelSpec`, all data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.weights.map import Rule, WeightMap, build_map
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model family. A module that holds one as SPEC is a model file."""
+
+    family: str
+    """HF `model_type`."""
+    rules: tuple[Rule, ...]
+    """The weight map: native tensors as regions of HF-on-disk tensors."""
+    plan: Mapping[str, str]
+    """The parallel plan: size symbol -> mesh axis that splits every dim of that symbol."""
+    read_dims: Callable[[Mapping[str, Any]], ModelDims] = dims_from_hf
+    """The config adapter: the dimensions from a HF config."""
+    model: str = "pentad.models.decoder:Decoder"
+    """The composition: class that is built from the dimensions, as module:name."""
+    classes: tuple[str, str] = ("", "")
+    """transformers' classes for the causal model and for the one with a scalar head."""
+    ignored: tuple[str, ...] = ()
+    """HF-on-disk names that some folders hold and that carry nothing, {i} for the layer."""
+
+    def weight_map(self, dims: ModelDims) -> WeightMap:
+        return build_map(self.rules, dims, ignored=self.ignored)

@@ -1,0 +1,323 @@
+"""Moving elements along a weight map: from a reader into (shards of) tensors, and out by name.
+
+Everything here works on named tensors and a `WeightMap`; what the tensors belong to, and whether
+the reader is a folder, a list in memory or a random generator, makes no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import Problem, UserError
+from pentad.weights.map import Entry, Source, WeightMap
+from pentad.weights.regions import Box, Region, Shape, clip_all, full_box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without reading it."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Reader(Protocol):
+    """Source tensors by name, any block of them at a time."""
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def where(self) -> str:
+        """What the sentences call it, such as the folder's path."""
+        ...
+
+    def read(self, name: str, box: Box) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a target tensor that is held here, and the memory that holds it."""
+
+    tensor: Tensor
+    box: Box
+
+
+def whole_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    return {name: Shard(t, full_box(t.shape)) for name, t in tensors.items()}
+
+
+def target_block(tensor: Tensor, region: Region) -> Tensor:
+    """A view of the region's elements in the target, with its runs as dims, in their order."""
+    lengths = {run.target_dim: run.length for run in region.runs}
+    order = [run.target_dim for run in region.runs]
+    return _block(tensor, region.target_start, lengths, order)
+
+
+def source_block(tensor: Tensor, region: Region) -> Tensor:
+    lengths = {run.source_dim: run.length for run in region.runs}
+    order = [run.source_dim for run in region.runs]
+    return _block(tensor, region.source_start, lengths, order)
+
+
+def _block(tensor: Tensor, start: Shape, lengths: Mapping[int, int], order: list[int]) -> Tensor:
+    index = tuple(
+        slice(s, s + lengths[dim]) if dim in lengths else s for dim, s in enumerate(start)
+    )
+    kept = sorted(order)
+    return tensor[index].permute([kept.index(dim) for dim in order])
+
+
+@torch.no_grad()
+def fill(shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader) -> int:
+    """Reads every shard's elements straight into its memory; returns the number of tensors read.
+
+    Names and shapes are checked before the first element moves. Peak extra memory is one region.
+    """
+    check(shards, weight_map, reader)
+    check_tied(weight_map, reader)
+    used: set[str] = set()
+    for name, entry in weight_map.entries.items():
+        if name not in shards or _is_absent(entry, reader):
+            continue
+        shard = shards[name]
+        for region in clip_all(entry.regions, shard.box):
+            piece = reader.read(region.source, region.source_box)
+            local = _relative(region)
+            target_block(shard.tensor, region).copy_(source_block(piece, local))
+            used.add(region.source)
+    return len(used)
+
+
+def _relative(region: Region) -> Region:
+    """The region within a tensor that holds just its source box."""
+    zeros = (0,) * len(region.source_start)
+    return Region(region.source, region.source_shape, zeros, region.target_start, region.runs)
+
+
+def _is_absent(entry: Entry, reader: Reader) -> bool:
+    return entry.rule.optional and all(r.source not in reader.infos for r in entry.regions)
+
+
+def missing_optional(
+    shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader
+) -> list[str]:
+    """Held targets that the reader lacks and that are therefore to be initialised."""
+    held = [entry for name, entry in weight_map.entries.items() if name in shards]
+    return [entry.name for entry in held if _is_absent(entry, reader)]
+
+
+def check(shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader) -> None:
+    """Raises one error with a sentence for every missing, unknown or misshapen tensor.
+
+    Reads metadata only.
+    """
+    unknown = [name for name in shards if name not in weight_map.entries]
+    assert not unknown, f"tensors without a rule: {unknown}"
+    problems = []
+    needed: dict[str, Shape] = {}
+    for name, entry in weight_map.entries.items():
+        if name in shards and not _is_absent(entry, reader):
+            needed |= {region.source: region.source_shape for region in entry.regions}
+    for name, shape in needed.items():
+        problems += _shape_problem(reader, name, shape)
+    known = {*weight_map.sources, *weight_map.tied, *weight_map.ignored}
+    for name in reader.infos:
+        if name not in known:
+            problems.append(Problem(f"{reader.where}: {name}", "no rule of the map knows it"))
+        elif name in weight_map.sources and weight_map.sources[name].optional:
+            problems += _unused_head(reader, name, needed)
+    if problems:
+        raise UserError(problems)
+
+
+def check_tied(weight_map: WeightMap, reader: Reader) -> None:
+    """A folder may hold a tied tensor a second time; the two must then be equal."""
+    for name, twin in weight_map.tied.items():
+        if name in reader.infos and twin in reader.infos and not _are_equal(reader, name, twin):
+            rule = f"differs from {twin}, but the config ties the two (tie_word_embeddings)"
+            remedy = "set tie_word_embeddings to false in config.json if the head is its own"
+            raise UserError(Problem(f"{reader.where}: {name}", rule, remedy))
+
+
+def _are_equal(reader: Reader, name: str, twin: str) -> bool:
+    shape = reader.infos[name].shape
+    if shape != reader.infos[twin].shape:
+        return False
+    return torch.equal(reader.read(name, full_box(shape)), reader.read(twin, full_box(shape)))
+
+
+def _shape_problem(reader: Reader, name: str, shape: Shape) -> list[Problem]:
+    info = reader.infos.get(name)
+    if info is None:
+        return [Problem(f"{reader.where}: {name}", f"missing; the model needs it as {list(shape)}")]
+    if info.shape != shape:
+        rule = f"shape {list(info.shape)}, but the config makes it {list(shape)}"
+        return [Problem(f"{reader.where}: {name}", rule)]
+    return []
+
+
+def _unused_head(reader: Reader, name: str, needed: Mapping[str, Shape]) -> list[Problem]:
+    if name in needed:
+        return []
+    rule = "the folder holds this head, but the model is built without it"
+    return [Problem(f"{reader.where}: {name}", rule, "load it with value_head=True")]
+
+
+def held_sources(held: Iterable[str], weight_map: WeightMap) -> list[Source]:
+    """Source tensors that can be written from the held targets, in layer order."""
+    names = set(held)
+    out = []
+    for source in weight_map.sources.values():
+        parts = {region.source for region in source.regions}
+        if parts <= names:
+            out.append(source)
+        else:
+            assert not parts & names, f"{source.name}: only {sorted(parts & names)} of it is here"
+    return out
+
+
+def iter_sources(
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    dtype: torch.dtype | None = None,
+    gather: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Iterator[tuple[str, Tensor]]:
+    """(source name, whole tensor) in layer order; a view where no element has to move.
+
+    `gather` makes a sharded target whole; it is called once per target, in order, on every rank.
+    """
+    ready: dict[str, Tensor] = {}
+    order = held_sources(tensors, weight_map)
+    last_use = {region.source: source.name for source in order for region in source.regions}
+    for source in order:
+        for region in source.regions:
+            if region.source not in ready:
+                ready[region.source] = gather(tensors[region.source].detach())
+        yield source.name, _assemble(source, ready, dtype)
+        for region in source.regions:
+            if last_use[region.source] == source.name:
+                ready.pop(region.source, None)
+
+
+def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    first = source.regions[0]
+    dtype = dtype or ready[first.source].dtype
+    if len(source.regions) == 1:
+        block = source_block(ready[first.source], first)
+        order = sorted(range(len(first.runs)), key=lambda n: first.runs[n].target_dim)
+        return block.permute(order).to(dtype)
+    out = torch.empty(source.shape, dtype=dtype, device=ready[first.source].device)
+    for region in source.regions:
+        target_block(out, region).copy_(source_block(ready[region.source], region))
+    return out
+
+
+@torch.no_grad()
+def install(
+    shards: Mapping[str, Shard],
+    weight_map: WeightMap,
+    pairs: Iterable[tuple[str, Tensor]],
+    infos: Mapping[str, TensorInfo] | None = None,
+) -> int:
+    """Takes a stream of source tensors, each exactly once; returns how many were taken.
+
+    With `infos` the whole set is checked before the stream is read.
+    """
+    if infos is not None:
+        check(shards, weight_map, Announced(infos))
+    places = _places(shards, weight_map)
+    taken: set[str] = set()
+    twins: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        if name in taken:
+            raise UserError(Problem(f"{GIVEN}: {name}", "given twice"))
+        if name in weight_map.tied:
+            twins[name] = tensor
+        elif name in places:
+            _place(shards, weight_map.sources[name], tensor, places[name])
+        elif name not in weight_map.sources:
+            raise UserError(Problem(f"{GIVEN}: {name}", "no rule of the map knows it"))
+        taken.add(name)
+    missing = [name for name in places if name not in taken]
+    missing += [name for name in infos or () if name not in taken]
+    if missing:
+        raise UserError([Problem(f"{GIVEN}: {name}", "missing") for name in missing])
+    for name, tensor in twins.items():
+        _check_twin(shards, weight_map, name, tensor)
+    return len(taken)
+
+
+GIVEN = "given weights"
+Place = tuple[str, Region]
+
+
+def _places(shards: Mapping[str, Shard], weight_map: WeightMap) -> dict[str, list[Place]]:
+    """By source name, the regions of held targets that it fills (none, if it lies elsewhere)."""
+    places: dict[str, list[Place]] = {}
+    for name, entry in weight_map.entries.items():
+        if name in shards:
+            for region in entry.regions:
+                places.setdefault(region.source, [])
+            for region in clip_all(entry.regions, shards[name].box):
+                places[region.source].append((name, region))
+    return places
+
+
+def _place(
+    shards: Mapping[str, Shard], source: Source, tensor: Tensor, places: list[Place]
+) -> None:
+    if tuple(tensor.shape) != source.shape:
+        rule = f"shape {list(tensor.shape)}, but the config makes it {list(source.shape)}"
+        raise UserError(Problem(f"{GIVEN}: {source.name}", rule))
+    for name, region in places:
+        target_block(shards[name].tensor, region).copy_(source_block(tensor, region))
+
+
+def _check_twin(
+    shards: Mapping[str, Shard], weight_map: WeightMap, name: str, tensor: Tensor
+) -> None:
+    """A tied tensor that was sent all the same must equal the one that was installed."""
+    twin = weight_map.tied[name]
+    for target, region in _places(shards, weight_map).get(twin, []):
+        block = target_block(shards[target].tensor, region)
+        if not torch.equal(block, source_block(tensor, region).to(block)):
+            rule = f"differs from {twin}, but the config ties the two (tie_word_embeddings)"
+            raise UserError(Problem(f"{GIVEN}: {name}", rule))
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A reader of which only the metadata is known yet."""
+
+    infos: Mapping[str, TensorInfo]
+    where: str = GIVEN
+
+    def read(self, name: str, box: Box) -> Tensor:
+        raise AssertionError(f"{name}: only its metadata is known")
+
+
+class Pairs:
+    """A reader over (name, tensor) pairs held in memory."""
+
+    where = GIVEN
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in pairs:
+            if name in self.tensors:
+                raise UserError(Problem(f"{self.where}: {name}", "given twice"))
+            self.tensors[name] = tensor
+        self.infos = {n: TensorInfo(tuple(t.shape), t.dtype) for n, t in self.tensors.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.tensors[name][tuple(slice(start, stop) for start, stop in box)]

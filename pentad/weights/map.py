@@ -1,0 +1,315 @@
+"""The weight-map language: each tensor of a model as regions of HF-on-disk tensors, as data.
+
+A `Rule` names a target tensor, its global shape in symbols, and where its elements lie in the
+source name space. For a model's own map the target is the native tensor and the source the
+HF-on-disk one; another column (Megatron) is a list of rules whose sources are native names. A
+`WeightMap` is a list of rules at given sizes: the regions both ways, checked to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.weights.regions import Region, Run, Shape, coverage_fault, flip
+
+Condition = Callable[[ModelDims, int], bool]
+"""Whether a rule holds for a model and a layer (0 for rules outside the layers)."""
+Init = Literal["normal", "ones", "zeros"]
+Sizes = Mapping[str, int]
+Indices = Mapping[str, int]
+
+
+def sizes_of(dims: ModelDims) -> dict[str, int]:
+    """The symbols of shapes. Q and K are the widths of all query and all key heads."""
+    return {
+        "V": dims.vocab_size,
+        "D": dims.hidden_size,
+        "Q": dims.num_heads * dims.head_dim,
+        "K": dims.num_kv_heads * dims.head_dim,
+        "d": dims.head_dim,
+        "F": dims.intermediate_size,
+        "E": dims.num_experts,
+        "R": dims.num_experts,
+        "M": dims.moe_intermediate_size,
+    }
+
+
+def size_of(token: str, sizes: Sizes) -> int:
+    """A symbol, a number, or a sum of them: "D", "2", "Q+K+K"."""
+    return sum(int(term) if term.isdigit() else sizes[term] for term in token.split("+"))
+
+
+class Spec(Protocol):
+    """Where a target tensor's elements lie among source tensors."""
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        """The regions that make up a target of that shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """The target is the source tensor itself."""
+
+    source: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        zeros = (0,) * len(shape)
+        runs = tuple(Run(dim, dim, size) for dim, size in enumerate(shape))
+        return [Region(self.source.format(**index), shape, zeros, zeros, runs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The target is one of several row blocks of a source, Rows("qkv", "Q+K+K", 1) the second."""
+
+    source: str
+    of: str
+    part: int
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        blocks = [size_of(term, sizes) for term in self.of.split("+")]
+        assert blocks[self.part] == shape[0], f"{self} does not give {shape[0]} rows"
+        (whole,) = One(self.source).regions(shape, sizes, index)
+        start = (sum(blocks[: self.part]), *whole.source_start[1:])
+        source_shape = (sum(blocks), *shape[1:])
+        return [replace(whole, source_shape=source_shape, source_start=start)]
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The target is the source with its two dims exchanged."""
+
+    source: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        rows, cols = shape
+        runs = (Run(1, 0, rows), Run(0, 1, cols))
+        return [Region(self.source.format(**index), (cols, rows), (0, 0), (0, 0), runs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Glu:
+    """Gate and up on an own leading axis: target [2, ...], gate first."""
+
+    gate: str | Spec
+    up: str | Spec
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        assert shape[0] == 2, f"a gate and up pair has shape [2, ...], not {list(shape)}"
+        halves = [as_spec(half).regions(shape[1:], sizes, index) for half in (self.gate, self.up)]
+        return [_plane(region, j) for j, half in enumerate(halves) for region in half]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Experts on an own leading axis; {e} in the sources counts along it."""
+
+    each: str | Spec
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        spec = as_spec(self.each)
+        return [
+            _plane(region, e)
+            for e in range(shape[0])
+            for region in spec.regions(shape[1:], sizes, {**index, "e": e})
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Qkv:
+    """Query, key and value rows fused by query group: for each group its q heads, its k, its v."""
+
+    q: str
+    k: str
+    v: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        num_groups = sizes["K"] // sizes["d"]
+        heights = (sizes["Q"] // num_groups, sizes["d"], sizes["d"])
+        out, row = [], 0
+        for group in range(num_groups):
+            for source, height in zip((self.q, self.k, self.v), heights, strict=True):
+                source_shape = (height * num_groups, *shape[1:])
+                (whole,) = One(source).regions((height, *shape[1:]), sizes, index)
+                rest = whole.source_start[1:]
+                out.append(
+                    replace(
+                        whole,
+                        source_shape=source_shape,
+                        source_start=(group * height, *rest),
+                        target_start=(row, *rest),
+                    )
+                )
+                row += height
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """The first rows of the target are the source; the rest is zero and never read back."""
+
+    source: str
+    rows: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        return One(self.source).regions((size_of(self.rows, sizes), *shape[1:]), sizes, index)
+
+
+def _plane(region: Region, j: int) -> Region:
+    """The region moved into plane j of a new leading target dim."""
+    runs = tuple(Run(run.source_dim, run.target_dim + 1, run.length) for run in region.runs)
+    return replace(region, target_start=(j, *region.target_start), runs=runs)
+
+
+def as_spec(source: str | Spec) -> Spec:
+    return One(source) if isinstance(source, str) else source
+
+
+def always(dims: ModelDims, layer: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of a map. {i} counts layers.
+
+    Example: Rule("layers.{i}.ffn.gate_up.weight", "2 F D", Glu("...gate_proj", "...up_proj"))
+    """
+
+    target: str
+    shape: str
+    """Symbols of `sizes_of`, one per dim; the parallel plan says which of them are split."""
+    source: str | Spec
+    when: Condition = always
+    init: Init = "normal"
+    tied: str = ""
+    """With tied embeddings this target is a copy of that other target and has no source."""
+    optional: bool = False
+    """The source may be absent on disk; the target is then initialised."""
+    dtype: str = ""
+    """Kept in this dtype whatever the model's, such as float32."""
+
+    def holds(self, dims: ModelDims, layer: int) -> bool:
+        return self.when(dims, layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a map at its sizes."""
+
+    name: str
+    shape: Shape
+    regions: tuple[Region, ...]
+    rule: Rule
+    layer: int | None
+    """None outside the layers."""
+    is_copy: bool = False
+    """Filled from the sources of the tensor it is tied to; never written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the source name space, as regions of targets."""
+
+    name: str
+    shape: Shape
+    regions: tuple[Region, ...]
+    init: Init
+    optional: bool
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """The rules at given sizes. Both tables are in layer order."""
+
+    dims: ModelDims
+    entries: Mapping[str, Entry]
+    """By target name."""
+    sources: Mapping[str, Source]
+    """By source name, the same regions seen from there."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Source names that some folders hold although they equal another source."""
+    ignored: frozenset[str] = frozenset()
+    """Source names that may be present and carry nothing."""
+
+
+def build_map(
+    rules: Sequence[Rule],
+    dims: ModelDims,
+    *,
+    ignored: Sequence[str] = (),
+    extra_sizes: Sizes | None = None,
+) -> WeightMap:
+    """Expands the rules; refuses a map that does not cover every element exactly once."""
+    sizes = {**sizes_of(dims), **(extra_sizes or {})}
+    entries: dict[str, Entry] = {}
+    tied: dict[str, str] = {}
+    for rule, layer in _in_layer_order(rules, dims):
+        index = {} if layer is None else {"i": layer}
+        name = rule.target.format(**index)
+        if name in entries:
+            raise _wrong_map(dims, name, "two rules give this tensor")
+        shape = tuple(size_of(token, sizes) for token in rule.shape.split())
+        regions = tuple(as_spec(rule.source).regions(shape, sizes, index))
+        is_copy = bool(rule.tied) and dims.tie_embeddings
+        if is_copy:
+            tied[regions[0].source] = entries[rule.tied].regions[0].source
+            regions = entries[rule.tied].regions
+        entries[name] = Entry(name, shape, regions, rule, layer, is_copy)
+    skipped = {name.format(i=i) for name in ignored for i in range(dims.num_layers)}
+    return WeightMap(dims, entries, _sources_of(entries, dims), tied, frozenset(skipped))
+
+
+def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, int | None]]:
+    """Rules before the layers, the layer rules for each layer, rules after; conditions applied."""
+    inside = [rule for rule in rules if "{i}" in rule.target]
+    first = rules.index(inside[0]) if inside else len(rules)
+    outside = [(n < first, rule) for n, rule in enumerate(rules) if "{i}" not in rule.target]
+    before = [(rule, None) for is_before, rule in outside if is_before and rule.holds(dims, 0)]
+    after = [(rule, None) for is_before, rule in outside if not is_before and rule.holds(dims, 0)]
+    layers = [(rule, i) for i in range(dims.num_layers) for rule in inside if rule.holds(dims, i)]
+    return [*before, *layers, *after]
+
+
+def _sources_of(entries: Mapping[str, Entry], dims: ModelDims) -> dict[str, Source]:
+    shapes: dict[str, Shape] = {}
+    regions: dict[str, list[Region]] = {}
+    first: dict[str, Entry] = {}
+    for entry in entries.values():
+        _check_target(entry, dims)
+        if entry.is_copy:
+            continue
+        for region in entry.regions:
+            known = shapes.setdefault(region.source, region.source_shape)
+            if known != region.source_shape:
+                rule = f"two rules give it shapes {list(known)} and {list(region.source_shape)}"
+                raise _wrong_map(dims, region.source, rule)
+            first.setdefault(region.source, entry)
+            flipped = flip(region, entry.name, entry.shape)
+            regions.setdefault(region.source, []).append(flipped)
+    for name, parts in regions.items():
+        fault = coverage_fault([part.target_box for part in parts], shapes[name])
+        if fault:
+            raise _wrong_map(dims, name, fault)
+    return {
+        name: Source(name, shapes[name], tuple(parts), rule.init, rule.optional, first[name].layer)
+        for name, parts in regions.items()
+        for rule in [first[name].rule]
+    }
+
+
+def _check_target(entry: Entry, dims: ModelDims) -> None:
+    boxes = [region.target_box for region in entry.regions]
+    fault = coverage_fault(boxes, entry.shape, gaps=isinstance(entry.rule.source, Padded))
+    if fault:
+        raise _wrong_map(dims, entry.name, fault)
+
+
+def _wrong_map(dims: ModelDims, name: str, rule: str) -> UserError:
+    return UserError(Problem(f"weight map of {dims.family}, {name}", rule, "correct the rule"))

@@ -1,0 +1,156 @@
+"""Regions: which block of one tensor is which block of another, and the algebra on them.
+
+A tensor of one name space (native, Megatron) is described as a list of regions of tensors of
+another (HF-on-disk). Loading, saving, conversion, resharding and coverage are all clipping,
+inverting and joining such lists. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""One half-open range per dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Source and target advance together along these dims for `length` steps."""
+
+    source_dim: int
+    target_dim: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A block of `source` that is a block of the target it is listed under.
+
+    Dims without a run have extent 1 at their start. Example: up_proj [F, D] as plane 1 of a
+    target [2, F, D] is Region("up_proj", (F, D), (0, 0), (1, 0, 0), (Run(0, 1, F), Run(1, 2, D))).
+    """
+
+    source: str
+    source_shape: Shape
+    source_start: Shape
+    target_start: Shape
+    runs: tuple[Run, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(run.length for run in self.runs)
+
+    @property
+    def target_box(self) -> Box:
+        return _box(self.target_start, {run.target_dim: run.length for run in self.runs})
+
+    @property
+    def source_box(self) -> Box:
+        return _box(self.source_start, {run.source_dim: run.length for run in self.runs})
+
+    def is_whole(self, target_shape: Shape) -> bool:
+        """Source and target are the same tensor, dim for dim."""
+        plain = all(run.source_dim == run.target_dim for run in self.runs)
+        return plain and self.source_shape == target_shape and self.numel == math.prod(target_shape)
+
+
+def _box(start: Shape, lengths: Mapping[int, int]) -> Box:
+    return tuple((s, s + lengths.get(dim, 1)) for dim, s in enumerate(start))
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def box_shape(box: Box) -> Shape:
+    return tuple(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes of one tensor."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return None if any(start >= stop for start, stop in both) else both
+
+
+def clip(region: Region, box: Box) -> Region | None:
+    """The part of the region inside a box of the target, relative to the box's origin."""
+    inside = intersect(region.target_box, box)
+    if inside is None:
+        return None
+    source_start = list(region.source_start)
+    runs = []
+    for run in region.runs:
+        start, stop = inside[run.target_dim]
+        source_start[run.source_dim] += start - region.target_start[run.target_dim]
+        runs.append(Run(run.source_dim, run.target_dim, stop - start))
+    target_start = tuple(
+        start - origin for (start, _), (origin, _) in zip(inside, box, strict=True)
+    )
+    return Region(
+        region.source, region.source_shape, tuple(source_start), target_start, tuple(runs)
+    )
+
+
+def clip_all(regions: Iterable[Region], box: Box) -> list[Region]:
+    return [part for region in regions if (part := clip(region, box)) is not None]
+
+
+def flip(region: Region, target: str, target_shape: Shape) -> Region:
+    """The same fact seen from the other side: a block of `target` that is a block of the source."""
+    runs = tuple(Run(run.target_dim, run.source_dim, run.length) for run in region.runs)
+    return Region(target, target_shape, region.target_start, region.source_start, runs)
+
+
+def join(outer: Sequence[Region], inner: Mapping[str, Sequence[Region]]) -> list[Region]:
+    """A <- B and B <- C give A <- C: the outer regions with their sources followed one step on."""
+    out = []
+    for region in outer:
+        for part in inner[region.source]:
+            small = clip(part, region.source_box)
+            if small is not None:
+                out.append(_chain(region, small))
+    return out
+
+
+def _chain(outer: Region, inner: Region) -> Region:
+    """`inner` is relative to the outer region's source box, so its starts are offsets in it."""
+    target_start = list(outer.target_start)
+    target_dim_of = {}
+    for run in outer.runs:
+        target_dim_of[run.source_dim] = run.target_dim
+        target_start[run.target_dim] += inner.target_start[run.source_dim]
+    runs = tuple(
+        Run(run.source_dim, target_dim_of[run.target_dim], run.length)
+        for run in inner.runs
+        if run.target_dim in target_dim_of
+    )
+    return Region(inner.source, inner.source_shape, inner.source_start, tuple(target_start), runs)
+
+
+def coverage_fault(boxes: Sequence[Box], shape: Shape, *, gaps: bool = False) -> str | None:
+    """Why the boxes do not cover a tensor of that shape exactly once, or None if they do.
+
+    With `gaps` elements may stay uncovered (padding), but none may be given twice.
+    """
+    for box in boxes:
+        if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
+            return f"block {show(box)} lies outside shape {list(shape)}"
+    # A sweep along dim 0: only blocks that are open at the same time can overlap.
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [other for other in active if not other or other[0][1] > box[0][0]]
+        for other in active:
+            if intersect(other, box) is not None:
+                return f"block {show(box)} is given twice (also by {show(other)})"
+        active.append(box)
+    covered = sum(math.prod(box_shape(box)) for box in boxes)
+    if covered != math.prod(shape) and not gaps:
+        return f"{math.prod(shape) - covered} of {math.prod(shape)} elements are not covered"
+    return None
+
+
+def show(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
