@@ -1,4 +1,4 @@
-"""Chooses what a config leaves open, so that it fits what the config says, and notes each choice.
+"""Chooses what a config leaves open, so that it fits what the config says.
 
 Only what follows from the config itself is chosen here; what depends on the machine (number of
 devices, compile on a GPU, offloading when memory is short) stays unset for the part that knows.
@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from pentad.config.describe import show
-from pentad.config.schema import GROUP_RELATIVE, KL_IN_REWARD, WITH_CRITIC, Config
+from pentad.config.schema import KL_IN_REWARD, WITH_CRITIC, Config, ModelConfig
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, parse_allocation
 
@@ -20,7 +20,7 @@ DEFAULT_KL_COEF = 0.001
 
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
-    """The config with open values chosen, and one note per choice worth knowing."""
+    """The config with open values chosen, and a note on each choice that has a reason."""
     draft = _Draft(config)
     _choose_user(draft)
     _choose_allocation(draft)
@@ -28,10 +28,11 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     _choose_offloading(draft)
     _choose_kl(draft)
     _choose_correction(draft)
-    for role in ("actor", "critic"):
-        _choose_pipeline(draft, role)
-    if config.algorithm.name in WITH_CRITIC and config.critic.path is None and config.actor.path:
-        draft.set("critic.path", config.actor.path, "that of the actor")
+    _choose_engine(draft, "actor", config.actor)
+    if config.algorithm.name in WITH_CRITIC:
+        _choose_engine(draft, "critic", config.critic)
+        if config.critic.path is None and config.actor.path is not None:
+            draft.set("critic.path", config.actor.path, "that of the actor")
     return draft.config, [*draft.notes, *_without_effect(draft.config)]
 
 
@@ -62,14 +63,16 @@ class _Draft:
         self.config = config
         self.notes: list[str] = []
 
-    def set(self, key: str, value: object, why: str) -> None:
+    def set(self, key: str, value: object, why: str = "") -> None:
+        """Without a reason it is the plain default and not worth a note."""
         self.config = _replaced(self.config, key.split("."), value)
-        self.notes.append(f"{key} = {show(value)}: {why}")
+        if why:
+            self.notes.append(f"{key} = {show(value)}: {why}")
 
 
 def _replaced(section: Any, keys: list[str], value: object) -> Any:
     head, *rest = keys
-    inner = _replaced(getattr(section, head), rest, value) if rest else value
+    inner = _replaced(dict(section)[head], rest, value) if rest else value
     return section.model_copy(update={head: inner})
 
 
@@ -80,7 +83,7 @@ def _choose_user(draft: _Draft) -> None:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container may run under a number without a name
         name = f"uid{os.getuid()}"
-    draft.set("user", name, "the login name")
+    draft.set("user", name)
 
 
 def _choose_allocation(draft: _Draft) -> None:
@@ -143,36 +146,42 @@ def _choose_correction(draft: _Draft) -> None:
         draft.set("algorithm.correction", word, f"use_tis = {show(use_tis)}")
 
 
-def _choose_pipeline(draft: _Draft, role: str) -> None:
+def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     """Checkpointing, compile and microbatches as the pipeline schedule wants them."""
-    model = draft.config.actor if role == "actor" else draft.config.critic
     archon = model.archon
-    allocation = parsed_allocation(draft.config)
-    component = allocation and (allocation.find(role) or allocation.find("actor"))
-    num_ranks = component.size("p") if component else 1
-    splits_backward = num_ranks > 1 and "ZeroBubble" in archon.pp_schedule
-    schedule = f"pp_schedule = {archon.pp_schedule}"
     key = f"{role}.archon"
-    if archon.enable_compile == "auto" and splits_backward:
-        draft.set(f"{key}.enable_compile", False, schedule)
-    elif archon.enable_compile == "auto" and archon.ac_mode == "memory_budget":
-        draft.set(f"{key}.enable_compile", True, "ac_mode = memory_budget needs it")
+    pp = _pipeline_size(draft.config, role)
+    is_zero_bubble = pp > 1 and "ZeroBubble" in archon.pp_schedule
+    schedule = f"pp_schedule = {archon.pp_schedule}"
     ac_mode = archon.ac_mode
-    if ac_mode == "auto":
-        ac_mode = "selective" if model.gradient_checkpointing else "none"
-        why = f"gradient_checkpointing = {show(model.gradient_checkpointing)}"
-        draft.set(f"{key}.ac_mode", ac_mode, why)
-    if ac_mode == "selective" and archon.ac_selective is None:
-        draft.set(f"{key}.ac_selective", 2 if splits_backward else "op", schedule)
-    if num_ranks == 1:
+    if archon.enable_compile == "auto" and is_zero_bubble:
+        draft.set(f"{key}.enable_compile", False, f"{schedule} splits the backward pass")
+    elif archon.enable_compile == "auto" and ac_mode == "memory_budget":
+        draft.set(f"{key}.enable_compile", True, "ac_mode = memory_budget needs it")
+    if ac_mode == "auto" and model.gradient_checkpointing:
+        ac_mode = "selective"
+        draft.set(f"{key}.ac_mode", ac_mode)
+    elif ac_mode == "auto":
+        draft.set(f"{key}.ac_mode", "none", "gradient_checkpointing = false")
+    if ac_mode == "selective" and archon.ac_selective is None and is_zero_bubble:
+        draft.set(f"{key}.ac_selective", 2, f"{schedule} hangs with op")
+    elif ac_mode == "selective" and archon.ac_selective is None:
+        draft.set(f"{key}.ac_selective", "op")
+    if pp == 1:
         return
     stages = archon.stages_per_rank
     if stages is None:
         stages = 1 if archon.pp_schedule == "1F1B" else 2
         draft.set(f"{key}.stages_per_rank", stages, schedule)
-    if model.mb_spec.n_mbs < num_ranks * stages:
+    if model.mb_spec.n_mbs < pp * stages:
         why = f"raised from {model.mb_spec.n_mbs} to the number of pipeline stages"
-        draft.set(f"{role}.mb_spec.n_mbs", num_ranks * stages, why)
+        draft.set(f"{role}.mb_spec.n_mbs", pp * stages, why)
+
+
+def _pipeline_size(config: Config, role: str) -> int:
+    allocation = parsed_allocation(config)
+    component = allocation and (allocation.find(role) or allocation.find("actor"))
+    return component.size("p") if component else 1
 
 
 def _without_effect(config: Config) -> list[str]:
@@ -190,6 +199,4 @@ def _without_effect(config: Config) -> list[str]:
         notes.append(f"critic.path = {config.critic.path}: without effect, {name} has no critic")
     if config.ref.path is not None and config.algorithm.kl_coef == 0:
         notes.append(f"ref.path = {config.ref.path}: without effect, algorithm.kl_coef = 0")
-    if name not in GROUP_RELATIVE and config.algorithm.dynamic_filter:
-        notes.append(f"algorithm.dynamic_filter = true: {name} does not need it")
     return notes

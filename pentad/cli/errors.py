@@ -1,0 +1,65 @@
+"""Turns what went wrong into sentences on stderr and an exit code.
+
+2: bad input, nothing was started. 1: the run could not go on; its first cause is the last thing
+printed. 130: interrupted. With PENTAD_TRACEBACK=1 the traceback comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from pentad.core.errors import RunError, UserError
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a command so that it ends in an exit code and a sentence, never in a traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            _show_traceback()
+            problems = [str(problem) for problem in error.problems]
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            _show(problems, f"{count}, nothing was started:")
+            raise typer.Exit(BAD_INPUT) from None
+        except RunError as error:
+            _show_traceback()
+            _show([str(error)])
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            _show_traceback()
+            _show(["interrupted."])
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+def _show(sentences: list[str], heading: str = "") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    sys.stdout.flush()  # what a pipe still holds must not come after the cause
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if heading:
+        console.print(Text(heading, style="bold"))
+    for sentence in sentences:
+        text = Text("* ", style="bold red")
+        text.append(sentence.replace("\n", "\n  "), style="not bold default")
+        console.print(text)
+    sys.stderr.flush()
+
+
+def _show_traceback() -> None:
+    if os.environ.get("PENTAD_TRACEBACK", "") not in ("", "0"):
+        traceback.print_exc()

@@ -1,0 +1,108 @@
+"""The command `pentad`: what can be typed, and which function does it.
+
+Commands import their work when they run, so that `pentad --help` stays quick and `plan` and
+`doctor` need no GPU stack.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated
+
+import typer
+
+from pentad.cli.errors import reporting
+from pentad.cli.recipe import Recipe, takes_recipe
+
+app = typer.Typer(
+    name="pentad",
+    help="Reinforcement-learning post-training of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes would cut the names of long options short
+)
+
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew in a folder that has a run.")]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from pentad import __version__
+
+        typer.echo(f"pentad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@reporting
+@takes_recipe
+def train(recipe: Recipe, fresh: Fresh = False) -> None:
+    """Trains with reinforcement learning: pentad train recipe.yaml gconfig.n_samples=16."""
+    config, notes = recipe.prepare("train")
+    from pentad.trainer.assemble import run_train
+
+    run_train(config, notes, fresh)
+
+
+@app.command()
+@reporting
+@functools.partial(takes_recipe, switches=False)
+def sft(recipe: Recipe, fresh: Fresh = False) -> None:
+    """Trains on given answers, with the same engine and without rollout."""
+    config, notes = recipe.prepare("sft")
+    from pentad.trainer.assemble import run_sft
+
+    run_sft(config, notes, fresh)
+
+
+@app.command()
+@reporting
+@takes_recipe
+def plan(recipe: Recipe) -> None:
+    """Checks a recipe, draws its layout and estimates its memory; needs no GPU."""
+    config, notes = recipe.prepare("plan")
+    from pentad.cli.plan import run_plan
+
+    run_plan(config, notes)
+
+
+@app.command()
+@reporting
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Says what this machine can run, what is missing, and what to do about it."""
+    from pentad.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(json))
+
+
+@app.command()
+@reporting
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 1,
+    fileroot: Annotated[str, typer.Option(help="Folder for records and the model.")] = "runs",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Teaches a tiny model to sort, in minutes, without a GPU or a download."""
+    from pentad.cli.demo import run_demo
+
+    run_demo(seed=seed, fileroot=fileroot, device=device)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

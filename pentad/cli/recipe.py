@@ -1,0 +1,166 @@
+"""What commands that take a recipe have in common: the recipe, overrides, and switches.
+
+A switch such as `--max-staleness 2` is another way to write the override `max_staleness=2`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from pentad.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from pentad.config.schema import Config
+
+OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=", re.ASCII)
+MODES = {"colocate": "colocate", "hybrid": "hybrid", "fully_async": "async"}
+"""Switch -> value of the key `mode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One option that sets one key."""
+
+    key: str
+    type: type
+    help: str
+
+
+SWITCHES = (
+    Switch("max_staleness", int, "Versions a sample may lag behind."),
+    Switch("num_iters_per_train_update", int, "Chunks a batch is streamed in."),
+    Switch("resource", str, 'Devices by role: {"actor": [1, 4], "rollout": [1, 4]}.'),
+    Switch("balance_data", bool, "Spread rows by cost."),
+    Switch("use_kl_loss", bool, "KL term in the loss."),
+    Switch("use_tis", bool, "Truncated importance sampling."),
+    Switch("ref_update_interval", int, "Steps between refreshes of the reference model."),
+    Switch("use_streaming_dataset", bool, "Read prompts as they are needed."),
+    Switch("num_data_storage_units", int, "Storage processes."),
+    Switch("offload_train", bool, "Move training state to the host during rollout."),
+    Switch("offload_rollout", bool, "Free the sampler's memory during training."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the command line says about the config."""
+
+    path: Path | None
+    overrides: list[str]
+    problems: list[Problem]
+
+    def prepare(self, command: Literal["train", "sft", "plan"]) -> tuple[Config, list[str]]:
+        """The resolved and checked config, with notes; raises UserError with every problem."""
+        from pentad.config.load import prepare
+
+        try:
+            config, notes = prepare(self.path, self.overrides, command)
+        except UserError as error:
+            raise UserError([*self.problems, *error.problems]) from error
+        if self.problems:
+            raise UserError(self.problems)
+        return config, notes
+
+
+def takes_recipe(command: Callable[..., None], *, switches: bool = True) -> Callable[..., None]:
+    """Gives a command that wants a `Recipe` first the options a recipe is written with."""
+
+    @functools.wraps(command)
+    def wrapped(words: list[str] | None, config: Path | None, **options: Any) -> None:
+        rest = {name: options.pop(name) for name in own_names}
+        command(read_recipe(words or [], config, options), **rest)
+
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    own_names = [parameter.name for parameter in own]
+    parameters = [*_RECIPE_PARAMETERS, *(_switch_parameters() if switches else ()), *own]
+    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    vars(wrapped)["__signature__"] = inspect.Signature(by_name)
+    return wrapped
+
+
+def read_recipe(words: list[str], config: Path | None, options: Mapping[str, object]) -> Recipe:
+    """Sorts words into recipe and overrides, and turns switches into overrides."""
+    problems: list[Problem] = []
+    overrides = list(words)
+    if config is None and overrides and not OVERRIDE.match(overrides[0]):
+        config = Path(overrides.pop(0))
+    if config is None and not overrides:
+        rule, remedy = "is not given", "name a YAML file, for example: pentad train recipe.yaml"
+        raise UserError(Problem("recipe", rule, remedy))
+    written = {word.partition("=")[0].lstrip("+"): word for word in overrides}
+    for option, key, value in _given(options, problems):
+        if key in written:
+            where = f"{option} and {written[key]}"
+            problems.append(Problem(where, f"both set {key}", "keep one of the two"))
+        overrides.append(f"{key}={value}")
+    return Recipe(config, overrides, problems)
+
+
+def _given(options: Mapping[str, object], problems: list[Problem]) -> list[tuple[str, str, object]]:
+    """(switch, key, value in YAML) of every switch that was given."""
+    found: list[tuple[str, str, object]] = []
+    modes = [name for name in MODES if options.get(name)]
+    if len(modes) > 1:
+        rule = "each sets the mode, and a run has one"
+        remedy = "keep one of them"
+        if {"colocate", "fully_async"} <= set(modes):
+            rule, remedy = "do not go together", "what lies between the two is --hybrid"
+        problems.append(Problem(" ".join(map(_option, modes)), rule, remedy))
+    elif modes:
+        found.append((_option(modes[0]), "mode", MODES[modes[0]]))
+    for switch in SWITCHES:
+        value = options.get(switch.key)
+        if value is not None:
+            text = str(value).lower() if isinstance(value, bool) else value
+            found.append((_option(switch.key), switch.key, text))
+    return found
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _switch_parameters() -> list[inspect.Parameter]:
+    found = [
+        _parameter(name, Annotated[bool, typer.Option(_option(name), help=f"mode={mode}")], False)
+        for name, mode in MODES.items()
+    ]
+    for switch in SWITCHES:
+        option = _option(switch.key)
+        if switch.type is bool:
+            option = f"{option}/--no-{option.removeprefix('--')}"
+        shown = typer.Option(option, help=switch.help, show_default=False)
+        found.append(_parameter(switch.key, Annotated[switch.type | None, shown], None))
+    return found
+
+
+_RECIPE_PARAMETERS = [
+    _parameter(
+        "words",
+        Annotated[
+            list[str] | None,
+            typer.Argument(metavar="RECIPE KEY=VALUE", help="A YAML file, then overrides."),
+        ],
+        None,
+    ),
+    _parameter(
+        "config",
+        Annotated[
+            Path | None, typer.Option("--config", help="The YAML file, instead of the first word.")
+        ],
+        None,
+    ),
+]
