@@ -1,0 +1,168 @@
+"""Attention over the paged key-value cache, in plain torch: any device, any dtype, any chunk.
+
+Shape letters: T tokens of the step (all sequences, flat), S sequences of a bucket, L queries and
+P places (tokens in the cache) of each, B blocks, b places of a block, H query heads, K key-value
+heads, d head width.
+
+Sequences of similar size are laid side by side in buckets, so padding at most doubles the work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pentad.core.dims import ModelDims
+
+
+class KVCache:
+    """Keys and values of all layers, block by block."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        num_blocks: int,
+        block_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (dims.num_layers, num_blocks, block_size, dims.num_kv_heads, dims.head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+
+    def write(self, layer: int, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
+        """Places count over all blocks: block * block_size + offset."""
+        self.k[layer].flatten(0, 1).index_copy_(0, places_T, k_TKd)
+        self.v[layer].flatten(0, 1).index_copy_(0, places_T, v_TKd)
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        self.k[:, targets] = self.k[:, sources]
+        self.v[:, targets] = self.v[:, sources]
+
+
+def block_bytes(dims: ModelDims, block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block in all layers, keys and values."""
+    values = dims.num_layers * block_size * dims.num_kv_heads * dims.head_dim
+    return 2 * values * dtype.itemsize
+
+
+class Bucket:
+    """Sequences of one step with similar numbers of queries and blocks."""
+
+    def __init__(
+        self,
+        first_S: np.ndarray,
+        starts_S: np.ndarray,
+        counts_S: np.ndarray,
+        blocks_SB: np.ndarray,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """`first_S` is the flat index of each sequence's first query, `starts_S` its position."""
+        self.num = len(first_S)
+        self.length = int(counts_S.max())
+        self.num_places = blocks_SB.shape[1] * block_size
+        self.blocks = torch.from_numpy(blocks_SB.reshape(-1)).to(device)
+        offset_L = np.arange(self.length)
+        self.position_SL = torch.from_numpy(starts_S[:, None] + offset_L).to(device)
+        token_SL = first_S[:, None] + np.minimum(offset_L, counts_S[:, None] - 1)
+        is_real = (offset_L < counts_S[:, None]).reshape(-1)
+        self.token_P = torch.from_numpy(token_SL.reshape(-1)).to(device)
+        self.real_T: Tensor | None = None  # None: no query is padding
+        if not is_real.all():
+            self.real_T = torch.from_numpy(np.flatnonzero(is_real)).to(device)
+        self.masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None) -> Tensor:
+        """[S, 1, L, P]: which places a query may see."""
+        if window not in self.masks:
+            place_P = torch.arange(self.num_places, device=self.position_SL.device)
+            distance = self.position_SL[:, None, :, None] - place_P
+            sees = distance >= 0
+            self.masks[window] = sees if window is None else sees & (distance < window)
+        return self.masks[window]
+
+    def attend(self, q_THd: Tensor, k_BbKd: Tensor, v_BbKd: Tensor, mask: Tensor) -> Tensor:
+        """Outputs of the bucket's real queries, in the order of `token_P`."""
+        num_kv_heads, width = k_BbKd.shape[-2:]
+        num_heads = q_THd.shape[1]
+        keys, values = (
+            x.index_select(0, self.blocks)
+            .view(self.num, self.num_places, num_kv_heads, width)
+            .transpose(1, 2)
+            for x in (k_BbKd, v_BbKd)
+        )
+        if self.length == 1:  # the query heads of one key-value head take the place of queries
+            q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            return out.reshape(self.num, num_heads, width)
+        q = q_THd.view(self.num, self.length, num_heads, width).transpose(1, 2)
+        gqa = num_heads != num_kv_heads
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
+        o_PHd = out.transpose(1, 2).reshape(-1, num_heads, width)
+        return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
+
+
+class PagedAttend:
+    """The attention core of one step: writes the new keys and values, then attends."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        blocks: np.ndarray,
+        places_T: Tensor,
+    ) -> None:
+        """Sequence i: `counts[i]` new tokens from position `starts[i]` on, in `blocks[i]`."""
+        self.cache = cache
+        self.places_T = places_T
+        self.buckets = []
+        first = np.cumsum(counts) - counts
+        num_blocks = -(-(starts + counts) // cache.block_size)
+        kinds = np.stack([ceil_log2(counts), ceil_log2(num_blocks)])
+        for kind in np.unique(kinds, axis=1).T:
+            members = np.flatnonzero((kinds == kind[:, None]).all(axis=0))
+            width = int(num_blocks[members].max())
+            table = blocks[members, :width].astype(np.int64)
+            # Places behind a sequence's own blocks are masked; any valid block will do there.
+            table *= np.arange(width) < num_blocks[members, None]
+            self.buckets.append(
+                Bucket(
+                    first[members],
+                    starts[members],
+                    counts[members],
+                    table,
+                    cache.block_size,
+                    places_T.device,
+                )
+            )
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        cache = self.cache
+        cache.write(layer, self.places_T, k_TKd, v_TKd)
+        k_BbKd, v_BbKd = cache.k[layer], cache.v[layer]
+        if len(self.buckets) == 1 and self.buckets[0].real_T is None:
+            (bucket,) = self.buckets  # its queries are all tokens in order
+            return bucket.attend(q_THd, k_BbKd, v_BbKd, bucket.mask(window))
+        o_THd = torch.empty_like(q_THd)
+        for bucket in self.buckets:
+            q_PHd = q_THd.index_select(0, bucket.token_P)
+            out = bucket.attend(q_PHd, k_BbKd, v_BbKd, bucket.mask(window))
+            tokens = bucket.token_P
+            if bucket.real_T is not None:
+                tokens = tokens.index_select(0, bucket.real_T)
+            o_THd.index_copy_(0, tokens, out)
+        return o_THd
+
+
+def ceil_log2(numbers: np.ndarray) -> np.ndarray:
+    """0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8..."""
+    return np.ceil(np.log2(numbers)).astype(np.int64)

@@ -1,0 +1,255 @@
+"""The engine: requests in, steps, finished sequences out. Synchronous; one thread at a time.
+
+One step is: plan, run, record, and let go of what ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentad.core.digest import digest_of
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Installed
+from pentad.core.types import FinishReason, Request
+from pentad.infer.attend import block_bytes
+from pentad.infer.blocks import BlockPool
+from pentad.infer.checks import Limits
+from pentad.infer.runner import Runner
+from pentad.infer.scheduler import Plan, Scheduler
+from pentad.infer.sequence import Sequence, Table
+from pentad.infer.settings import SamplerSettings
+from pentad.models.decoder import Decoder
+from pentad.models.exchange import install_hf, iter_hf
+
+DEFAULT_CPU_BYTES = 1 << 30
+DEFAULT_GPU_SHARE = 0.5
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(slots=True)
+class Progress:
+    """One drawn token of a request that is listened to."""
+
+    request_id: str
+    index: int
+    id: int
+    logprob: float
+
+
+@dataclass(slots=True)
+class Report:
+    """What one or more steps brought."""
+
+    finished: list[Sequence] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+
+
+class Engine:
+    """The embedded engine without its asynchronous face."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        settings: SamplerSettings,
+        *,
+        decode: Decode | None = None,
+        version: int = -1,
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.decode = decode
+        self.version = version
+        self.is_asleep = False
+        self.num_arrived = 0
+        self.num_drawn = 0
+        self.num_steps = 0
+        self.num_installs = 0
+        self.listened: set[str] = set()
+        dims = model.dims
+        self.max_context = min(settings.max_context or dims.max_position, dims.max_position)
+        num_blocks = count_blocks(model, settings, self.max_context)
+        self.pool = BlockPool(num_blocks, settings.block_size)
+        self.table = Table(settings.max_running, settings.block_size)
+        self.scheduler = Scheduler(self.table, self.pool, settings.max_batch_tokens)
+        self.runner = Runner(model, self.table, num_blocks, settings.block_size)
+        self.limits = Limits(
+            vocab_size=dims.vocab_size,
+            max_context=self.max_context,
+            max_cached=(num_blocks - 1) * settings.block_size,
+            can_decode=decode is not None,
+        )
+
+    # Work.
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Request, *, listened: bool = False) -> None:
+        """Queues a checked request."""
+        if listened:
+            self.listened.add(request.id)
+        for index in range(len(request.seeds)):
+            self.num_arrived += 1
+            self.scheduler.add(
+                Sequence(
+                    request=request,
+                    index=index,
+                    arrival=self.num_arrived,
+                    limit=self.limits.total(request),
+                    ids=list(request.prompt_ids),
+                )
+            )
+
+    def run(self, interrupt: threading.Event) -> Report:
+        """Steps until there is something to tell, no work, or an interrupt."""
+        report = Report()
+        while self.has_work and not (report.finished or report.progress):
+            self.step(report)
+            if interrupt.is_set():
+                break
+        return report
+
+    def step(self, report: Report) -> None:
+        plan = self.scheduler.plan()
+        assert plan is not None, "there is work, but no step can be planned"
+        ids, logprobs = self.runner.run(plan)
+        if not np.isfinite(logprobs).all():
+            raise RunError(
+                f"the model gave logits that are not finite with weights of version "
+                f"{self.version}; these weights cannot be sampled from"
+            )
+        done = dict(self.scheduler.record(plan, ids, logprobs, self.version))
+        done |= self.stopped_by_text(plan, done)
+        self.num_steps += 1
+        self.num_drawn += len(ids)
+        if self.listened:
+            report.progress += self.tell(plan, ids, logprobs)
+        if done:
+            self.end(done, report)
+
+    def end(self, done: dict[Sequence, FinishReason], report: Report) -> None:
+        self.scheduler.finish(done)
+        report.finished += done
+        if not self.has_work and not self.settings.keep_prefixes:
+            self.pool.forget_prefixes()
+
+    def stopped_by_text(
+        self, plan: Plan, done: dict[Sequence, FinishReason]
+    ) -> dict[Sequence, FinishReason]:
+        """Sequences whose text now holds one of their stop strings."""
+        found: dict[Sequence, FinishReason] = {}
+        for row in plan.drawn_rows[self.table.has_stop_strings[plan.drawn_rows]]:
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            if done.get(sequence) != "stop" and self.holds_stop_string(sequence):
+                found[sequence] = "stop"
+        return found
+
+    def holds_stop_string(self, sequence: Sequence) -> bool:
+        """Looks at as many last tokens as could spell the longest stop string, then at all."""
+        assert self.decode is not None
+        strings = sequence.request.params.stop_strings
+        size = int(self.table.num_tokens[sequence.row])
+        # A character is at most four byte tokens; some more for tokens that spell nothing.
+        window = 4 * max(map(len, strings)) + 16
+        for start in (max(sequence.num_prompt, size - window), sequence.num_prompt):
+            text = self.decode(self.table.tokens[sequence.row, start:size].tolist())
+            if not any(string in text for string in strings):
+                return False
+        return True
+
+    def tell(self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray) -> list[Progress]:
+        told = []
+        for row, id_, logprob in zip(plan.drawn_rows, ids, logprobs, strict=True):
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            if sequence.request.id in self.listened:
+                index = sequence.index
+                told.append(Progress(sequence.request.id, index, int(id_), float(logprob)))
+        return told
+
+    def abort(self, request_id: str) -> Report:
+        """Ends all continuations of a request; unknown ids have ended already."""
+        report = Report()
+        found = self.scheduler.find(lambda sequence: sequence.request.id == request_id)
+        if found:
+            self.end(dict.fromkeys(found, "abort"), report)
+        return report
+
+    # Weights and memory.
+
+    def install(self, version: int, weights: Seq[tuple[str, Tensor]]) -> Installed:
+        """Overwrites the weights; the receipt's digest is of what then lies in the model."""
+        if version < self.version:
+            raise UserError(
+                Problem(f"install of version {version}", f"version {self.version} is already here")
+            )
+        num_tensors = install_hf(self.model, weights)
+        self.version = version
+        self.num_installs += 1
+        if self.settings.on_update == "reprefill":
+            self.scheduler.preempt_all()
+        self.scheduler.forget_prefixes()
+        return Installed(version, num_tensors, digest_of(iter_hf(self.model)).hex())
+
+    def sleep(self) -> None:
+        """Frees the device; sequences under way are computed again after `wake`."""
+        if not self.is_asleep:
+            self.scheduler.preempt_all()
+            self.scheduler.forget_prefixes()
+            self.runner.sleep()
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        if self.is_asleep:
+            self.runner.wake()
+            self.is_asleep = False
+
+    def stats(self) -> dict[str, float]:
+        scheduler = self.scheduler
+        num_following = sum(len(leader.followers) for leader in scheduler.running)
+        return {
+            "tokens_drawn": self.num_drawn,
+            "prefill_tokens_computed": scheduler.num_prefilled,
+            "prefill_tokens_reused": scheduler.num_reused,
+            "steps": self.num_steps,
+            "preemptions": scheduler.num_preemptions,
+            "installs": self.num_installs,
+            "running": len(scheduler.running) + num_following,
+            "waiting": len(scheduler.waiting),
+            "kv_usage": self.pool.num_held / (self.pool.num_blocks - 1),
+        }
+
+
+def count_blocks(model: Decoder, settings: SamplerSettings, max_context: int) -> int:
+    """Blocks of the pool, the scratch block included."""
+    weight, size = model.head_weight, settings.block_size
+    bytes_each = block_bytes(model.dims, size, weight.dtype)
+    if settings.kv_cache_tokens is not None:
+        usable = settings.kv_cache_tokens // size
+    elif settings.kv_cache_bytes is not None:
+        usable = settings.kv_cache_bytes // bytes_each - 1
+    else:
+        memory = DEFAULT_CPU_BYTES
+        if weight.device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(weight.device)[0] * DEFAULT_GPU_SHARE)
+        wanted = settings.max_running * -(-max_context // size)
+        usable = min(wanted, memory // bytes_each - 1)
+    if usable < 1:
+        raise UserError(
+            Problem(
+                "sampler.kv_cache",
+                f"holds no block of {size} tokens, each takes {bytes_each} bytes",
+                f"give at least {2 * bytes_each} bytes",
+            )
+        )
+    return usable + 1

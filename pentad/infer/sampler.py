@@ -1,0 +1,278 @@
+"""The embedded sampler: `core.roles.Sampler` over an engine that steps in one worker thread.
+
+The engine is touched by the worker alone, between two awaits of `_drive`, which lives only while
+there is something to do. Requests given before the next step join it in the order they came;
+weights, aborts, sleep and wake act between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Installed, NamedTensors
+from pentad.core.types import Generation, Request
+from pentad.infer.checks import check_request
+from pentad.infer.engine import Decode, Engine, Report
+from pentad.infer.sequence import Sequence
+from pentad.infer.settings import SamplerSettings
+from pentad.models.decoder import Decoder
+from pentad.models.registry import load_model
+
+OnToken = Callable[[int, int, float], None]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Open:
+    """A request under way."""
+
+    request: Request
+    on_token: OnToken | None
+    future: asyncio.Future[list[Generation]]
+    ended: dict[int, Sequence] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Command:
+    """Something to be done between two steps."""
+
+    action: Callable[[], object]
+    future: asyncio.Future[object]
+
+
+class EmbeddedSampler:
+    """Continues prompts in this process, with its own instance of the model.
+
+    Stop strings are looked for in the text of all new tokens; the tokens that spell one stay in
+    `ids`, and so does a stop id: what is trained is what was drawn.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        settings: SamplerSettings | None = None,
+        *,
+        decode: Decode | None = None,
+        version: int = -1,
+    ) -> None:
+        """The sampler owns `model` from here on. `version` is that of the weights it holds."""
+        self.engine = Engine(model, settings or SamplerSettings(), decode=decode, version=version)
+        can = {"pause", "sleep", "abort"} | ({"stop_strings"} if decode is not None else set())
+        self.capabilities = frozenset(can)
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        self.interrupt = threading.Event()
+        self.open: dict[str, Open] = {}
+        self.inbox: list[Open] = []
+        self.commands: list[Command] = []
+        self.driver: asyncio.Task[None] | None = None
+        self.is_paused = False
+        self.is_closed = False
+        self.failure: RunError | None = None
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        settings: SamplerSettings | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        decode: Decode | None = None,
+        version: int = -1,
+    ) -> EmbeddedSampler:
+        model = load_model(folder, device=device, dtype=dtype)
+        return cls(model, settings, decode=decode, version=version)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+        self._check_serving()
+        check_request(request, self.engine.limits)
+        if request.id in self.open:
+            raise UserError(
+                Problem(
+                    f"request {request.id}", "a request of this id is under way", "name it anew"
+                )
+            )
+        future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
+        entry = self.open[request.id] = Open(request, on_token, future)
+        self.inbox.append(entry)
+        self._kick()
+        try:
+            return await future
+        except asyncio.CancelledError:  # nobody waits for the tokens any more
+            if self.failure is None and not self.is_closed:
+                self._send(partial(self.engine.abort, request.id))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._do(partial(self.engine.abort, request_id))
+
+    async def pause(self) -> None:
+        self.is_paused = True
+        await self._do(lambda: None)  # a step under way is waited for
+
+    async def resume(self) -> None:
+        self.is_paused = False
+        self._kick()
+
+    async def install(self, version: int, weights: NamedTensors) -> Installed:
+        """All tensors are held until the install is over; they are checked before the first is
+        written. The iterator is read here, in the caller's thread."""
+        pairs = list(weights)
+        return await self._do(partial(self.engine.install, version, pairs))
+
+    async def sleep(self) -> None:
+        await self._do(self.engine.sleep)
+
+    async def wake(self) -> None:
+        await self._do(self.engine.wake)
+        self._kick()
+
+    async def health(self) -> None:
+        self._check_serving()
+
+    def stats(self) -> dict[str, float]:
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        """Open requests end with an error; further ones are refused."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.interrupt.set()
+        if self.driver is not None and not self.driver.done():
+            await asyncio.wait([self.driver])
+        self._fail_open(RunError("the sampler was closed"))
+        self.worker.shutdown()
+
+    # The driver.
+
+    def _check_serving(self) -> None:
+        if self.failure is not None:
+            raise RunError(f"the sampler has failed: {self.failure}") from self.failure
+        if self.is_closed:
+            raise RunError("the sampler is closed")
+
+    def _kick(self) -> None:
+        self.interrupt.set()
+        if self.driver is None or self.driver.done():
+            self.driver = asyncio.get_running_loop().create_task(self._drive())
+
+    def _send(self, action: Callable[[], object]) -> asyncio.Future[object]:
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.commands.append(Command(action, future))
+        self._kick()
+        return future
+
+    async def _do(self, action: Callable[[], T]) -> T:
+        self._check_serving()
+        results: list[T] = []
+
+        def keep() -> T:
+            results.append(action())
+            return results[0]
+
+        await self._send(keep)
+        return results[0]
+
+    async def _drive(self) -> None:
+        """Runs commands and steps until there is neither, or the sampler is paused or asleep."""
+        try:
+            await asyncio.sleep(0)  # whoever is ready to submit does so before the first step
+            while not self.is_closed and (self.inbox or self.commands or self._can_step):
+                self.interrupt.clear()
+                self._take_inbox()
+                await self._run_commands()
+                if self._can_step:
+                    report = await self._in_worker(partial(self.engine.run, self.interrupt))
+                    self._deliver(report)
+                    await asyncio.sleep(0)  # those who got their tokens may ask for more
+        except Exception as error:
+            self._fail(error)
+        except asyncio.CancelledError as error:  # what the worker still draws is lost
+            self._fail(RunError("its event loop was ended while it was at work"))
+            raise error
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self.is_paused and not self.engine.is_asleep
+
+    async def _in_worker(self, action: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.worker, action)
+
+    def _take_inbox(self) -> None:
+        for entry in self.inbox:
+            self.engine.submit(entry.request, listened=entry.on_token is not None)
+        self.inbox.clear()
+
+    async def _run_commands(self) -> None:
+        while self.commands:
+            command = self.commands.pop(0)
+            try:
+                result = await self._in_worker(command.action)
+            except UserError as error:  # refused before anything changed
+                if not command.future.done():
+                    command.future.set_exception(error)
+                continue
+            except BaseException as error:
+                if not command.future.done():
+                    command.future.set_exception(RunError(f"the sampler has failed: {error!r}"))
+                raise
+            if isinstance(result, Report):
+                self._deliver(result)
+            if not command.future.done():
+                command.future.set_result(result)
+
+    def _deliver(self, report: Report) -> None:
+        for told in report.progress:
+            entry = self.open.get(told.request_id)
+            if entry is None or entry.on_token is None or entry.future.done():
+                continue
+            try:
+                entry.on_token(told.index, told.id, told.logprob)
+            except Exception as error:  # the listener's own fault: its request alone ends
+                entry.future.set_exception(error)
+                self._send(partial(self.engine.abort, told.request_id))
+        for sequence in report.finished:
+            entry = self.open[sequence.request.id]
+            entry.ended[sequence.index] = sequence
+            if len(entry.ended) == len(entry.request.seeds):
+                self._close_entry(entry)
+                if not entry.future.done():
+                    ordered = [entry.ended[i] for i in range(len(entry.ended))]
+                    entry.future.set_result([s.generation() for s in ordered])
+
+    def _close_entry(self, entry: Open) -> None:
+        del self.open[entry.request.id]
+        self.engine.listened.discard(entry.request.id)
+
+    def _fail(self, error: Exception) -> None:
+        """After this nothing is served; everybody gets the first cause."""
+        self.failure = error if isinstance(error, RunError) else RunError(repr(error))
+        if self.failure is not error:
+            self.failure.__cause__ = error
+        self._fail_open(self.failure)
+
+    def _fail_open(self, error: RunError) -> None:
+        for entry in list(self.open.values()):
+            self._close_entry(entry)
+            if not entry.future.done():
+                entry.future.set_exception(RunError(str(error)))
+        for command in self.commands:
+            if not command.future.done():
+                command.future.set_exception(RunError(str(error)))
+        self.inbox.clear()
+        self.commands.clear()

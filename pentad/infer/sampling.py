@@ -1,0 +1,94 @@
+"""Drawing tokens: randomness keyed by (seed, position), and log-probs of what was drawn.
+
+Shape letters: N draws, V vocabulary, C chunks of the vocabulary.
+
+A draw uses one uniform number, a hash of the continuation's seed and the token's position, so it
+depends on no batch slot, neighbour or device state. The token is where the cumulative
+probability passes that number. Reported is the log-prob under softmax(logits / temperature),
+before top-k and top-p cut it, in fp32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK = 128
+UNIFORM_BITS = 40
+"""Resolution of the uniform numbers; (1 - 2**-40) * total stays below total in fp64."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (https://doi.org/10.1145/2660193.2660195): a 64-bit bijection."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) per (seed, position): entry `position` of the seed's splitmix64."""
+    places = positions.astype(np.uint64) + np.uint64(1)
+    bits = _mix(_mix(seeds + _GOLDEN) + places * _GOLDEN)
+    return (bits >> np.uint64(64 - UNIFORM_BITS)).astype(np.float64) * 2.0**-UNIFORM_BITS
+
+
+def draw(
+    logits_NV: Tensor,
+    uniform_N: Tensor,
+    temperature_N: Tensor,
+    top_k_N: Tensor | None = None,
+    top_p_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs; temperature 0 takes the most likely id. No host synchronisation."""
+    logits_NV = logits_NV.float()
+    is_greedy_N = temperature_N <= 0
+    divisor_N = torch.where(is_greedy_N, 1.0, temperature_N)
+    scaled_NV = logits_NV / divisor_N[:, None]
+    total_N = torch.logsumexp(scaled_NV, dim=-1)
+    weights_NV = torch.exp(scaled_NV - total_N[:, None])
+    if top_k_N is not None and top_p_N is not None:
+        weights_NV = truncate(weights_NV, top_k_N, top_p_N)
+    ids_N = torch.where(is_greedy_N, scaled_NV.argmax(dim=-1), invert_cdf(weights_NV, uniform_N))
+    logprobs_N = scaled_NV.gather(1, ids_N[:, None]).squeeze(1) - total_N
+    return ids_N, logprobs_N
+
+
+def invert_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The first index at which the running sum of weights exceeds uniform * total.
+
+    Sums run in fp64, over chunks first and then inside the one that is hit, so the long sum over
+    a large vocabulary costs one pass. An index of weight 0 is never returned.
+    """
+    num_draws, vocab_size = weights_NV.shape
+    if vocab_size % CHUNK:
+        weights_NV = F.pad(weights_NV, (0, CHUNK - vocab_size % CHUNK))
+    chunks_NCV = weights_NV.view(num_draws, -1, CHUNK)
+    sums_NC = chunks_NCV.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_N = uniform_N * sums_NC[:, -1]
+    chunk_N = (sums_NC <= target_N[:, None]).sum(-1)
+    before_N = F.pad(sums_NC, (1, 0)).gather(1, chunk_N[:, None]).squeeze(1)
+    picked_NV = chunks_NCV[torch.arange(num_draws, device=chunk_N.device), chunk_N]
+    inner_NV = picked_NV.cumsum(-1, dtype=torch.float64)
+    # The two sums round differently: keep the rest inside the chunk.
+    below_one = 1.0 - 2.0**-UNIFORM_BITS
+    rest_N = torch.minimum(target_N - before_N, inner_NV[:, -1] * below_one)
+    return chunk_N * CHUNK + (inner_NV <= rest_N[:, None]).sum(-1)
+
+
+def truncate(weights_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """Zero outside the k heaviest, then outside the smallest head that holds mass p of them."""
+    vocab_size = weights_NV.shape[1]
+    sorted_NV, order_NV = weights_NV.sort(dim=-1, descending=True, stable=True)
+    limit_N = torch.where(top_k_N > 0, top_k_N, vocab_size)
+    rank_V = torch.arange(vocab_size, device=weights_NV.device)
+    sorted_NV = torch.where(rank_V < limit_N[:, None], sorted_NV, 0.0)
+    sums_NV = sorted_NV.cumsum(-1, dtype=torch.float64)
+    before_NV = sums_NV - sorted_NV
+    # The first index always stays: nothing lies before it.
+    is_in_head_NV = (before_NV < top_p_N[:, None] * sums_NV[:, -1:]) | (top_p_N >= 1)[:, None]
+    sorted_NV = torch.where(is_in_head_NV, sorted_NV, 0.0)
+    return torch.zeros_like(weights_NV).scatter_(1, order_NV, sorted_NV)

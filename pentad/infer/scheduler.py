@@ -1,0 +1,289 @@
+"""The scheduler: which tokens of which sequences the next step computes.
+
+First come, first served. Every step gives each running sequence that is past its prefill one
+token, then spends what is left of `max_batch_tokens` on prefills, in chunks if need be, and on
+admitting waiting requests. A request is prefilled once: its other continuations follow the
+first and start from its last logits, sharing full blocks and copying the last partial one.
+When blocks run out, the sequence that came last gives up its cache and waits to be computed
+again; nothing is ever allocated beyond the pool.
+
+A prefix becomes findable in the step that computes it: within a step every layer writes all new
+keys and values before any token attends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pentad.core.types import FinishReason
+from pentad.infer.blocks import BlockPool
+from pentad.infer.sequence import Sequence, Table
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: `counts[i]` tokens of row `rows[i]` from place `starts[i]` on."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    drawn_rows: np.ndarray
+    """Rows that get a new token."""
+    drawn_from: np.ndarray
+    """For each of them, the i whose last token it follows."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks (from, to) to copy after the step."""
+
+    @property
+    def is_decode(self) -> bool:
+        return len(self.drawn_rows) == len(self.rows) == int(self.counts.sum())
+
+
+def arrival_of(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+class Scheduler:
+    """Decides; counts no memory (BlockPool), remembers no tokens (Table), runs no model."""
+
+    def __init__(self, table: Table, pool: BlockPool, max_batch_tokens: int) -> None:
+        self.table = table
+        self.pool = pool
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.rows = np.zeros(0, np.int64)
+        self.num_preemptions = 0
+        self.num_prefilled = 0
+        """Prompt tokens computed, those computed again after a preemption included."""
+        self.num_reused = 0
+        """Prompt tokens whose keys and values were already there."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=arrival_of)
+
+    # One step: plan, then record.
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to do."""
+        self.grow_running()
+        table = self.table
+        planned, budget = self.plan_running()
+        admitted = self.admit(budget) if self.waiting else []
+        if admitted:
+            self.seat_changed()
+        rows = np.concatenate([planned[0], np.array([s.row for s, _ in admitted], np.int64)])
+        counts = np.concatenate([planned[1], np.array([c for _, c in admitted], np.int64)])
+        if not len(rows):
+            return None
+        starts = table.num_computed[rows]
+        is_drawn = starts + counts == table.num_tokens[rows]
+        drawn_from = np.flatnonzero(is_drawn)
+        plan = Plan(rows, starts, counts, rows[drawn_from], drawn_from)
+        self.fork_followers(plan)
+        return plan
+
+    def record(
+        self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray, version: int
+    ) -> list[tuple[Sequence, FinishReason]]:
+        """Notes what a step computed and drew; returns those that ended by id or by length."""
+        table, rows = self.table, plan.drawn_rows
+        table.num_computed[plan.rows] += plan.counts
+        if not len(rows):
+            return []
+        table.append(rows, ids, logprobs, version)
+        is_stopped = (table.stop_ids[rows] == ids[:, None]).any(axis=1)
+        is_done = is_stopped | (table.num_tokens[rows] >= table.limit[rows])
+        done: list[tuple[Sequence, FinishReason]] = []
+        for i in np.flatnonzero(is_done):
+            sequence = table.sequences[rows[i]]
+            assert sequence is not None
+            done.append((sequence, "stop" if is_stopped[i] else "length"))
+        return done
+
+    def finish(self, ended: Mapping[Sequence, FinishReason]) -> None:
+        """Ends these sequences, wherever they are, and frees what they hold.
+
+        Followers end with their leader: only a whole request can be ended before its first draw.
+        """
+        if any(sequence.row < 0 for sequence in ended):
+            self.waiting = [s for s in self.waiting if s not in ended]
+        for sequence, reason in ended.items():
+            self.vacate(sequence)
+            sequence.finish = reason
+        self.running = [s for s in self.running if s not in ended]
+        self.seat_changed()
+
+    # What plan() is made of.
+
+    def plan_running(self) -> tuple[tuple[np.ndarray, np.ndarray], int]:
+        """Rows and counts of the running sequences, and the budget that is left."""
+        table, rows = self.table, self.rows
+        counts = table.num_tokens[rows] - table.num_computed[rows]
+        is_prefill = counts > 1
+        budget = self.max_batch_tokens - int(len(rows) - is_prefill.sum())
+        for i in np.flatnonzero(is_prefill):
+            counts[i] = min(int(counts[i]), budget)
+            budget -= int(counts[i])
+            self.num_prefilled += int(counts[i])
+        if budget == 0:
+            rows, counts = rows[counts > 0], counts[counts > 0]
+        computed = table.num_computed[rows]
+        size = self.pool.block_size
+        for i in np.flatnonzero((computed + counts) // size > computed // size):
+            sequence = table.sequences[rows[i]]
+            assert sequence is not None
+            self.remember_blocks(sequence, int(computed[i]), int(counts[i]))
+        return (rows, counts), budget
+
+    def admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Takes in waiting sequences in order until one does not fit."""
+        admitted: list[tuple[Sequence, int]] = []
+        num_taken = 0
+        while num_taken < len(self.waiting) and budget > 0 and self.table.free_rows:
+            leader = self.waiting[num_taken]
+            computed = self.take_blocks(leader)
+            if computed is None:
+                break
+            count = min(len(leader.ids) - computed, budget)
+            budget -= count
+            self.num_prefilled += count
+            self.num_reused += computed
+            self.remember_blocks(leader, computed, count)
+            admitted.append((leader, count))
+            insort(self.running, leader, key=arrival_of)
+            num_taken += 1
+            while (
+                num_taken < len(self.waiting)
+                and self.table.free_rows
+                and self.waiting[num_taken].request is leader.request
+                and not self.waiting[num_taken].logprobs
+                and not leader.logprobs
+            ):
+                follower = self.waiting[num_taken]
+                self.table.seat(follower)
+                leader.followers.append(follower)
+                num_taken += 1
+        del self.waiting[:num_taken]
+        return admitted
+
+    def take_blocks(self, sequence: Sequence) -> int | None:
+        """Seats a sequence with blocks for all its tokens; the tokens found, or None if no room.
+
+        While others run, a hundredth of the pool is left to them, so that the newcomer is not
+        preempted at once.
+        """
+        pool, size = self.pool, len(sequence.ids)
+        found, node = pool.find_prefix(sequence.ids, size - 1)
+        num_new = pool.blocks_for(size) - len(found)
+        reserve = pool.num_blocks // 100 if self.running else 0
+        if num_new + pool.num_idle_in(found) + reserve > pool.num_free:
+            return None
+        pool.share(found)
+        sequence.blocks = found + [pool.take() for _ in range(num_new)]
+        sequence.node = node
+        self.table.seat(sequence)
+        self.table.set_blocks(sequence.row, 0, sequence.blocks)
+        computed = len(found) * pool.block_size
+        self.table.num_computed[sequence.row] = computed
+        return computed
+
+    def grow_running(self) -> None:
+        """A block for each sequence whose next token needs one; latecomers make room."""
+        table, pool = self.table, self.pool
+        full = table.num_tokens[self.rows] > table.num_blocks[self.rows] * pool.block_size
+        for row in self.rows[full]:
+            sequence = table.sequences[row]
+            while sequence is not None and sequence.row == row and pool.num_free == 0:
+                self.preempt(self.running[-1])
+            if sequence is not None and sequence.row == row:
+                sequence.blocks.append(pool.take())
+                table.set_blocks(row, len(sequence.blocks) - 1, sequence.blocks[-1:])
+
+    def fork_followers(self, plan: Plan) -> None:
+        """Where a prefill ends, its followers draw from the same logits."""
+        pool, table = self.pool, self.table
+        rows: list[int] = []
+        origins: list[int] = []
+        for i, row in zip(plan.drawn_from, plan.drawn_rows, strict=True):
+            leader = table.sequences[row]
+            if leader is None or not leader.followers:
+                continue
+            size = leader.num_prompt
+            num_full = size // pool.block_size
+            for follower in leader.followers:
+                if num_full < len(leader.blocks) and pool.num_free == 0:
+                    self.vacate(follower)
+                    self.add(follower)
+                    continue
+                follower.blocks = leader.blocks[:num_full]
+                pool.share(follower.blocks)
+                if num_full < len(leader.blocks):
+                    follower.blocks = [*follower.blocks, pool.take()]
+                    plan.copies.append((leader.blocks[num_full], follower.blocks[num_full]))
+                follower.node = leader.node
+                table.set_blocks(follower.row, 0, follower.blocks)
+                table.num_computed[follower.row] = size
+                self.num_reused += size
+                insort(self.running, follower, key=arrival_of)
+                rows.append(follower.row)
+                origins.append(int(i))
+            leader.followers = []
+        if rows:
+            plan.drawn_rows = np.concatenate([plan.drawn_rows, np.array(rows, np.int64)])
+            plan.drawn_from = np.concatenate([plan.drawn_from, np.array(origins, np.int64)])
+            self.seat_changed()
+
+    def remember_blocks(self, sequence: Sequence, start: int, count: int) -> None:
+        """Makes the blocks that these tokens fill findable for others."""
+        size = self.pool.block_size
+        for index in range(start // size, (start + count) // size):
+            if sequence.node is None:
+                return
+            tokens = self.table.tokens[sequence.row, index * size : (index + 1) * size].tolist()
+            sequence.node = self.pool.remember(sequence.node, tokens, sequence.blocks[index])
+
+    # Giving up.
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Frees the blocks of a running sequence; it waits and will be computed again."""
+        self.running.remove(sequence)
+        self.num_preemptions += 1
+        for other in [sequence, *sequence.followers]:
+            self.vacate(other)
+            self.add(other)
+        sequence.followers = []
+        self.seat_changed()
+
+    def preempt_all(self) -> None:
+        while self.running:
+            self.preempt(self.running[-1])
+
+    def vacate(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self.table.unseat(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def seat_changed(self) -> None:
+        self.rows = np.array([s.row for s in self.running], np.int64)
+
+    def forget_prefixes(self) -> None:
+        """The weights changed: caches under way mix versions and are shown to nobody else."""
+        self.pool.forget_prefixes()
+        for sequence in self.running:
+            sequence.node = None
+
+    def find(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """All unfinished sequences of a kind, followers included."""
+        everyone = self.waiting + self.running
+        everyone += [follower for leader in self.running for follower in leader.followers]
+        return [sequence for sequence in everyone if wanted(sequence)]

@@ -1,0 +1,143 @@
+"""Sequences: one continuation each, and the table that holds the running ones as arrays.
+
+A running sequence has a row in the table, where one numpy operation advances all of them; outside
+(waiting, preempted, finished) it holds its own lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pentad.core.types import FinishReason, Generation, Request
+
+NO_STOP = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation of a request."""
+
+    request: Request
+    index: int
+    """Which of the request's seeds."""
+    arrival: int
+    """Order of service."""
+    limit: int
+    """Number of tokens, prompt included, at which it ends."""
+    ids: list[int]
+    """Prompt and what was drawn; stale while the sequence has a row."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    node: int | None = None
+    """Prefix node of its last full block; None once its cache mixes weight versions."""
+    followers: list[Sequence] = field(default_factory=list)
+    """Other continuations of the request, which start where this one's prefill ends."""
+    finish: FinishReason | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    def generation(self) -> Generation:
+        assert self.row < 0 and self.finish is not None, "the sequence is still running"
+        new_ids = self.ids[self.num_prompt :]
+        return Generation(new_ids, self.logprobs, self.versions, self.finish)
+
+
+class Table:
+    """The running sequences as arrays, one row each."""
+
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        """Known tokens; all but the last few have their keys and values in the cache."""
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.limit = np.zeros(num_rows, np.int64)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.temperature = np.ones(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.is_truncated = np.zeros(num_rows, bool)
+        self.has_stop_strings = np.zeros(num_rows, bool)
+        self.stop_ids = np.full((num_rows, 1), NO_STOP, np.int64)
+        self.tokens = np.zeros((num_rows, 64), np.int64)
+        self.logprobs = np.zeros((num_rows, 64), np.float32)
+        self.versions = np.zeros((num_rows, 64), np.int64)
+        self.blocks = np.zeros((num_rows, 64 // block_size + 1), np.int32)
+
+    def seat(self, sequence: Sequence) -> None:
+        """Gives the sequence a row; nothing of it is computed yet."""
+        row = sequence.row = self.free_rows.pop()
+        self.sequences[row] = sequence
+        params = sequence.request.params
+        size = len(sequence.ids)
+        self.reserve_columns(size + 1)
+        self.tokens[row, :size] = sequence.ids
+        self.logprobs[row, sequence.num_prompt : size] = sequence.logprobs
+        self.versions[row, sequence.num_prompt : size] = sequence.versions
+        self.num_tokens[row] = size
+        self.num_computed[row] = 0
+        self.num_blocks[row] = 0
+        self.limit[row] = sequence.limit
+        self.seed[row] = sequence.request.seeds[sequence.index] & 0xFFFFFFFFFFFFFFFF
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.top_k[row] = params.top_k
+        self.is_truncated[row] = params.top_p < 1 or params.top_k > 0
+        self.has_stop_strings[row] = bool(params.stop_strings)
+        self.set_stop_ids(row, params.stop_ids)
+
+    def unseat(self, sequence: Sequence) -> None:
+        """Takes the row back; the sequence gets its tokens."""
+        row, prompt = sequence.row, sequence.num_prompt
+        size = int(self.num_tokens[row])
+        sequence.ids = self.tokens[row, :size].tolist()
+        sequence.logprobs = self.logprobs[row, prompt:size].tolist()
+        sequence.versions = self.versions[row, prompt:size].tolist()
+        self.sequences[row] = None
+        self.free_rows.append(row)
+        sequence.row = -1
+
+    def set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_STOP)
+        self.stop_ids[row] = NO_STOP
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
+        """Writes the block ids from place `first` on; the row holds as many as that reaches."""
+        last = first + len(blocks)
+        if last > self.blocks.shape[1]:
+            self.blocks = widen(self.blocks, last)
+        self.blocks[row, first:last] = blocks
+        self.num_blocks[row] = last
+
+    def reserve_columns(self, num_columns: int) -> None:
+        if num_columns > self.tokens.shape[1]:
+            self.tokens = widen(self.tokens, num_columns)
+            self.logprobs = widen(self.logprobs, num_columns)
+            self.versions = widen(self.versions, num_columns)
+
+    def append(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """One more token for each of these rows."""
+        places = self.num_tokens[rows]
+        self.reserve_columns(int(places.max()) + 1)
+        self.tokens[rows, places] = ids
+        self.logprobs[rows, places] = logprobs
+        self.versions[rows, places] = version
+        self.num_tokens[rows] = places + 1
+
+
+def widen(array: np.ndarray, num_columns: int) -> np.ndarray:
+    """At least that many columns, and at least twice as many as before."""
+    wider = np.zeros((array.shape[0], max(num_columns, 2 * array.shape[1])), array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider

@@ -1,0 +1,113 @@
+"""Reported log-probs are those of a forward over the whole sequence, whatever the engine did."""
+
+import pytest
+
+from pentad.core.dims import ModelDims
+
+
+def ragged(make_request, num, n=1, **params):
+    lengths = [1 + (5 * i) % 23 for i in range(num)]
+    return [
+        make_request(f"r{i}", [(3 * i + 7 * j) % 37 for j in range(length)], n=n, **params)
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"block_size": 16}, {}),
+        ({"max_running": 3}, {}),
+        # 3 tokens a step: the long prompts take many chunks
+        ({"max_running": 2, "max_batch_tokens": 3}, {}),
+        # 64 tokens for 8 sequences of up to 35: several must give way
+        ({"kv_cache_tokens": 64}, {"preemptions": 1}),
+        ({"kv_cache_tokens": 48, "max_batch_tokens": 64}, {"preemptions": 1}),
+    ],
+    ids=["plain", "large-blocks", "few-rows", "chunked", "preempted", "preempted-chunked"],
+)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_logprobs_are_teacher_forced(
+    make_sampler, make_request, generate, check_exact, tiny_dims, windowed_dims,
+    settings, expected, n, windowed,
+):  # fmt: skip
+    dims: ModelDims = windowed_dims if windowed else tiny_dims
+    sampler = make_sampler(dims, **settings)
+    requests = ragged(make_request, 8, n)
+    results = generate(sampler, requests)
+    assert [len(generations) for generations in results] == [n] * 8
+    assert all(len(g.ids) == 12 and g.finish == "length" for gs in results for g in gs)
+    check_exact(sampler, requests, results)
+    assert all(sampler.stats()[name] >= least for name, least in expected.items())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_logprobs_are_at_the_temperature(
+    make_sampler, make_request, generate, check_exact, temperature
+):
+    sampler = make_sampler()
+    requests = ragged(make_request, 4, temperature=temperature)
+    check_exact(sampler, requests, generate(sampler, requests))
+
+
+def test_logprobs_are_untruncated_under_top_k_and_top_p(
+    make_sampler, make_request, generate, check_exact
+):
+    sampler = make_sampler()
+    requests = ragged(make_request, 4, n=2, top_k=3, top_p=0.9)
+    check_exact(sampler, requests, generate(sampler, requests))
+
+
+def test_greedy_takes_the_most_likely_and_reports_at_temperature_one(
+    make_sampler, make_request, generate, check_exact
+):
+    sampler = make_sampler()
+    requests = ragged(make_request, 4, n=2, temperature=0.0)
+    results = generate(sampler, requests)
+    check_exact(sampler, requests, results)
+    for first, second in results:
+        assert first.ids == second.ids
+        assert all(logprob > -3.7 for logprob in first.logprobs)  # above uniform: log(37) = 3.6
+
+
+def test_a_group_prefills_its_prompt_once(make_sampler, make_request, generate, check_exact):
+    sampler = make_sampler()
+    requests = [make_request("g", range(22), n=8)]
+    check_exact(sampler, requests, generate(sampler, requests))
+    stats = sampler.stats()
+    assert stats["prefill_tokens_computed"] == 22
+    assert stats["prefill_tokens_reused"] == 7 * 22
+
+
+def test_requests_share_full_blocks_of_a_common_prefix(
+    make_sampler, make_request, generate, check_exact
+):
+    sampler = make_sampler(block_size=4)
+    common = list(range(20))
+    requests = [make_request(f"r{i}", [*common, 30 + i, 3]) for i in range(4)]
+    check_exact(sampler, requests, generate(sampler, requests))
+    stats = sampler.stats()
+    assert stats["prefill_tokens_computed"] == 22 + 3 * 2
+    assert stats["prefill_tokens_reused"] == 3 * 20
+
+
+def test_prefixes_are_found_again_later_if_kept(make_sampler, make_request, generate, check_exact):
+    sampler = make_sampler(keep_prefixes=True, block_size=4)
+    first = [make_request("a", range(16))]
+    (generation,) = generate(sampler, first)[0]
+    turn = [make_request("b", [*range(16), *generation.ids, 5, 6])]
+    computed = sampler.stats()["prefill_tokens_computed"]
+    check_exact(sampler, turn, generate(sampler, turn))
+    # 16 + 11 tokens had been computed (the last drawn one had not): 6 full blocks of 4
+    assert sampler.stats()["prefill_tokens_computed"] - computed == 30 - 24
+
+
+def test_followers_without_a_block_start_later_and_exactly(
+    make_sampler, make_request, generate, check_exact
+):
+    # 10 blocks; the prompt takes 4, so at most 6 of 7 followers can copy its last one
+    sampler = make_sampler(kv_cache_tokens=40, block_size=4)
+    requests = [make_request("g", range(14), n=8)]
+    check_exact(sampler, requests, generate(sampler, requests))
