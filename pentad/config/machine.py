@@ -1,0 +1,133 @@
+"""What this machine has, asked without torch: GPUs, memory, disk, cores, installed packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+GIB = 2**30
+MIB = 2**20
+QUERY_TIMEOUT_S = 20.0
+"""nvidia-smi takes seconds where the driver is not kept loaded, and forever where it is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA device as nvidia-smi sees it."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+    capability: str
+    """Compute capability, such as 9.0; empty where the driver does not tell."""
+
+
+class GpuQueryError(Exception):
+    """nvidia-smi is there and does not answer; the message says how."""
+
+
+@cache
+def find_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this machine that are visible to this process; () without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    fields = "name,memory.total,memory.free,driver_version,compute_cap"
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GpuQueryError(f"nvidia-smi: {error}") from error
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        raise GpuQueryError(f"nvidia-smi: {said[-1] if said else f'exit {done.returncode}'}")
+    return visible(parse_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Lines of `name, MiB, MiB, driver, capability`."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 5 or not (cells[1].isdigit() and cells[2].isdigit()):
+            continue
+        name, total, free, driver, capability = cells
+        found.append(Gpu(name, int(total) * MIB, int(free) * MIB, driver, capability))
+    return tuple(found)
+
+
+def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
+    """Those CUDA_VISIBLE_DEVICES leaves; names (GPU-..., MIG-...) are counted, not looked up."""
+    if setting is None:
+        return gpus
+    words = [word.strip() for word in setting.split(",")]
+    kept: list[Gpu] = []
+    for word in words:
+        if word.isdigit() and int(word) < len(gpus):
+            kept.append(gpus[int(word)])
+        elif word.startswith(("GPU-", "MIG-")) and gpus:
+            kept.append(gpus[0])
+        else:  # CUDA ignores what follows the first entry it does not know
+            break
+    return tuple(kept)
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of main memory, cgroup limits included."""
+    total, available = _meminfo()
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and limit < total:
+        total = limit
+        available = min(available, limit - (used or 0))
+    return total, available
+
+
+def _meminfo() -> tuple[int, int]:
+    path = Path("/proc/meminfo")
+    if not path.is_file():  # not Linux
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    values = {}
+    for line in path.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    return values["MemTotal"], values.get("MemAvailable", values["MemFree"])
+
+
+def _cgroup(name: str) -> int | None:
+    path = Path("/sys/fs/cgroup") / name
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_disk(folder: str) -> tuple[int, str]:
+    """(free bytes, the existing folder they were asked of) where `folder` is or would be."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free, str(path)
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed distribution, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,428 @@
+"""The rules of a layout: what devices, model, schedule and memory settings allow together.
+
+Each rule is a function from a `Case` to the problems it finds; every rule is asked, so all
+problems come at once, and each lists values that would work. `layout_notes` holds what is lawful
+and worth a second look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentad.config.catalog import dims_of
+from pentad.config.machine import GpuQueryError, find_gpus
+from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Allocation, Component, divisors, parse_allocation
+from pentad.core.stages import (
+    SCHEDULES,
+    default_stages_per_rank,
+    is_interleaved,
+    splits_backward,
+    takes_microbatches,
+    takes_stages_per_rank,
+)
+
+TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
+ROLES = (*TRAINING_ROLES, "rollout")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One component of a run with the settings that apply to it."""
+
+    config: Config
+    component: Component
+    dims: ModelDims | None
+    """None where the model is not known; rules that need it are silent then."""
+    key: str
+    """Block of its settings: actor or critic."""
+    model: ModelConfig
+
+    @property
+    def where(self) -> str:
+        return f"allocation_mode = {self.config.allocation_mode}"
+
+    @property
+    def stages_per_rank(self) -> int:
+        archon = self.model.archon
+        return archon.stages_per_rank or default_stages_per_rank(archon.pp_schedule)
+
+
+Rule = Callable[[Case], Iterator[Problem]]
+
+
+def layout_problems(
+    config: Config, dims: ModelDims | None, num_devices: int | None = None
+) -> list[Problem]:
+    """Every broken rule. `num_devices` is what the machines have; None: not limited."""
+    allocation, problems = read_allocation(config)
+    if allocation is None:
+        return problems
+    problems += cluster_size(config, allocation, num_devices)
+    problems += roles(config, allocation)
+    for case in cases(config, allocation, dims):
+        rules = INFERENCE_RULES if case.component.is_inference else TRAINING_RULES
+        problems += [problem for rule in rules for problem in rule(case)]
+    return problems
+
+
+def check_layout(
+    config: Config, command: str = "plan", skip: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """The layout rules for a command, the model and the machine looked up; `skip`: bad keys."""
+    problems: list[Problem] = []
+    dims: ModelDims | None = None
+    if config.actor.path is not None and "actor.path" not in skip:
+        try:
+            dims = dims_of(config.actor.path)
+            if (Path(config.actor.path) / "config.json").is_file():
+                problems += context_fits(config, dims)
+        except UserError as error:
+            if command == "plan":  # a run complains about a missing folder by itself
+                problems += problems_of(error)
+    if "allocation_mode" in skip:
+        return problems
+    return problems + layout_problems(config, dims, count_devices(config))
+
+
+def count_devices(config: Config) -> int | None:
+    """Devices of the cluster; None on a machine without GPUs, where processes share the cores."""
+    per_node = config.cluster.n_gpus_per_node
+    if per_node is None:
+        try:
+            per_node = len(find_gpus())
+        except GpuQueryError:  # `doctor` tells; a run finds out when it asks for the device
+            return None
+    return config.cluster.n_nodes * per_node or None
+
+
+def problems_of(error: UserError) -> list[Problem]:
+    return [problem for problem in error.problems if isinstance(problem, Problem)]
+
+
+def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
+    if config.allocation_mode is None:
+        return None, []
+    try:
+        return parse_allocation(config.allocation_mode), []
+    except UserError as error:
+        return None, problems_of(error)
+
+
+def cases(config: Config, allocation: Allocation, dims: ModelDims | None) -> list[Case]:
+    """One case a component; a critic without devices of its own stands on the actor's."""
+    found = []
+    for component in allocation:
+        critic = component.role == "critic"
+        model = config.critic if critic else config.actor
+        other = {"critic": config.critic.path, "ref": config.ref.path}.get(component.role)
+        other = config.teacher.path if component.role == "teacher" else other
+        same = other is None or other == config.actor.path
+        known = dims if same else _known(other)
+        found.append(Case(config, component, known, "critic" if critic else "actor", model))
+    actor = allocation.find("actor")
+    if config.algorithm.name in WITH_CRITIC and actor and allocation.find("critic") is None:
+        same = config.critic.path in (None, config.actor.path)
+        known = dims if same else _known(config.critic.path)
+        found.append(Case(config, actor, known, "critic", config.critic))
+    return found
+
+
+def _known(path: str | None) -> ModelDims | None:
+    try:
+        return dims_of(path) if path else None
+    except UserError:
+        return None
+
+
+# Devices and roles.
+
+
+def cluster_size(
+    config: Config, allocation: Allocation, num_devices: int | None
+) -> Iterator[Problem]:
+    needed = allocation.num_devices
+    if num_devices is None or needed <= num_devices:
+        return
+    nodes = config.cluster.n_nodes
+    per_node = num_devices // nodes
+    parts = " + ".join(str(max(c.world for c in group)) for group in allocation.groups)
+    total = f"{parts} = {needed}" if len(allocation.groups) > 1 else str(needed)
+    rule = (
+        f"needs {total} devices, and cluster.n_nodes = {nodes} x n_gpus_per_node = {per_node} "
+        f"has {num_devices}"
+    )
+    remedy = f"set cluster.n_nodes={-(-needed // per_node)}, or make the axes smaller"
+    yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
+
+
+def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
+    where = f"allocation_mode = {config.allocation_mode}"
+    for component in allocation:
+        role = component.role
+        if role not in ROLES:
+            yield Problem(where, f"{role} is no role of a run", f"roles: {', '.join(ROLES)}")
+        elif component.is_inference != (role == "rollout"):
+            kind = "samples" if component.is_inference else "trains"
+            fits = "rollout" if component.is_inference else ", ".join(TRAINING_ROLES)
+            yield Problem(where, f"{component.backend} {kind} and cannot be {role}", f"use {fits}")
+    if allocation.find("actor") is None and all(c.role in ROLES for c in allocation):
+        yield Problem(where, "there is no actor: nobody trains", "add for instance archon:d1")
+
+
+def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
+    """The longest sequence a run can meet lies within the positions the model was made for."""
+    prompt, answer = config.train_dataset.max_length, config.gconfig.max_new_tokens
+    stretched = dims.rope_scaling.get("factor", 1.0) * dims.rope_scaling.get(
+        "original_max_position_embeddings", dims.max_position
+    )
+    limit = int(max(dims.max_position, stretched))
+    if (prompt or 0) + answer > limit:
+        where = f"gconfig.max_new_tokens = {answer}"
+        given = f"train_dataset.max_length = {prompt} and " if prompt else ""
+        rule = f"{given}the answer exceed the model's {limit} positions"
+        yield Problem(where, rule, f"use at most {max(limit - (prompt or 0), 1)}")
+
+
+# What samples.
+
+
+def embedded_is_whole(case: Case) -> Iterator[Problem]:
+    component = case.component
+    if component.backend != "embedded":
+        return
+    for letter in "tp":
+        if component.size(letter) > 1:
+            rule = f"{letter}{component.size(letter)}: the embedded sampler is not cut over devices"
+            fix = f"embedded:d{component.world}"
+            yield Problem(case.where, rule, f"use {fix}, or vllm or sglang")
+
+
+def sampler_heads(case: Case) -> Iterator[Problem]:
+    tp = case.component.size("t")
+    if case.component.backend == "embedded":
+        return
+    if case.dims is not None and case.dims.num_heads % tp:
+        rule = f"t{tp} of {case.component.backend} must divide num_heads = {case.dims.num_heads}"
+        yield Problem(case.where, rule, f"t can be {_list(divisors(case.dims.num_heads))}")
+
+
+def sampler_layers(case: Case) -> Iterator[Problem]:
+    pp = case.component.size("p")
+    if case.dims is not None and pp > case.dims.num_layers:
+        rule = f"p{pp} of {case.component.backend} exceeds num_layers = {case.dims.num_layers}"
+        yield Problem(case.where, rule, f"p can be at most {case.dims.num_layers}")
+
+
+# What trains.
+
+
+def megatron_is_not_built(case: Case) -> Iterator[Problem]:
+    if case.component.backend == "megatron":
+        text = str(case.component).replace("megatron", "archon", 1)
+        yield Problem(case.where, "training on Megatron-Core is not built", f"use {text}")
+
+
+def heads_divide(case: Case) -> Iterator[Problem]:
+    """Attention heads are dealt over tp x cp; kv heads are dealt too, or whole ones repeated."""
+    if case.dims is None:
+        return
+    tp, cp = case.component.size("t"), case.component.size("c")
+    ways, heads, kv_heads = tp * cp, case.dims.num_heads, case.dims.num_kv_heads
+    if _heads_work(case.dims, ways):
+        return
+    rule = f"t{tp} * c{cp} = {ways} must divide num_heads = {heads}"
+    if heads % ways == 0:
+        rule = f"t{tp} * c{cp} = {ways} must divide num_kv_heads = {kv_heads} or be a multiple"
+    yield Problem(case.where, rule, _cut_remedy(case.dims, tp, cp))
+
+
+def _heads_work(dims: ModelDims, ways: int) -> bool:
+    if dims.num_heads % ways:
+        return False
+    return dims.num_kv_heads % ways == 0 or ways % dims.num_kv_heads == 0
+
+
+def _cut_remedy(dims: ModelDims, tp: int, cp: int) -> str:
+    """Degrees that satisfy heads and widths together, one axis changed and the other kept."""
+    ways = divisors(dims.num_heads)
+    ts = [t for t in ways if _heads_work(dims, t * cp) and _cuts(dims, t)]
+    cs = [c for c in ways if _heads_work(dims, tp * c) and _cuts(dims, tp)]
+    parts = [f"with c{cp}, t can be {_list(ts)}"] if ts else []
+    parts += [f"with t{tp}, c can be {_list(cs)}"] if cs and cp > 1 else []
+    return ", or ".join(parts) or f"t1 and c1 always work, or t*c = {dims.num_kv_heads}"
+
+
+def _cuts(dims: ModelDims, tp: int) -> bool:
+    """Whether tp cuts the dense ffn evenly, if there is one."""
+    is_dense = not all(dims.is_moe(i) for i in range(dims.num_layers))
+    return not is_dense or dims.intermediate_size % tp == 0
+
+
+def widths_divide(case: Case) -> Iterator[Problem]:
+    if case.dims is None:
+        return
+    tp, etp = case.component.size("t"), case.component.layout().etp
+    expert = case.dims.moe_intermediate_size
+    if not _cuts(case.dims, tp):
+        rule = f"t{tp} must divide intermediate_size = {case.dims.intermediate_size}"
+        yield Problem(case.where, rule, _cut_remedy(case.dims, tp, case.component.size("c")))
+    if expert and expert % etp:
+        rule = f"t{etp} of ffn must divide moe_intermediate_size = {expert}"
+        fits = [n for n in divisors(case.component.layout().stage_world) if expert % n == 0]
+        yield Problem(case.where, rule, f"t of ffn can be {_list(fits)}")
+
+
+def experts_divide(case: Case) -> Iterator[Problem]:
+    component, dims = case.component, case.dims
+    if dims is None:
+        return
+    ep = component.layout().ep
+    if not dims.num_experts:
+        if ep > 1 or component.ffn is not None:
+            said = "an ffn side" if component.ffn is not None else f"e{ep}"
+            plain = "".join(f"{x}{size}" for x, size in component.dims if x != "e")
+            rule = f"{said} needs experts, and the model of the {component.role} has none"
+            yield Problem(case.where, rule, f"use {component.backend}:{plain or 'd1'}")
+    elif dims.num_experts % ep:
+        ranks = component.world // component.size("p")
+        fits = [e for e in divisors(ranks) if dims.num_experts % e == 0]
+        rule = f"e{ep} must divide num_experts = {dims.num_experts}"
+        yield Problem(case.where, rule, f"e can be {_list(fits)} on {ranks} ranks a stage")
+
+
+def replicas_divide(case: Case) -> Iterator[Problem]:
+    replicas, d = case.model.archon.dp_replicate, case.component.size("d")
+    where = f"{case.key}.archon.dp_replicate = {replicas}"
+    if d % replicas:
+        rule = f"must divide d{d} of {case.component}"
+        yield Problem(where, rule, f"it can be {_list(divisors(d))}")
+        return
+    layout = case.component.layout()
+    cell = layout.ep * layout.etp
+    if layout.stage_world // replicas % cell:
+        rule = f"leaves {layout.stage_world // replicas} ranks a replica, e*t of ffn = {cell}"
+        fits = [n for n in divisors(d) if layout.stage_world // n % cell == 0]
+        yield Problem(where, rule, f"it can be {_list(fits)}")
+
+
+def stages_have_layers(case: Case) -> Iterator[Problem]:
+    pp = case.component.size("p")
+    if case.dims is None or pp == 1:
+        return
+    stages = pp * case.stages_per_rank
+    if stages > case.dims.num_layers:
+        schedule = case.model.archon.pp_schedule
+        rule = f"p{pp} x {case.stages_per_rank} stages a rank ({schedule}) = {stages} stages"
+        rule += f", and the model has {case.dims.num_layers} layers"
+        most = case.dims.num_layers // case.stages_per_rank
+        yield Problem(case.where, rule, f"p can be at most {most}")
+
+
+def schedule_takes_stages(case: Case) -> Iterator[Problem]:
+    archon = case.model.archon
+    given = archon.stages_per_rank
+    if case.component.size("p") == 1 or given is None:
+        return
+    if not takes_stages_per_rank(archon.pp_schedule, given):
+        want = {"1F1B": "exactly 1", "ZBVZeroBubble": "exactly 2"}.get(archon.pp_schedule)
+        others = [name for name in SCHEDULES if takes_stages_per_rank(name, given)]
+        where = f"{case.key}.archon.stages_per_rank = {given}"
+        rule = f"pp_schedule = {archon.pp_schedule} takes {want or 'at least 2'}"
+        yield Problem(where, rule, f"or use {', '.join(others)}")
+
+
+def zero_bubble_rules(case: Case) -> Iterator[Problem]:
+    """A backward in two parts keeps its graph in between: what frees or replays it conflicts."""
+    archon = case.model.archon
+    if case.component.size("p") == 1 or not splits_backward(archon.pp_schedule):
+        return
+    other = "use pp_schedule: Interleaved1F1B"
+    schedule = f"pp_schedule = {archon.pp_schedule}"
+    key = f"{case.key}.archon"
+    if archon.enable_compile is True:
+        rule = f"{schedule} splits backward, which compiled blocks do not support"
+        remedy = f"leave enable_compile out, or {other}"
+        yield Problem(f"{key}.enable_compile = true", rule, remedy)
+    checkpoints = case.model.gradient_checkpointing
+    if checkpoints and archon.ac_mode == "selective" and archon.ac_selective == "op":
+        rule = f"{schedule} needs the kept results twice, and they are dropped after the first use"
+        remedy = f"use ac_selective: 2 or ac_mode: full, or {other}"
+        yield Problem(f"{key}.ac_selective = op", rule, remedy)
+    if checkpoints and archon.ac_mode == "memory_budget":
+        rule = f"needs compile, which {schedule} excludes"
+        yield Problem(f"{key}.ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
+    if archon.reshard_after_forward_policy == "always":
+        rule = f"{schedule} would give wrong gradients with parameters sharded in between"
+        remedy = f"leave it out, or {other}"
+        yield Problem(f"{key}.reshard_after_forward_policy = always", rule, remedy)
+
+
+def microbatches_fit_rounds(case: Case) -> Iterator[Problem]:
+    schedule, pp = case.model.archon.pp_schedule, case.component.size("p")
+    count = case.model.mb_spec.n_mbs
+    if pp == 1 or not is_interleaved(schedule) or count < pp * case.stages_per_rank:
+        return
+    if not takes_microbatches(schedule, pp, count):
+        rule = f"{schedule} runs in rounds of p{pp} microbatches"
+        below = count // pp * pp
+        where = f"{case.key}.mb_spec.n_mbs = {count}"
+        yield Problem(where, rule, f"use {below} or {below + pp}")
+
+
+INFERENCE_RULES: tuple[Rule, ...] = (embedded_is_whole, sampler_heads, sampler_layers)
+TRAINING_RULES: tuple[Rule, ...] = (
+    megatron_is_not_built,
+    heads_divide,
+    widths_divide,
+    experts_divide,
+    replicas_divide,
+    stages_have_layers,
+    schedule_takes_stages,
+    zero_bubble_rules,
+    microbatches_fit_rounds,
+)
+
+
+def layout_notes(
+    config: Config, dims: ModelDims | None, num_devices: int | None = None
+) -> list[str]:
+    """What is lawful and worth a second look."""
+    allocation, _ = read_allocation(config)
+    if allocation is None:
+        return []
+    notes = []
+    if num_devices is not None and allocation.num_devices < num_devices:
+        used = allocation.num_devices
+        notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
+    for case in cases(config, allocation, dims):
+        notes += component_notes(case)
+    return notes
+
+
+def component_notes(case: Case) -> Iterator[str]:
+    component, config = case.component, case.config
+    tp, cp = component.size("t"), component.size("c")
+    per_node = config.cluster.n_gpus_per_node
+    if per_node and tp > per_node:
+        yield f"{component}: t{tp} spans nodes of {per_node} devices, which is slow"
+    if component.is_inference:
+        return
+    if case.dims is not None and tp * cp > case.dims.num_kv_heads:
+        repeats = tp * cp // case.dims.num_kv_heads
+        yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
+    rows = config.train_dataset.batch_size * config.gconfig.n_samples // config.updates_per_batch
+    needed = component.size("d") * case.model.mb_spec.n_mbs
+    if rows < needed:
+        yield (
+            f"{component}: a step has {rows} samples for d * n_mbs = {needed} microbatches, "
+            "so some are empty"
+        )
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
