@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +21,9 @@ from pentad.core.errors import Problem, UserError
 from pentad.models.spec import ModelSpec
 from pentad.weights.map import WeightMap
 
-FAMILIES = {"qwen3": "pentad.models.qwen3:SPEC"}
-"""model_type -> where its SPEC lies; `register` adds to it."""
-
-
+PACKAGE = "pentad.models"
+REGISTERED: dict[str, str] = {}
+"""model_type -> dotted path of its SPEC, for families from outside this package."""
 _MAPS: dict[tuple[str, str], WeightMap] = {}
 
 
@@ -38,19 +39,42 @@ ConfigLike = str | Path | Mapping[str, Any] | HfConfig
 def register(path: str) -> ModelSpec:
     """Makes the family of `package.module:SPEC` known under its `model_type`."""
     spec = _load(path)
-    FAMILIES[spec.family] = path
+    REGISTERED[spec.family] = path
     return spec
 
 
-def spec_of(family: str) -> ModelSpec:
-    """The spec of a `model_type`, or of a dotted path, which is thereby registered."""
+def known_families() -> list[str]:
+    """The families of this package (each module here that holds a SPEC), and registered ones."""
+    own = [module.name for module in pkgutil.iter_modules(_package_paths())]
+    return sorted({*filter(_is_family, own), *REGISTERED})
+
+
+def _package_paths() -> list[str]:
+    return [str(Path(__file__).parent)]
+
+
+@lru_cache
+def _is_family(name: str) -> bool:
+    if name not in {module.name for module in pkgutil.iter_modules(_package_paths())}:
+        return False
+    return isinstance(vars(importlib.import_module(f"{PACKAGE}.{name}")).get("SPEC"), ModelSpec)
+
+
+def path_of(family: str) -> str:
+    """Where the spec of a `model_type` lies; a dotted path is registered and stays itself."""
     if ":" in family:
-        return register(family)
-    if family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        remedy = f"use one of {known}, or give a model file of your own as package.module:SPEC"
-        raise UserError(Problem(f"model_type = {family}", "no such model family", remedy))
-    return _load(FAMILIES[family])
+        register(family)
+        return family
+    if family in REGISTERED:
+        return REGISTERED[family]
+    if _is_family(family):
+        return f"{PACKAGE}.{family}:SPEC"
+    remedy = f"use one of {', '.join(known_families())}, or give your own as package.module:SPEC"
+    raise UserError(Problem(f"model_type = {family}", "no such model family", remedy))
+
+
+def spec_of(family: str) -> ModelSpec:
+    return _load(path_of(family))
 
 
 @lru_cache
@@ -93,13 +117,14 @@ def read_config(source: ConfigLike) -> dict[str, Any]:
 def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:
     """The dimensions of a folder or config; `model` names the spec instead of its model_type."""
     config = read_config(source)
-    return spec_of(model or str(config.get("model_type"))).read_dims(config)
+    spec = spec_of(model or str(config.get("model_type")))
+    return replace(spec.read_dims(config), family=spec.family)
 
 
 def map_of(dims: ModelDims) -> WeightMap:
     """The family's weight map at these dimensions; built once, it is large for many experts."""
-    spec = spec_of(dims.family)
-    key = (FAMILIES[dims.family], repr(dims))
+    path = path_of(dims.family)
+    key = (path, repr(dims))
     if key not in _MAPS:
-        _MAPS[key] = spec.weight_map(dims)
+        _MAPS[key] = _load(path).weight_map(dims)
     return _MAPS[key]

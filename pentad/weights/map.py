@@ -150,6 +150,46 @@ class Qkv:
 
 
 @dataclass(frozen=True, slots=True)
+class Planes:
+    """The planes of the source's leading axis one under the other: [2, F, D] as [F+F, D]."""
+
+    source: str
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        height, rest = shape[0] // 2, shape[1:]
+        halves = [One(self.source).regions((height, *rest), sizes, index)[0] for _ in range(2)]
+        zeros = (0,) * len(rest)
+        return [
+            replace(
+                half,
+                source_shape=(2, height, *rest),
+                source_start=(j, 0, *zeros),
+                target_start=(j * height, *zeros),
+                runs=tuple(Run(r.source_dim + 1, r.target_dim, r.length) for r in half.runs),
+            )
+            for j, half in enumerate(halves)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """Expert {e} of sources that stack all experts on their leading axis."""
+
+    inner: str | Spec
+
+    def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
+        return [
+            replace(
+                region,
+                source_shape=(sizes["E"], *region.source_shape),
+                source_start=(index["e"], *region.source_start),
+                runs=tuple(Run(r.source_dim + 1, r.target_dim, r.length) for r in region.runs),
+            )
+            for region in as_spec(self.inner).regions(shape, sizes, index)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Padded:
     """The first rows of the target are the source; the rest is zero and never read back."""
 
@@ -176,7 +216,7 @@ def always(dims: ModelDims, layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a map. {i} counts layers.
+    """One line of a map. {i} counts layers, {e} experts.
 
     Example: Rule("layers.{i}.ffn.gate_up.weight", "2 F D", Glu("...gate_proj", "...up_proj"))
     """
@@ -193,9 +233,8 @@ class Rule:
     """The source may be absent on disk; the target is then initialised."""
     dtype: str = ""
     """Kept in this dtype whatever the model's, such as float32."""
-
-    def holds(self, dims: ModelDims, layer: int) -> bool:
-        return self.when(dims, layer)
+    alias: tuple[str, ...] = ()
+    """Other names that files of this column use for the same target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +247,8 @@ class Entry:
     rule: Rule
     layer: int | None
     """None outside the layers."""
+    expert: int | None = None
+    """For targets that hold one expert each."""
     is_copy: bool = False
     """Filled from the sources of the tensor it is tied to; never written out."""
 
@@ -250,8 +291,7 @@ def build_map(
     sizes = {**sizes_of(dims), **(extra_sizes or {})}
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
-    for rule, layer in _in_layer_order(rules, dims):
-        index = {} if layer is None else {"i": layer}
+    for rule, index in _in_layer_order(rules, dims):
         name = rule.target.format(**index)
         if name in entries:
             raise _wrong_map(dims, name, "two rules give this tensor")
@@ -261,20 +301,33 @@ def build_map(
         if is_copy:
             tied[regions[0].source] = entries[rule.tied].regions[0].source
             regions = entries[rule.tied].regions
-        entries[name] = Entry(name, shape, regions, rule, layer, is_copy)
+        place = {"layer": index.get("i"), "expert": index.get("e")}
+        entries[name] = Entry(name, shape, regions, rule, **place, is_copy=is_copy)
     skipped = {name.format(i=i) for name in ignored for i in range(dims.num_layers)}
     return WeightMap(dims, entries, _sources_of(entries, dims), tied, frozenset(skipped))
 
 
-def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, int | None]]:
+def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, dict[str, int]]]:
     """Rules before the layers, the layer rules for each layer, rules after; conditions applied."""
     inside = [rule for rule in rules if "{i}" in rule.target]
     first = rules.index(inside[0]) if inside else len(rules)
-    outside = [(n < first, rule) for n, rule in enumerate(rules) if "{i}" not in rule.target]
-    before = [(rule, None) for is_before, rule in outside if is_before and rule.holds(dims, 0)]
-    after = [(rule, None) for is_before, rule in outside if not is_before and rule.holds(dims, 0)]
-    layers = [(rule, i) for i in range(dims.num_layers) for rule in inside if rule.holds(dims, i)]
-    return [*before, *layers, *after]
+    outside = [rule for rule in rules[first:] if rule not in inside]
+    before: list[tuple[Rule, dict[str, int]]] = [(rule, {}) for rule in rules[:first]]
+    after: list[tuple[Rule, dict[str, int]]] = [(rule, {}) for rule in outside]
+    layers = [
+        (rule, index)
+        for i in range(dims.num_layers)
+        for rule in inside
+        for index in _expert_indices(rule, dims, i)
+    ]
+    every = [*before, *layers, *after]
+    return [(rule, index) for rule, index in every if rule.when(dims, index.get("i", 0))]
+
+
+def _expert_indices(rule: Rule, dims: ModelDims, layer: int) -> list[dict[str, int]]:
+    if "{e}" not in rule.target:
+        return [{"i": layer}]
+    return [{"i": layer, "e": e} for e in range(dims.num_experts)]
 
 
 def _sources_of(entries: Mapping[str, Entry], dims: ModelDims) -> dict[str, Source]:

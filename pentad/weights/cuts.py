@@ -1,0 +1,111 @@
+"""How a layout cuts tensors: the local part of every tensor of a map, from the parallel plan.
+
+The plan names size symbols (`{"Q": "tp", "E": "ep"}`); a dim with such a symbol is cut along
+that axis. Heads are never torn: Q and K are cut in whole heads, and with more ranks than
+key-value heads each head lies on several ranks. A dim that is a sum ("F+F") is cut term by term,
+so that a rank holds its gate rows and its up rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pentad.core.errors import Problem, UserError
+from pentad.weights.map import Entry, Sizes, size_of
+from pentad.weights.regions import Box, Region, Shape, clip
+
+Coords = Mapping[str, tuple[int, int]]
+"""Axis -> (number of ranks, this rank); axes that are absent have one rank."""
+Plan = Mapping[str, str]
+
+UNITS = {"Q": "d", "K": "d"}
+"""Symbols that are cut in whole units of another symbol."""
+REPEATED = {"K"}
+"""Of those, the ones that are repeated when there are more ranks than units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [start, start + length) of the global dim lie at `local` in the shard."""
+
+    start: int
+    length: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One rank's part of a tensor: its shape, and its elements as regions of the sources."""
+
+    shape: Shape
+    boxes: tuple[tuple[Box, Shape], ...]
+    """(box of the global tensor, where it starts in the local one)."""
+    regions: tuple[Region, ...]
+
+
+def cut_range(size: int, num: int, rank: int) -> tuple[int, int]:
+    """Rank's share of `size` rows: equal parts, rounded up, the last ones shorter (as chunk)."""
+    step = -(-size // num)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tuple[int, int]:
+    """The rows of a symbol that a rank holds."""
+    if symbol not in UNITS:
+        return cut_range(size_of(symbol, sizes), num, rank)
+    unit = sizes[UNITS[symbol]]
+    num_units = sizes[symbol] // unit
+    if num_units % num == 0:
+        start, stop = cut_range(num_units, num, rank)
+    elif symbol in REPEATED and num % num_units == 0:
+        start = rank * num_units // num
+        stop = start + 1
+    else:
+        what = "key-value heads" if symbol in REPEATED else "query heads"
+        fits = [n for n in range(1, num_units + 1) if num_units % n == 0]
+        remedy = f"use one of {', '.join(map(str, fits))}"
+        raise UserError(Problem(f"{axis} = {num}", f"cannot cut {num_units} {what}", remedy))
+    return start * unit, stop * unit
+
+
+def cut_dim(token: str, plan: Plan, coords: Coords, sizes: Sizes) -> list[Segment]:
+    """The parts of one dim that a rank holds, in local order."""
+    out: list[Segment] = []
+    offset = local = 0
+    for term in token.split("+"):
+        size = size_of(term, sizes)
+        axis = plan.get(term, "")
+        start, stop = 0, size
+        if axis in coords:
+            start, stop = cut_symbol(term, axis, *coords[axis], sizes)
+        if stop > start:
+            out.append(Segment(offset + start, stop - start, local))
+        offset += size
+        local += stop - start
+    return out
+
+
+def cut_entry(entry: Entry, plan: Plan, coords: Coords, sizes: Sizes) -> Local:
+    """One rank's part of a tensor under the plan."""
+    dims = [cut_dim(token, plan, coords, sizes) for token in entry.rule.shape.split()]
+    shape = tuple(sum(segment.length for segment in dim) for dim in dims)
+    boxes, regions = [], []
+    for segments in itertools.product(*dims):
+        box = tuple((s.start, s.start + s.length) for s in segments)
+        origin = tuple(s.local for s in segments)
+        boxes.append((box, origin))
+        regions += [_moved(part, origin) for r in entry.regions if (part := clip(r, box))]
+    return Local(shape, tuple(boxes), tuple(regions))
+
+
+def _moved(region: Region, origin: Sequence[int]) -> Region:
+    start = tuple(a + b for a, b in zip(region.target_start, origin, strict=True))
+    return Region(region.source, region.source_shape, region.source_start, start, region.runs)
+
+
+def split_dims(entry: Entry, plan: Plan) -> dict[str, int]:
+    """Axis -> tensor dim that it cuts, for an entry without sums: {"ep": 0, "etp": 2}."""
+    symbols = entry.rule.shape.split()
+    return {plan[symbol]: dim for dim, symbol in enumerate(symbols) if symbol in plan}
