@@ -1,0 +1,204 @@
+"""The prompt stream: an endless sequence of tokenised prompts in which every gid has its place.
+
+`prompt(gid)` is a pure function of the data, the settings and gid: gid // len is the epoch, and the
+epoch's shuffled order gives the row. So a resumed run needs no cursor, only the ledger's frontier.
+
+Read at once (the default), all rows are tokenised at the start: broken rows stop the run then and
+there, over-long ones are left out and counted, and `len` is the number of prompts an epoch really
+has. Streaming, a row is read when its gid comes up: over-long and broken ones raise RejectedPrompt,
+whose reason the ledger counts, and `len` is the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import Prompt
+from pentad.data.render import BadRow, Columns, check_columns, encode_prompts, render_prompt
+from pentad.data.rows import Format, Rows, open_rows, raise_first
+from pentad.data.shuffle import epoch_order
+from pentad.data.tokenizer import Tokenizer
+
+ENCODE_AT_ONCE = 1024
+TOO_LONG = "too_long"
+BAD_ROW = "bad_row"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    path: str
+    format: Format = "auto"
+    columns: Columns = field(default_factory=Columns)
+    shuffle: bool = True
+    seed: int = 0
+    max_tokens: int | None = None
+    """Longer prompts are left out and counted."""
+    limit: int | None = None
+    """Only the first so many rows are read."""
+    streaming: bool = False
+
+
+class RejectedPrompt(Exception):
+    """The row of this gid cannot be a prompt; `reason` is the one to count it under."""
+
+    def __init__(self, gid: int, reason: str, problem: Problem | str) -> None:
+        self.gid = gid
+        self.reason = reason
+        super().__init__(str(problem))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenised:
+    row: int
+    text: str
+    ids: np.ndarray
+    """int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rejected:
+    reason: str
+    problem: Problem | str
+
+
+class PromptStream:
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: PromptSettings) -> None:
+        check_columns(settings.columns, tokenizer)
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.dropped: Counter[str] = Counter()
+        """Rows left out at the start, by reason."""
+        self.prompts: list[_Tokenised] | None = None
+        self._order = lru_cache(maxsize=2)(self._make_order)
+        if not settings.streaming:
+            self.prompts = self._tokenise_all()
+
+    def __len__(self) -> int:
+        """Prompts an epoch."""
+        return len(self.rows) if self.prompts is None else len(self.prompts)
+
+    def prompt(self, gid: int) -> Prompt:
+        """The prompt of this ordinal; when streaming it may raise RejectedPrompt."""
+        epoch, position = divmod(gid, len(self))
+        index = int(self._order(epoch)[position]) if self.settings.shuffle else position
+        found = self._read(gid, index) if self.prompts is None else self.prompts[index]
+        fields = dict(self.rows.row(found.row))
+        return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch)
+
+    def steps_per_epoch(self, groups_per_batch: int) -> int:
+        """Batches that draw every prompt of an epoch at least once."""
+        return math.ceil(len(self) / groups_per_batch)
+
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt; empty when streaming, where they are not known."""
+        return [len(prompt.ids) for prompt in self.prompts or ()]
+
+    def summary(self) -> str:
+        """One line for people."""
+        text = f"{self.settings.path}: {len(self.rows)} rows"
+        if self.prompts is None:
+            return f"{text}, read as they are needed"
+        lengths = self.lengths()
+        text += f", {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens"
+        text += f" (mean {sum(lengths) / len(lengths):.0f})"
+        for reason, count in self.dropped.items():
+            text += f", {count} left out: {reason}"
+        return text
+
+    def state(self) -> dict[str, Any]:
+        """All that decides which prompt a gid is, as JSON values."""
+        settings = self.settings
+        return {
+            "rows": len(self.rows),
+            "prompts": len(self),
+            "digest": self.rows.digest,
+            "shuffle": settings.shuffle,
+            "seed": settings.seed,
+            "max_tokens": settings.max_tokens,
+            "streaming": settings.streaming,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """UserError if a gid would now be another prompt than when the state was saved."""
+        changes = {
+            name: (state.get(name), value)
+            for name, value in self.state().items()
+            if state.get(name) != value
+        }
+        if changes:
+            said = ", ".join(f"{name} was {old}, is {new}" for name, (old, new) in changes.items())
+            where = f"{self.settings.columns.key}.path = {self.settings.path}"
+            remedy = "restore the old data and settings, or start anew with --fresh"
+            raise UserError(Problem(where, f"not the prompts the run began with: {said}", remedy))
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        return epoch_order(len(self), self.settings.seed, epoch)
+
+    def _read(self, gid: int, index: int) -> _Tokenised:
+        (found,) = self._tokenise([index])
+        if isinstance(found, _Rejected):
+            raise RejectedPrompt(gid, found.reason, found.problem)
+        return found
+
+    def _tokenise_all(self) -> list[_Tokenised]:
+        problems: list[Problem | str] = []
+        kept: list[_Tokenised] = []
+        for start in range(0, len(self.rows), ENCODE_AT_ONCE):
+            indices = range(start, min(start + ENCODE_AT_ONCE, len(self.rows)))
+            for found in self._tokenise(indices):
+                if isinstance(found, _Tokenised):
+                    kept.append(found)
+                elif found.reason == BAD_ROW:
+                    problems.append(found.problem)
+                else:
+                    self.dropped[found.reason] += 1
+        raise_first(problems)
+        if not kept:
+            where = f"{self.settings.columns.key}.max_length = {self.settings.max_tokens}"
+            rule = f"all {len(self.rows)} prompts of {self.settings.path} are longer"
+            raise UserError(Problem(where, rule, "raise it"))
+        return kept
+
+    def _tokenise(self, indices: Sequence[int]) -> list[_Tokenised | _Rejected]:
+        """What becomes of these rows, in their order."""
+        columns, limit = self.settings.columns, self.settings.max_tokens
+        found: dict[int, _Tokenised | _Rejected] = {}
+        texts: dict[int, str] = {}
+        for index in indices:
+            try:
+                texts[index] = render_prompt(self.rows.row(index), columns, self.tokenizer)
+            except BadRow as error:
+                found[index] = _Rejected(BAD_ROW, error.at(self.rows.where(index)))
+            except UserError as error:
+                found[index] = _Rejected(BAD_ROW, error.problems[0])
+        all_ids = encode_prompts([*texts.values()], columns, self.tokenizer)
+        for (index, text), ids in zip(texts.items(), all_ids, strict=True):
+            where = self.rows.where(index)
+            if not ids:
+                found[index] = _Rejected(BAD_ROW, Problem(where, "the prompt is empty"))
+            elif limit is not None and len(ids) > limit:
+                rule = f"the prompt has {len(ids)} tokens, more than {limit}"
+                found[index] = _Rejected(TOO_LONG, Problem(where, rule))
+            else:
+                found[index] = _Tokenised(index, text, np.array(ids, np.int32))
+        return [found[index] for index in indices]
+
+
+def open_prompts(settings: PromptSettings, tokenizer: Tokenizer) -> PromptStream:
+    rows = open_rows(
+        settings.path,
+        format=settings.format,
+        streaming=settings.streaming,
+        limit=settings.limit,
+        key=f"{settings.columns.key}.path",
+    )
+    return PromptStream(rows, tokenizer, settings)

@@ -1,0 +1,124 @@
+"""From a dataset row to the exact text a model sees: plain, or through the chat template, once.
+
+A row that cannot be rendered raises BadRow with the rule it breaks; who knows the file and line
+adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from pentad.core.errors import Problem, UserError
+from pentad.data.tokenizer import Messages, Tokenizer
+
+ChatTemplate = Literal["auto"] | bool
+
+
+class BadRow(ValueError):
+    """A row that breaks a rule; carries the rule and the remedy."""
+
+    def __init__(self, rule: str, remedy: str = "") -> None:
+        self.rule = rule
+        self.remedy = remedy
+        super().__init__(rule)
+
+    def at(self, where: str) -> Problem:
+        return Problem(where, self.rule, self.remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Which columns of a row are read, and how."""
+
+    key: str = "train_dataset"
+    """The block of the config to name in errors."""
+    prompt_key: str = "prompt"
+    messages_key: str | None = None
+    """Column with chat messages; read instead of the prompt."""
+    response_key: str = "response"
+    chat_template: ChatTemplate = "auto"
+    """auto: messages go through the tokenizer's chat template, plain text does not."""
+
+    @property
+    def uses_chat(self) -> bool:
+        if self.chat_template == "auto":
+            return self.messages_key is not None
+        return self.chat_template
+
+
+def check_columns(columns: Columns, tokenizer: Tokenizer) -> None:
+    """What is wrong whatever the rows are."""
+    where = f"{columns.key}.chat_template = {str(columns.chat_template).lower()}"
+    if columns.messages_key is not None and not columns.uses_chat:
+        rule = f"messages ({columns.key}.messages_key = {columns.messages_key}) need a template"
+        raise UserError(Problem(where, rule, "set it to auto, or name a text column"))
+    if columns.uses_chat and not tokenizer.has_chat_template:
+        rule = f"the tokenizer in {tokenizer.folder} has no chat template"
+        remedy = "add chat_template.jinja to that folder, or train on plain text"
+        raise UserError(Problem(where, rule, remedy))
+
+
+def render_prompt(row: Mapping[str, Any], columns: Columns, tokenizer: Tokenizer) -> str:
+    """The text up to where the answer begins."""
+    if not columns.uses_chat:
+        return text_of(row, columns.prompt_key, columns)
+    messages = prompt_messages(row, columns)
+    if messages[-1]["role"] == "assistant":
+        rule = "the last message is the assistant's, so there is nothing to answer"
+        raise BadRow(rule, "end the prompt with a user's (or tool's) message")
+    return render(messages, tokenizer, for_answer=True)
+
+
+def encode_prompts(texts: Sequence[str], columns: Columns, tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids as the model expects them: a template brings its own special ids, plain text does not."""
+    prefix = [] if columns.uses_chat else list(tokenizer.prefix_ids)
+    return [prefix + ids for ids in tokenizer.encode_all(texts)]
+
+
+def prompt_messages(row: Mapping[str, Any], columns: Columns) -> Messages:
+    if columns.messages_key is not None:
+        return messages_of(row, columns.messages_key, columns)
+    return [{"role": "user", "content": text_of(row, columns.prompt_key, columns)}]
+
+
+def render(messages: Messages, tokenizer: Tokenizer, *, for_answer: bool) -> str:
+    try:
+        return tokenizer.render(messages, for_answer=for_answer)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise BadRow(f"the chat template refuses it: {error}") from error
+
+
+def text_of(row: Mapping[str, Any], name: str, columns: Columns) -> str:
+    value = column_of(row, name, columns)
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        looks_like_chat = isinstance(value, list) and value and isinstance(value[0], dict)
+        remedy = f"set {columns.key}.messages_key: {name}" if looks_like_chat else ""
+        raise BadRow(f'"{name}" holds a {kind}, not text', remedy)
+    return value
+
+
+def messages_of(row: Mapping[str, Any], name: str, columns: Columns) -> Messages:
+    value = column_of(row, name, columns)
+    if not isinstance(value, list) or not value:
+        raise BadRow(f'"{name}" is not a list of messages')
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRow(f'message {number} of "{name}" is not an object with "role"')
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BadRow(f'message {number} of "{name}" has no "content"')
+        # Columnar files fill keys that other rows have with null; templates test for presence.
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
+
+
+def column_of(row: Mapping[str, Any], name: str, columns: Columns) -> Any:
+    if name not in row:
+        has = ", ".join(sorted(row)) or "nothing"
+        raise BadRow(f'there is no "{name}"; the row has {has}', f"set {columns.key}.*_key")
+    return row[name]

@@ -1,0 +1,259 @@
+"""Rows of a dataset on disk, by index: JSON lines here, Parquet and Arrow by way of arrow.py.
+
+A path is a file (.jsonl, .ndjson, .parquet, .arrow), a folder saved by HF `datasets`
+(`save_to_disk`), a folder of such files, or a pattern such as `data/train-*.parquet`. Rows keep
+their order: files by name, then lines. Nothing here knows prompts or tokens, or loads torch.
+
+Opened for streaming, JSON lines cost 16 bytes of memory a row (where it begins, which line it is)
+and are parsed when asked for; otherwise all rows are parsed at once and every broken line is
+reported at the start.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import re
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pentad.core.errors import Problem, UserError
+
+Format = Literal["auto", "jsonl", "parquet", "hf"]
+Kind = Literal["jsonl", "parquet", "arrow"]
+
+SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
+"""How published folders name their parts; reading two of them as one would mix test into train."""
+MAX_PROBLEMS = 20
+
+
+class Rows(Protocol):
+    digest: str
+    """Changes when the rows do; lets a resumed run see that its data is the same."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """UserError with file and line if it cannot be read."""
+        ...
+
+    def where(self, index: int) -> str:
+        """`file:line`, counted from 1."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line; blank lines are passed over."""
+
+    def __init__(self, path: Path, *, streaming: bool = False, limit: int | None = None) -> None:
+        self.path = path
+        self.file = path.open("rb")
+        self.starts = array("q")
+        self.lines = array("q")
+        self.digest = self._scan(limit)
+        self.parsed: list[dict[str, Any]] | None = None
+        if not streaming:
+            self.parsed = self._parse_all()
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._parse(index) if self.parsed is None else self.parsed[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self.lines[index]}"
+
+    def _scan(self, limit: int | None) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        start = 0
+        for number, line in enumerate(self.file, 1):
+            if limit is not None and len(self.lines) == limit:
+                break
+            digest.update(line)
+            if line.strip():
+                self.starts.append(start)
+                self.lines.append(number)
+            start += len(line)
+        self.starts.append(start)
+        return digest.hexdigest()
+
+    def _parse(self, index: int) -> dict[str, Any]:
+        start, end = self.starts[index], self.starts[index + 1]
+        # pread leaves the file position alone, so threads may read at once.
+        return parse_row(os.pread(self.file.fileno(), end - start, start), self.where(index))
+
+    def _parse_all(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        problems: list[Problem | str] = []
+        for index in range(len(self)):
+            try:
+                rows.append(self._parse(index))
+            except UserError as error:
+                problems += error.problems
+        raise_first(problems)
+        return rows
+
+
+class Joined:
+    """Several files read as one."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self.parts = parts
+        self.ends = list(accumulate(len(part) for part in parts))
+        names = " ".join(part.digest for part in parts)
+        self.digest = hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def row(self, index: int) -> dict[str, Any]:
+        part, inner = self._find(index)
+        return part.row(inner)
+
+    def where(self, index: int) -> str:
+        part, inner = self._find(index)
+        return part.where(inner)
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        which = bisect.bisect_right(self.ends, index)
+        return self.parts[which], index - (self.ends[which - 1] if which else 0)
+
+
+def open_rows(
+    path: str,
+    *,
+    format: Format = "auto",
+    streaming: bool = False,
+    limit: int | None = None,
+    key: str = "path",
+) -> Rows:
+    """The rows at `path`; `key` is the config key to name in errors. At least one row."""
+    where = f"{key} = {path}"
+    parts: list[Rows] = []
+    left = limit
+    for file, kind in find_files(path, format, where):
+        part = _open_file(file, kind, where, streaming=streaming, limit=left)
+        parts.append(part)
+        left = None if left is None else left - len(part)
+        if left == 0:
+            break
+    rows = parts[0] if len(parts) == 1 else Joined(parts)
+    if not len(rows):
+        raise UserError(Problem(where, "there is not one row in it", "give a file with rows"))
+    return rows
+
+
+def find_files(path: str, format: Format, where: str) -> list[tuple[Path, Kind]]:
+    """Which files hold the rows, in order, and how each is to be read."""
+    root = Path(path).expanduser()
+    if not root.exists() and any(character in path for character in "*?["):
+        files = sorted(root.parent.glob(root.name))
+        if not files:
+            raise UserError(Problem(where, "no file fits this pattern"))
+        return [(file, _kind(file, format, where)) for file in files]
+    if not root.exists():
+        raise UserError(Problem(where, "no such file or folder"))
+    if root.is_file():
+        return [(root, _kind(root, format, where))]
+    if (root / "dataset_dict.json").exists():
+        splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
+        choices = " or ".join(str(root / split) for split in splits)
+        raise UserError(Problem(where, "this folder holds several splits", f"give {choices}"))
+    if (root / "state.json").exists():
+        return _saved_files(root, where)
+    return _folder_files(root, format, where)
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """One line as an object, or a UserError that says what is wrong with it."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(Problem(where, f"not UTF-8 (byte {error.start} of the line)")) from error
+    except json.JSONDecodeError as error:
+        rule = f"not JSON: {error.msg} at column {error.colno}"
+        raise UserError(Problem(where, rule, "one JSON object a line")) from error
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise UserError(Problem(where, f"holds a {kind}", "one JSON object a line"))
+    return value
+
+
+def raise_first(problems: Sequence[Problem | str]) -> None:
+    """Raises them, the first few in full; returns if there are none."""
+    if len(problems) > MAX_PROBLEMS:
+        rest = f"and {len(problems) - MAX_PROBLEMS} more rows like these"
+        raise UserError([*problems[:MAX_PROBLEMS], rest])
+    if problems:
+        raise UserError(problems)
+
+
+def _kind(file: Path, format: Format, where: str) -> Kind:
+    if format in ("jsonl", "parquet"):
+        return "jsonl" if format == "jsonl" else "parquet"
+    if file.suffix not in SUFFIXES:
+        known = ", ".join(SUFFIXES)
+        remedy = f"known endings: {known}; or set format: jsonl or parquet"
+        raise UserError(Problem(where, f"{file.name} has no known ending", remedy))
+    return SUFFIXES[file.suffix]
+
+
+def _saved_files(root: Path, where: str) -> list[tuple[Path, Kind]]:
+    """The files of a dataset that HF `datasets` wrote with save_to_disk."""
+    state = json.loads((root / "state.json").read_text())
+    if state.get("_indices_data_files"):
+        remedy = "save it again after flatten_indices()"
+        raise UserError(Problem(where, "the saved dataset is a selection by indices", remedy))
+    files = [root / entry["filename"] for entry in state["_data_files"]]
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        rule = f"state.json names files that are not there: {', '.join(missing) or 'none at all'}"
+        raise UserError(Problem(where, rule))
+    return [(file, "arrow") for file in files]
+
+
+def _folder_files(root: Path, format: Format, where: str) -> list[tuple[Path, Kind]]:
+    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    kinds = {SUFFIXES[file.suffix] for file in files}
+    if not files:
+        known = ", ".join(SUFFIXES)
+        raise UserError(Problem(where, f"the folder holds no file that ends in {known}"))
+    if len(kinds) > 1:
+        rule = f"the folder holds files of several kinds: {', '.join(sorted(kinds))}"
+        raise UserError(Problem(where, rule, "give one of them, or a pattern"))
+    names = {file: SPLIT.search(str(file.relative_to(root)).lower()) for file in files}
+    splits = sorted({match[1] if match else "" for match in names.values()})
+    if len(splits) > 1:
+        found = ", ".join(str(file.relative_to(root)) for file in files[:6])
+        rule = f"the folder holds several splits ({found})"
+        wanted = "train" if "train" in splits else splits[-1]
+        one = next(file for file, match in names.items() if match and match[1] == wanted)
+        example = one if len(files) == len(splits) else one.parent / f"*{wanted}*{one.suffix}"
+        raise UserError(Problem(where, rule, f"give a file, or a pattern such as {example}"))
+    return [(file, _kind(file, format, where)) for file in files]
+
+
+def _open_file(file: Path, kind: Kind, where: str, *, streaming: bool, limit: int | None) -> Rows:
+    if kind == "jsonl":
+        try:
+            return JsonLines(file, streaming=streaming, limit=limit)
+        except OSError as error:
+            raise UserError(Problem(where, f"{file} cannot be read: {error.strerror}")) from error
+    try:
+        from pentad.data.arrow import open_table
+    except ModuleNotFoundError as error:
+        remedy = "pip install pentad[parquet]"
+        raise UserError(Problem(where, f"{kind} files need {error.name}", remedy)) from error
+    return open_table(file, kind, where, streaming=streaming, limit=limit)

@@ -1,0 +1,211 @@
+"""Examples to imitate: a prompt and its response, or a conversation, as rows for the learner.
+
+Trained are the tokens the model itself would have to produce: the response and the id that ends
+it, in a conversation those of every assistant turn (or the last alone). The text is cut where
+generation would begin and each piece is tokenised by itself, exactly as at sampling; so a
+merge of tokens across that border can not teach the model something it never sees.
+
+All rows are tokenised at the start; what is kept is four bytes a token and one a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import Row
+from pentad.data.render import (
+    BadRow,
+    Columns,
+    check_columns,
+    messages_of,
+    prompt_messages,
+    render,
+    text_of,
+)
+from pentad.data.rows import Format, Rows, open_rows, raise_first
+from pentad.data.shuffle import epoch_order
+from pentad.data.tokenizer import Messages, Tokenizer
+
+TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    path: str
+    format: Format = "auto"
+    columns: Columns = field(default_factory=Columns)
+    shuffle: bool = True
+    seed: int = 0
+    max_tokens: int | None = None
+    """Limit of a whole example."""
+    too_long: Literal["drop", "truncate", "refuse"] = "drop"
+    """What happens to longer ones: left out, cut at the end, or the run does not start. The first
+    two are counted."""
+    train_on: Literal["all", "last"] = "all"
+    """Which assistant turns of a conversation are trained."""
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    ids: np.ndarray
+    """int32."""
+    mask: np.ndarray
+    """bool: trained."""
+
+
+class SftDataset:
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: SftSettings) -> None:
+        check_columns(settings.columns, tokenizer)
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.counts: Counter[str] = Counter()
+        """Examples not used as they are, by what happened: "dropped too_long", "truncated"."""
+        self.examples = self._tokenise_all(rows)
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def __len__(self) -> int:
+        """Examples an epoch."""
+        return len(self.examples)
+
+    def row(self, ordinal: int) -> Row:
+        """The example of this ordinal in the endless, per epoch shuffled sequence."""
+        epoch, position = divmod(ordinal, len(self))
+        index = int(self._order(epoch)[position]) if self.settings.shuffle else position
+        example = self.examples[index]
+        weights = torch.from_numpy(example.mask.astype(np.float32))
+        ids = torch.from_numpy(example.ids.astype(np.int64))
+        return Row(ids, {"weights": weights}, float(example.mask.sum()))
+
+    def batch(self, step: int, size: int) -> list[Row]:
+        """The rows of one step: consecutive ordinals, so any step can be found again."""
+        return [self.row(ordinal) for ordinal in range(step * size, (step + 1) * size)]
+
+    def steps_per_epoch(self, size: int) -> int:
+        return math.ceil(len(self) / size)
+
+    def summary(self) -> str:
+        lengths = [len(example.ids) for example in self.examples]
+        trained = sum(int(example.mask.sum()) for example in self.examples)
+        text = f"{self.settings.path}: {len(lengths)} examples of {min(lengths)} to {max(lengths)}"
+        text += f" tokens, {trained} of {sum(lengths)} tokens trained"
+        for what, count in self.counts.items():
+            text += f", {count} {what}"
+        return text
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        return epoch_order(len(self), self.settings.seed, epoch)
+
+    def _tokenise_all(self, rows: Rows) -> list[_Example]:
+        problems: list[Problem | str] = []
+        kept: list[_Example] = []
+        for index in range(len(rows)):
+            try:
+                example = self._fit(self._example(rows, index))
+            except BadRow as error:
+                problems.append(error.at(rows.where(index)))
+            except UserError as error:
+                problems += error.problems
+            else:
+                if example is not None:
+                    kept.append(example)
+        raise_first(problems)
+        if not kept:
+            where = f"{self.settings.columns.key}.max_length = {self.settings.max_tokens}"
+            rule = f"all {len(rows)} examples of {self.settings.path} are longer"
+            raise UserError(Problem(where, rule, "raise it"))
+        return kept
+
+    def _example(self, rows: Rows, index: int) -> _Example:
+        row, columns = rows.row(index), self.settings.columns
+        if not columns.uses_chat:
+            prompt = text_of(row, columns.prompt_key, columns)
+            response = text_of(row, columns.response_key, columns)
+            return self._join([(prompt, False), (response, True)], self.tokenizer.prefix_ids)
+        if columns.messages_key is not None:
+            messages = messages_of(row, columns.messages_key, columns)
+        else:
+            answer = text_of(row, columns.response_key, columns)
+            messages = [
+                *prompt_messages(row, columns),
+                {"role": "assistant", "content": answer},
+            ]
+        return self._join(self._turns(messages), ())
+
+    def _turns(self, messages: Messages) -> list[tuple[str, bool]]:
+        """The rendered conversation in pieces: (text, whether the assistant says it)."""
+        ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        if not ends:
+            raise BadRow("the conversation has no assistant turn")
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for end in ends if self.settings.train_on == "all" else ends[-1:]:
+            before = render(messages[: end - 1], self.tokenizer, for_answer=True)
+            after = render(messages[:end], self.tokenizer, for_answer=False)
+            if not before.startswith(done) or not after.startswith(before):
+                rule = "the chat template writes earlier turns differently once later ones follow"
+                raise BadRow(rule, "train the last turn alone (train_on: last)")
+            pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+            done = after
+        return pieces
+
+    def _join(self, pieces: list[tuple[str, bool]], prefix: tuple[int, ...]) -> _Example:
+        ids, mask, said = list(prefix), [False] * len(prefix), 0
+        for number, (text, is_trained) in enumerate(pieces, 1):
+            new = self.tokenizer.encode(text)
+            if is_trained and not new:
+                raise BadRow("the response is empty")
+            if not ids and not new:
+                raise BadRow("the prompt is empty")
+            if is_trained:
+                is_last = number == len(pieces)
+                said = self._said(new)
+                if is_last:  # a template's line break after the end is never sampled: cut it off
+                    new = new[:said]
+                if is_last and new[-1] not in self.tokenizer.stop_ids:
+                    new, said = [*new, self.tokenizer.eos_id], said + 1
+            ids += new
+            mask += [is_trained and i < said for i in range(len(new))]
+        return _Example(np.array(ids, np.int32), np.array(mask))
+
+    def _said(self, ids: list[int]) -> int:
+        """How many of a turn's ids the model says: those up to the first that ends it."""
+        stops = self.tokenizer.stop_ids
+        said = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+        if self.tokenizer.decode(ids[said:]).strip():
+            end = self.tokenizer.decode([ids[said - 1]], keep_special=True)
+            raise BadRow(f"the response goes on after {end}, which ends it")
+        return said
+
+    def _fit(self, example: _Example) -> _Example | None:
+        """The example, cut or left out if it is too long."""
+        limit = self.settings.max_tokens
+        if limit is None or len(example.ids) <= limit:
+            return example
+        if self.settings.too_long == "refuse":
+            rule = f"{len(example.ids)} tokens, more than {limit}"
+            raise BadRow(rule, f"raise {self.settings.columns.key}.max_length, or drop such rows")
+        if self.settings.too_long == "truncate" and example.mask[:limit].any():
+            self.counts["truncated"] += 1
+            return _Example(example.ids[:limit], example.mask[:limit])
+        self.counts[f"dropped {TOO_LONG}"] += 1
+        return None
+
+
+def open_sft(settings: SftSettings, tokenizer: Tokenizer) -> SftDataset:
+    rows = open_rows(
+        settings.path,
+        format=settings.format,
+        streaming=True,
+        limit=settings.limit,
+        key=f"{settings.columns.key}.path",
+    )
+    return SftDataset(rows, tokenizer, settings)

@@ -1,0 +1,140 @@
+"""The tokenizer of a model folder: text to ids and back, chat rendering, and which ids end a text.
+
+Read from local files only, by transformers. What ends a text is what the tokenizer calls
+end-of-sequence together with every `eos_token_id` of generation_config.json (chat models stop at
+two); an id outside the vocabulary is refused, since a model that never stops is a slow surprise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from pentad.core.errors import Problem, UserError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    folder: Path
+    inner: Any
+    """The transformers tokenizer."""
+    vocab_size: int
+    """Ids the tokenizer can produce; the model may have more rows than that."""
+    eos_id: int
+    pad_id: int
+    stop_ids: tuple[int, ...]
+    """Every id that ends a text, `eos_id` first."""
+    prefix_ids: tuple[int, ...]
+    """What the model expects before any plain text, such as a begin-of-sequence id; often none."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of this text alone, nothing added."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, many at once: the tokenizer then uses all cores."""
+        if not texts:
+            return []
+        found = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False)
+        return [list(ids) for ids in found["input_ids"]]
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        text = self.inner.decode(
+            list(ids),
+            skip_special_tokens=not keep_special,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def render(self, messages: Messages, *, for_answer: bool) -> str:
+        """The conversation as one text; `for_answer` opens the assistant's turn at its end."""
+        text = self.inner.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=for_answer,
+            tokenize=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+
+def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
+    """The tokenizer in a model folder; `key` is the config key to name in errors."""
+    where, path = f"{key} = {folder}", Path(folder).expanduser()
+    if not path.is_dir():
+        raise UserError(Problem(where, "no such folder", "give a folder with a tokenizer"))
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        rule = f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
+        raise UserError(Problem(where, rule, "copy it from the model's original folder"))
+    try:
+        inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises nearly anything on a broken file
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(Problem(where, f"the tokenizer does not load: {first}")) from error
+    config = read_generation_config(path, where)
+    vocab_size = len(inner)
+    stop_ids = resolve_stop_ids(inner.eos_token_id, config, vocab_size, where)
+    pad = inner.pad_token_id if inner.pad_token_id is not None else config.get("pad_token_id")
+    return Tokenizer(
+        folder=path,
+        inner=inner,
+        vocab_size=vocab_size,
+        eos_id=stop_ids[0],
+        pad_id=stop_ids[0] if pad is None else int(pad),
+        stop_ids=stop_ids,
+        prefix_ids=find_prefix(inner),
+    )
+
+
+def read_generation_config(path: Path, where: str) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(Problem(where, f"generation_config.json is not JSON: {error}")) from error
+    return value if isinstance(value, dict) else {}
+
+
+def resolve_stop_ids(
+    eos_id: int | None, config: Mapping[str, Any], vocab_size: int, where: str
+) -> tuple[int, ...]:
+    """The tokenizer's own end first, then those of the generation config, each once."""
+    more = config.get("eos_token_id")
+    listed = more if isinstance(more, list) else [more]
+    stop_ids = tuple(dict.fromkeys(i for i in [eos_id, *listed] if i is not None))
+    if not stop_ids:
+        rule = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
+        remedy = 'set "eos_token" in tokenizer_config.json'
+        raise UserError(Problem(where, rule, remedy))
+    for stop_id in stop_ids:
+        if not isinstance(stop_id, int) or not 0 <= stop_id < vocab_size:
+            rule = f"eos_token_id {stop_id!r} is not an id of the tokenizer (0 to {vocab_size - 1})"
+            remedy = "tokenizer and generation_config.json belong to different models"
+            raise UserError(Problem(where, rule, remedy))
+    return stop_ids
+
+
+def find_prefix(inner: Any) -> tuple[int, ...]:
+    """What the tokenizer puts before a text when asked for special ids. What it would put after
+    (some add an end-of-sequence) has no place behind a prompt and is left out."""
+    bare = inner.encode("a", add_special_tokens=False)
+    full = inner.encode("a", add_special_tokens=True)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    return ()
