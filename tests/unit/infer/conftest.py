@@ -82,7 +82,7 @@ def generate():
 
 
 @torch.no_grad()
-def teacher_forced(model, prompt, ids, temperature=1.0):
+def forced_logprobs(model, prompt, ids, temperature=1.0):
     """Log-probs of `ids` after `prompt` by one forward over the whole sequence."""
     whole = torch.tensor([*prompt, *ids])
     hidden = model(whole, torch.arange(len(whole)), causal_attend)
@@ -92,16 +92,20 @@ def teacher_forced(model, prompt, ids, temperature=1.0):
 
 
 @pytest.fixture
+def teacher_forced():
+    return forced_logprobs
+
+
+@pytest.fixture
 def check_exact():
     """Every generation's log-probs against the teacher-forced forward."""
 
-    def check(sampler, requests, results, atol=1e-5):
-        # fp32 rounding over a few layers; brief: 1e-5
+    def check(sampler, requests, results, atol=1e-5):  # fp32 rounding over two layers
         for r, generations in zip(requests, results, strict=True):
             for g in generations:
                 assert len(g.ids) == len(g.logprobs) == len(g.versions) > 0
                 temperature = r.params.temperature or 1.0
-                wanted = teacher_forced(sampler.engine.model, r.prompt_ids, g.ids, temperature)
+                wanted = forced_logprobs(sampler.engine.model, r.prompt_ids, g.ids, temperature)
                 torch.testing.assert_close(torch.tensor(g.logprobs), wanted, atol=atol, rtol=0)
 
     return check

@@ -1,0 +1,386 @@
+"""What every Sampler promises, asked of each implementation; further ones join `SUBJECTS`."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pentad.core.digest import digest_of
+from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError, UserError
+from pentad.core.roles import Sampler
+from pentad.core.types import Generation, Request, SamplingParams
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.infer.settings import SamplerSettings
+from pentad.models.decoder import Decoder, causal_attend
+from pentad.models.exchange import iter_hf
+from pentad.models.registry import create_model
+
+DIMS = ModelDims(
+    family="qwen3",
+    vocab_size=41,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    qk_norm=True,
+    tie_embeddings=True,
+    max_position=96,
+    initializer_range=0.5,  # distributions far from uniform, so that wrong weights show
+)
+ATOL = 1e-5  # fp32 rounding over two layers
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(chr(ord("A") + i) for i in ids)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation, started with the weights of seed 1 as version 0."""
+
+    start: Callable[[], AbstractAsyncContextManager[Sampler]]
+
+
+@asynccontextmanager
+async def start_embedded() -> AsyncIterator[Sampler]:
+    settings = SamplerSettings(max_running=16, kv_cache_tokens=1024)
+    sampler = EmbeddedSampler(create_model(DIMS, seed=1), settings, decode=decode, version=0)
+    try:
+        yield sampler
+    finally:
+        await sampler.close()
+
+
+SUBJECTS = {"embedded": Subject(start_embedded)}
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return SUBJECTS[request.param]
+
+
+def run(subject, scenario, *needs):
+    """Plays `scenario(sampler)` within a deadline, if the sampler can do what it needs."""
+
+    async def main():
+        async with subject.start() as sampler:
+            missing = set(needs) - sampler.capabilities
+            if missing:
+                pytest.skip(f"declares that it cannot: {sorted(missing)}")
+            return await asyncio.wait_for(scenario(sampler), 60)
+
+    return asyncio.run(main())
+
+
+def ask(name: str, prompt, n: int = 1, **params) -> Request:
+    params = SamplingParams(**({"max_new_tokens": 8} | params))
+    seeds = tuple(1000 + 17 * i for i in range(n))
+    return Request(id=name, prompt_ids=tuple(prompt), params=params, seeds=seeds)
+
+
+def policy(seed: int) -> Decoder:
+    return create_model(DIMS, seed=seed)
+
+
+@torch.no_grad()
+def truth(model: Decoder, prompt, ids) -> torch.Tensor:
+    whole = torch.tensor([*prompt, *ids])
+    hidden = model(whole, torch.arange(len(whole)), causal_attend)
+    logprobs = model.logits(hidden).log_softmax(-1)
+    return logprobs[:-1].gather(1, whole[1:, None]).squeeze(1)[len(prompt) - 1 :]
+
+
+def assert_from(model: Decoder, request: Request, generations: list[Generation]) -> None:
+    assert len(generations) == len(request.seeds)
+    for g in generations:
+        assert len(g.ids) == len(g.logprobs) == len(g.versions)
+        wanted = truth(model, request.prompt_ids, g.ids)
+        torch.testing.assert_close(torch.tensor(g.logprobs), wanted, atol=ATOL, rtol=0)
+
+
+def test_each_seed_gets_a_generation_with_the_policys_logprobs(subject):
+    requests = [ask("a", [1, 2, 3], n=4), ask("b", range(30), n=2), ask("c", [7])]
+
+    async def scenario(sampler):
+        return await asyncio.gather(*(sampler.generate(r) for r in requests))
+
+    for request, generations in zip(requests, run(subject, scenario), strict=True):
+        assert_from(policy(1), request, generations)
+        assert all(g.versions == [0] * 8 and g.finish == "length" for g in generations)
+        assert len({tuple(g.ids) for g in generations}) == len(generations)
+
+
+def test_the_same_seed_draws_the_same_tokens(subject):
+    async def scenario(sampler):
+        first = await sampler.generate(ask("a", [5, 6], n=3))
+        second = await sampler.generate(ask("b", [5, 6], n=3))
+        return first, second
+
+    first, second = run(subject, scenario)
+    assert [g.ids for g in first] == [g.ids for g in second]
+
+
+def test_a_stop_id_ends_and_belongs_to_the_generation(subject):
+    async def scenario(sampler):
+        (free,) = await sampler.generate(ask("a", [5, 6], max_new_tokens=20))
+        stop = free.ids[7]
+        request = ask("b", [5, 6], max_new_tokens=20, stop_ids=(40, stop))
+        return free, stop, request, await sampler.generate(request)
+
+    free, stop, request, (stopped,) = run(subject, scenario)
+    assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
+    assert stopped.finish == "stop"
+    assert_from(policy(1), request, [stopped])
+
+
+def test_a_stop_string_ends_and_its_tokens_stay(subject):
+    async def scenario(sampler):
+        (free,) = await sampler.generate(ask("a", [5, 6], max_new_tokens=20))
+        string = decode(free.ids[9:12])
+        request = ask("b", [5, 6], max_new_tokens=20, stop_strings=("#never#", string))
+        return free, string, request, await sampler.generate(request)
+
+    free, string, request, (stopped,) = run(subject, scenario, "stop_strings")
+    size = len(stopped.ids)
+    assert stopped.ids == free.ids[:size] and stopped.finish == "stop"
+    assert string in decode(stopped.ids) and string not in decode(stopped.ids[:-1])
+    assert_from(policy(1), request, [stopped])
+
+
+def test_greedy_is_greedy(subject):
+    request = ask("a", [3, 1, 4], temperature=0.0, max_new_tokens=10)
+    (g,) = run(subject, lambda sampler: sampler.generate(request))
+    assert_from(policy(1), request, [g])
+    ids = list(request.prompt_ids)
+    with torch.no_grad():
+        for drawn in g.ids:
+            hidden = policy(1)(torch.tensor(ids), torch.arange(len(ids)), causal_attend)
+            assert policy(1).logits(hidden[-1]).argmax().item() == drawn
+            ids.append(drawn)
+
+
+def test_the_context_limit_ends_a_generation(subject):
+    request = ask("a", [i % 41 for i in range(91)], max_new_tokens=50)
+    (g,) = run(subject, lambda sampler: sampler.generate(request))
+    assert len(g.ids) == 5 and g.finish == "length"
+    assert_from(policy(1), request, [g])
+
+
+@pytest.mark.parametrize(
+    ("bad", "rule"),
+    [
+        (ask("x", []), "is empty"),
+        (ask("x", [41]), "outside the vocabulary of 41"),
+        (ask("x", [-1]), "outside the vocabulary of 41"),
+        (ask("x", [1] * 96), "context of 96"),
+        (ask("x", [1], n=0), "n = 0"),
+        (ask("x", [1], stop_ids=(41,)), "outside the vocabulary of 41"),
+        (ask("x", [1], max_new_tokens=0), "at least 1"),
+        (ask("x", [1], temperature=-1.0), "temperature"),
+        (ask("x", [1], temperature=float("nan")), "temperature"),
+        (ask("x", [1], top_p=0.0), "top_p"),
+        (ask("x", [1], top_k=-2), "top_k"),
+        (ask("x", [1], stop_strings=("",)), "every text"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_sentence_and_others_go_on(subject, bad, rule):
+    async def scenario(sampler):
+        good = asyncio.create_task(sampler.generate(ask("good", [1, 2])))
+        with pytest.raises(UserError, match=rule):
+            await sampler.generate(bad)
+        return await good
+
+    assert_from(policy(1), ask("good", [1, 2]), run(subject, scenario))
+
+
+def test_progress_is_told_token_by_token(subject):
+    heard: list[tuple[int, int, float]] = []
+    request = ask("a", [2, 3], n=3)
+
+    async def scenario(sampler):
+        return await sampler.generate(request, lambda i, id_, lp: heard.append((i, id_, lp)))
+
+    generations = run(subject, scenario)
+    for i, g in enumerate(generations):
+        mine = [(id_, logprob) for index, id_, logprob in heard if index == i]
+        assert mine == list(zip(g.ids, g.logprobs, strict=True))
+
+
+def test_install_replaces_the_policy_and_the_receipt_proves_it(subject):
+    request = ask("a", [1, 2, 3], n=3)
+
+    async def scenario(sampler):
+        before = await sampler.generate(request)
+        receipt = await sampler.install(7, list(iter_hf(policy(2))))
+        return before, receipt, sampler.version, await sampler.generate(request)
+
+    before, receipt, version, after = run(subject, scenario)
+    assert_from(policy(1), request, before)
+    assert_from(policy(2), request, after)
+    assert version == receipt.version == 7
+    assert receipt.num_tensors == len(list(iter_hf(policy(2))))
+    assert receipt.digest == digest_of(iter_hf(policy(2))).hex()
+    assert all(g.versions == [7] * 8 for g in after)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "twice"])
+def test_a_faulty_install_is_refused_and_changes_nothing(subject, fault):
+    pairs = list(iter_hf(policy(2)))
+    name, tensor = pairs[3]
+    faulty = {
+        "missing": pairs[:3] + pairs[4:],
+        "unknown": [*pairs, ("model.layers.9.nothing", tensor)],
+        "shape": [*pairs[:3], (name, torch.zeros(3, 5)), *pairs[4:]],
+        "twice": [*pairs, pairs[3]],
+    }[fault]
+    request = ask("a", [1, 2, 3])
+
+    async def scenario(sampler):
+        with pytest.raises(UserError):
+            await sampler.install(5, faulty)
+        return sampler.version, await sampler.generate(request)
+
+    version, generations = run(subject, scenario)
+    assert version == 0
+    assert_from(policy(1), request, generations)
+
+
+def test_versions_never_go_back(subject):
+    async def scenario(sampler):
+        await sampler.install(3, list(iter_hf(policy(2))))
+        with pytest.raises(UserError, match="version 3 is already here"):
+            await sampler.install(2, list(iter_hf(policy(1))))
+        return await sampler.generate(ask("a", [1]))
+
+    assert_from(policy(2), ask("a", [1]), run(subject, scenario))
+
+
+def test_tokens_under_way_carry_the_version_that_drew_them(subject):
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=60)
+
+    async def scenario(sampler):
+        drawn = asyncio.Event()
+        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+        await drawn.wait()
+        await sampler.install(1, list(iter_hf(policy(2))))
+        return await task
+
+    for g in run(subject, scenario):
+        assert len(g.ids) == 60
+        assert g.versions == sorted(g.versions) and set(g.versions) == {0, 1}
+        old = g.versions.count(0)
+        wanted = truth(policy(1), request.prompt_ids, g.ids)[:old]
+        torch.testing.assert_close(torch.tensor(g.logprobs[:old]), wanted, atol=ATOL, rtol=0)
+
+
+def test_a_pause_keeps_work_and_draws_nothing(subject):
+    request = ask("a", [1, 2, 3], max_new_tokens=60)
+
+    async def scenario(sampler):
+        heard: list[int] = []
+        drawn = asyncio.Event()
+
+        def listen(_index, id_, _logprob):
+            heard.append(id_)
+            drawn.set()
+
+        task = asyncio.create_task(sampler.generate(request, listen))
+        await drawn.wait()
+        await sampler.pause()
+        at_pause = list(heard)
+        late = asyncio.create_task(sampler.generate(ask("late", [9])))
+        await asyncio.sleep(0.05)
+        assert heard == at_pause and not task.done() and not late.done()
+        await sampler.resume()
+        (late_generation,) = await late
+        assert_from(policy(1), ask("late", [9]), [late_generation])
+        return at_pause, await task
+
+    at_pause, (g,) = run(subject, scenario, "pause")
+    assert g.ids[: len(at_pause)] == at_pause and len(g.ids) == 60
+    assert_from(policy(1), request, [g])
+
+
+def test_an_abort_ends_one_request_at_once_and_no_other(subject):
+    long, other = ask("long", [1, 2], n=3, max_new_tokens=90), ask("other", [3], max_new_tokens=30)
+
+    async def scenario(sampler):
+        drawn = asyncio.Event()
+        task = asyncio.create_task(sampler.generate(long, lambda *_: drawn.set()))
+        beside = asyncio.create_task(sampler.generate(other))
+        await drawn.wait()
+        await sampler.abort("long")
+        await sampler.abort("nobody")
+        return await task, await beside
+
+    aborted, (finished,) = run(subject, scenario, "abort")
+    assert all(g.finish == "abort" and len(g.ids) < 90 for g in aborted)
+    assert_from(policy(1), long, aborted)
+    assert finished.finish == "length" and len(finished.ids) == 30
+
+
+def test_a_request_waits_through_sleep_and_is_exact_after_wake(subject):
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=60)
+
+    async def scenario(sampler):
+        drawn = asyncio.Event()
+        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+        await drawn.wait()
+        await sampler.sleep()
+        await sampler.sleep()
+        late = asyncio.create_task(sampler.generate(ask("late", [9])))
+        await asyncio.sleep(0.05)
+        assert not task.done() and not late.done()
+        await sampler.wake()
+        await sampler.wake()
+        return await task, await late
+
+    generations, late = run(subject, scenario, "sleep")
+    assert_from(policy(1), request, generations)
+    assert_from(policy(1), ask("late", [9]), late)
+
+
+def test_weights_can_be_installed_during_sleep(subject):
+    async def scenario(sampler):
+        await sampler.sleep()
+        await sampler.install(4, list(iter_hf(policy(2))))
+        await sampler.wake()
+        return await sampler.generate(ask("a", [1, 2]))
+
+    assert_from(policy(2), ask("a", [1, 2]), run(subject, scenario, "sleep"))
+
+
+def test_health_and_stats(subject):
+    async def scenario(sampler):
+        await sampler.health()
+        await sampler.generate(ask("a", [1, 2, 3], n=4))
+        stats = sampler.stats()
+        await sampler.close()
+        with pytest.raises(RunError, match="closed"):
+            await sampler.health()
+        with pytest.raises(RunError, match="closed"):
+            await sampler.generate(ask("b", [1]))
+        return stats
+
+    stats = run(subject, scenario)
+    assert stats["tokens_drawn"] == 32
+    assert stats["running"] == stats["waiting"] == 0
+
+
+def test_close_ends_open_requests_with_an_error(subject):
+    async def scenario(sampler):
+        drawn = asyncio.Event()
+        request = ask("a", [1, 2], max_new_tokens=90)
+        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+        await drawn.wait()
+        await sampler.close()
+        with pytest.raises(RunError, match="closed"):
+            await task
+
+    run(subject, scenario)

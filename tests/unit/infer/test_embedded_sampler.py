@@ -1,0 +1,200 @@
+"""What is particular to the embedded engine: updates under way, failures, refusals, memory."""
+
+import asyncio
+
+import pytest
+import torch
+
+from pentad.core.errors import RunError, UserError
+from pentad.infer.settings import SamplerSettings
+from pentad.models.exchange import iter_hf
+from pentad.models.registry import create_model
+
+
+async def update_under_way(sampler, request, weights):
+    drawn = asyncio.Event()
+    task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+    await drawn.wait()
+    await sampler.install(1, weights)
+    return await task
+
+
+@pytest.mark.parametrize("on_update", ["continue", "reprefill"])
+def test_tokens_after_an_update(make_sampler, make_request, teacher_forced, tiny_dims, on_update):
+    """Reprefilled they are the new policy's; continued they see keys of the old one."""
+    sampler = make_sampler(version=0, on_update=on_update)
+    request = make_request("a", range(20), n=2, max_new_tokens=60)
+    new = create_model(tiny_dims, seed=2)
+    for g in asyncio.run(update_under_way(sampler, request, list(iter_hf(new)))):
+        old = g.versions.count(0)
+        assert 0 < old < 60
+        wanted = teacher_forced(new, request.prompt_ids, g.ids)[old:]
+        difference = (torch.tensor(g.logprobs[old:]) - wanted).abs().max()
+        assert difference < 1e-5 if on_update == "reprefill" else difference > 1e-2
+    assert sampler.stats()["preemptions"] == (2 if on_update == "reprefill" else 0)
+
+
+def test_prefixes_of_older_weights_are_not_found(
+    make_sampler, make_request, generate, check_exact, tiny_dims
+):
+    sampler = make_sampler(keep_prefixes=True)
+    generate(sampler, [make_request("a", range(24))])
+    weights = list(iter_hf(create_model(tiny_dims, seed=2)))
+    asyncio.run(sampler.install(0, weights))
+    requests = [make_request("b", range(24))]
+    check_exact(sampler, requests, generate(sampler, requests))
+    assert sampler.stats()["prefill_tokens_reused"] == 0
+
+
+def test_a_cache_that_mixes_versions_is_shown_to_nobody(
+    make_sampler, make_request, generate, check_exact, tiny_dims
+):
+    sampler = make_sampler(version=0, keep_prefixes=True)
+    request = make_request("a", range(20), max_new_tokens=40)
+    new = list(iter_hf(create_model(tiny_dims, seed=2)))
+    (mixed,) = asyncio.run(update_under_way(sampler, request, new))
+    after = [make_request("b", [*range(20), *mixed.ids])]
+    check_exact(sampler, after, generate(sampler, after))
+    assert sampler.stats()["prefill_tokens_reused"] == 0
+
+
+def test_weights_that_are_not_finite_fail_loudly(make_sampler, make_request, generate, tiny_dims):
+    sampler = make_sampler()
+    weights = [(name, t * float("nan")) for name, t in iter_hf(create_model(tiny_dims))]
+    asyncio.run(sampler.install(3, weights))
+    with pytest.raises(RunError, match="not finite with weights of version 3"):
+        generate(sampler, [make_request("a", [1, 2])])
+    with pytest.raises(RunError, match="not finite"):
+        asyncio.run(sampler.health())
+    with pytest.raises(RunError, match="has failed"):
+        generate(sampler, [make_request("b", [1, 2])])
+
+
+def test_what_never_fits_the_cache_is_refused(make_sampler, make_request, generate):
+    sampler = make_sampler(kv_cache_tokens=32)
+    with pytest.raises(UserError, match="40 tokens: .* never fit the key-value cache of 32"):
+        generate(sampler, [make_request("a", range(20), max_new_tokens=20)])
+    assert len(generate(sampler, [make_request("b", range(20))])[0][0].ids) == 12
+
+
+def test_stop_strings_need_a_decoder(make_sampler, make_request, generate):
+    sampler = make_sampler()
+    assert "stop_strings" not in sampler.capabilities
+    with pytest.raises(UserError, match="cannot turn ids into text"):
+        generate(sampler, [make_request("a", [1], stop_strings=("x",))])
+
+
+def test_a_stop_string_may_span_tokens_that_spell_nothing(make_sampler, make_request, generate):
+    """Decoded as a whole: ids below 30 spell nothing here, others one letter each."""
+
+    def decode(ids):
+        return "".join(chr(ord("a") + i - 30) for i in ids if i >= 30)
+
+    sampler = make_sampler(decode=decode)
+    (free,) = generate(sampler, [make_request("a", [1, 2], max_new_tokens=100)])[0]
+    text = decode(free.ids)
+    assert len(text) > 4 and len(text) < len(free.ids)
+    string = text[2:4]
+    (g,) = generate(
+        sampler, [make_request("a", [1, 2], max_new_tokens=100, stop_strings=(string,))]
+    )[0]
+    assert g.finish == "stop"
+    assert string in decode(g.ids) and string not in decode(g.ids[:-1])
+
+
+def test_two_requests_of_one_id_are_refused(make_sampler, make_request, generate):
+    sampler = make_sampler()
+
+    async def main():
+        first = asyncio.create_task(sampler.generate(make_request("a", [1])))
+        await asyncio.sleep(0)
+        with pytest.raises(UserError, match="of this id is under way"):
+            await sampler.generate(make_request("a", [2]))
+        return await first
+
+    assert len(asyncio.run(main())) == 1
+
+
+def test_a_cancelled_request_leaves_the_engine(make_sampler, make_request):
+    sampler = make_sampler()
+
+    async def main():
+        drawn = asyncio.Event()
+        request = make_request("a", [1, 2], n=4, max_new_tokens=100)
+        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+        await drawn.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await sampler.generate(make_request("b", [3], max_new_tokens=1))
+        return sampler.stats()
+
+    stats = asyncio.run(main())
+    assert stats["running"] == stats["kv_usage"] == 0
+    assert stats["tokens_drawn"] < 400
+    assert sampler.open == {}
+
+
+def test_a_listener_that_raises_ends_its_own_request_only(make_sampler, make_request):
+    sampler = make_sampler()
+
+    def listen(*_):
+        raise KeyError("listener")
+
+    async def main():
+        bad = sampler.generate(make_request("a", [1], max_new_tokens=50), listen)
+        good = sampler.generate(make_request("b", [2], max_new_tokens=50))
+        return await asyncio.gather(bad, good, return_exceptions=True)
+
+    bad, (good,) = asyncio.run(main())
+    assert isinstance(bad, KeyError) and len(good.ids) == 50
+    assert sampler.stats()["running"] == 0
+
+
+def test_an_abort_of_a_waiting_request_returns_nothing_drawn(make_sampler, make_request):
+    sampler = make_sampler(max_running=1)
+
+    async def main():
+        running = asyncio.create_task(sampler.generate(make_request("a", [1], max_new_tokens=50)))
+        waiting = asyncio.create_task(sampler.generate(make_request("b", [2], n=2)))
+        await asyncio.sleep(0.01)
+        await sampler.abort("b")
+        return await waiting, await running
+
+    aborted, (finished,) = asyncio.run(main())
+    assert [(g.ids, g.finish) for g in aborted] == [([], "abort")] * 2
+    assert len(finished.ids) == 50
+
+
+def test_sleep_frees_the_cache(make_sampler):
+    sampler = make_sampler()
+    asyncio.run(sampler.sleep())
+    assert sampler.engine.runner.cache is None
+    asyncio.run(sampler.wake())
+    assert sampler.engine.runner.cache is not None
+
+
+def test_the_cache_keeps_to_its_memory(tiny_dims, make_sampler):
+    sampler = make_sampler(kv_cache_tokens=None, kv_cache_bytes=100_000, block_size=4)
+    cache = sampler.engine.runner.cache
+    held = 2 * cache.k.numel() * cache.k.element_size()
+    one = held // cache.num_blocks
+    assert 100_000 - one < held <= 100_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_running": 0}, "max_running = 0: must be at least 1"),
+        ({"max_running": 8, "max_batch_tokens": 4}, "each of max_running = 8"),
+        ({"kv_cache_tokens": 9, "kv_cache_bytes": 9}, "give one of the two"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        SamplerSettings(**settings)
+
+
+def test_a_cache_without_a_block_is_refused(make_sampler):
+    with pytest.raises(UserError, match="holds no block of 4 tokens"):
+        make_sampler(kv_cache_tokens=None, kv_cache_bytes=100)
