@@ -1,0 +1,150 @@
+"""Advantages: what each sampled token was worth, from rewards (and values) of finished samples.
+
+Pure functions of flat ragged tensors, in the dtype they are given. Tokens that were not sampled
+(prompt, environment) get 0 and do not count as time steps: the successor of a sampled token is the
+next sampled token of its sample. A sample is worth its reward plus the sum of its token rewards.
+
+Scope: the functions that compare samples of one group need only that group ("group"); those that
+whiten, or take the mean over the batch, need all groups of the step ("batch").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pentad.rl.ragged import Rollouts, group_stats
+
+STD_EPS = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Per token, 0 where not sampled."""
+
+    advantages_T: Tensor
+    returns_T: Tensor
+    """What a critic should have said."""
+
+
+def group_relative(rollouts: Rollouts) -> Advantages:
+    """GRPO: A = (r - mean(group)) / (std(group) + eps).  https://arxiv.org/abs/2402.03300
+
+    Ours: the unbiased std (n - 1), as the common implementations have it; exactly 0 when all
+    rewards of the group are equal or the group has one sample.
+    """
+    total_S = rollouts.total_rewards()
+    stats = group_stats(total_S, rollouts.groups_S)
+    scaled_S = (total_S - stats.mean_S) / (stats.std_S + STD_EPS)
+    return _per_sample(rollouts, total_S, torch.where(stats.has_signal_S, scaled_S, 0.0))
+
+
+def mean_only(rollouts: Rollouts) -> Advantages:
+    """Dr.GRPO: A = r - mean(group).  https://arxiv.org/abs/2503.20783
+
+    No std, which would weigh groups by how hard they are. Exactly 0 for equal rewards.
+    """
+    total_S = rollouts.total_rewards()
+    stats = group_stats(total_S, rollouts.groups_S)
+    centred_S = torch.where(stats.has_signal_S, total_S - stats.mean_S, 0.0)
+    return _per_sample(rollouts, total_S, centred_S)
+
+
+def leave_one_out(rollouts: Rollouts) -> Advantages:
+    """RLOO: A_i = r_i - mean(r_j, j != i) = (r_i - mean(group)) * n / (n - 1).
+
+    https://arxiv.org/abs/2402.14740. Ours: a group of one sample has no baseline and gets 0.
+    """
+    total_S = rollouts.total_rewards()
+    stats = group_stats(total_S, rollouts.groups_S)
+    factor_S = stats.size_S / (stats.size_S - 1).clamp(min=1)
+    left_S = torch.where(stats.has_signal_S, (total_S - stats.mean_S) * factor_S, 0.0)
+    return _per_sample(rollouts, total_S, left_S)
+
+
+def reinforce(rollouts: Rollouts, baseline_S: Tensor | None = None) -> Advantages:
+    """REINFORCE: A = r - b, the same for all tokens of a sample; b = 0 without a baseline.
+
+    Williams 1992, https://doi.org/10.1007/BF00992696
+    """
+    total_S = rollouts.total_rewards()
+    return _per_sample(rollouts, total_S, total_S if baseline_S is None else total_S - baseline_S)
+
+
+def batch_mean_baseline(rollouts: Rollouts) -> Advantages:
+    """REINFORCE with the mean reward of the batch as baseline; exactly 0 for equal rewards.
+
+    The mean includes the sample itself, which shrinks the gradient by 1/S and no more.
+    """
+    total_S = rollouts.total_rewards()
+    one_group = group_stats(total_S, torch.zeros_like(rollouts.groups_S))
+    return reinforce(rollouts, torch.where(one_group.has_signal_S, one_group.mean_S, total_S))
+
+
+def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float) -> Advantages:
+    """REINFORCE++: G_t = sum_k gamma^k r_(t+k), whitened over all sampled tokens of the batch.
+
+    https://arxiv.org/abs/2501.03262. The reward of the sample comes with its last sampled token,
+    token rewards (the KL penalty) with theirs.
+    """
+    returns_T = _discounted_returns(rollouts, gamma)
+    return Advantages(whiten(returns_T, rollouts.mask_T), returns_T)
+
+
+def gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
+    """GAE: d_t = r_t + gamma V_(t+1) - V_t;  A_t = d_t + gamma lam A_(t+1);  return = A_t + V_t.
+
+    https://arxiv.org/abs/1506.02438. V after the last sampled token is 0, also for samples that
+    were cut at the length limit.
+    """
+    assert rollouts.values_T is not None, "GAE needs values"
+    tokens = rollouts.sampled()
+    values_N = rollouts.values_T[tokens.index_N]
+    next_N = torch.where(tokens.is_last_N, torch.zeros_like(values_N), values_N.roll(-1))
+    deltas_N = tokens.rewards_N + gamma * next_N - values_N
+    advantages_N = tokens.discounted_sums(deltas_N, gamma * lam)
+    return Advantages(tokens.scatter(advantages_N), tokens.scatter(advantages_N + values_N))
+
+
+def whitened_gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
+    """GAE with the advantages whitened over the batch, as PPO is commonly run; returns are not."""
+    plain = gae(rollouts, gamma=gamma, lam=lam)
+    return Advantages(whiten(plain.advantages_T, rollouts.mask_T), plain.returns_T)
+
+
+def distillation(rollouts: Rollouts, *, gamma: float) -> Advantages:
+    """On-policy distillation: A_t = sum_k gamma^k (log teacher - log student)_(t+k).
+
+    The differences come as token rewards (`shaping.teacher_rewards`); rewards of samples are
+    ignored. With gamma = 0 each token is judged by itself: the score-function gradient of the
+    per-token reverse KL(student || teacher). https://arxiv.org/abs/2306.13649 has the setting
+    (on-policy data, reverse KL); ours looks at the sampled token only, never at the vocabulary.
+    """
+    assert rollouts.token_rewards_T is not None, "distillation needs a teacher's log-probs"
+    judged = replace(rollouts, rewards_S=torch.zeros_like(rollouts.rewards_S))
+    returns_T = _discounted_returns(judged, gamma)
+    return Advantages(returns_T, returns_T)
+
+
+def whiten(x_T: Tensor, mask_T: Tensor) -> Tensor:
+    """(x - mean) / (std + eps) over the masked tokens, 0 elsewhere; exactly 0 when all are equal.
+
+    std divides by n: it is a statistic of this batch, not an estimate from it.
+    """
+    kept = x_T[mask_T]
+    if kept.numel() == 0 or kept.min() == kept.max():
+        return torch.zeros_like(x_T)
+    centred_T = (x_T - kept.mean()) / (kept.std(correction=0) + STD_EPS)
+    return torch.where(mask_T, centred_T, torch.zeros_like(x_T))
+
+
+def _discounted_returns(rollouts: Rollouts, gamma: float) -> Tensor:
+    tokens = rollouts.sampled()
+    return tokens.scatter(tokens.discounted_sums(tokens.rewards_N, gamma))
+
+
+def _per_sample(rollouts: Rollouts, total_S: Tensor, advantages_S: Tensor) -> Advantages:
+    return Advantages(rollouts.spread(advantages_S), rollouts.spread(total_S))

@@ -1,0 +1,126 @@
+"""Alarms: signs in the step records that a run has stopped learning, each one plain sentence.
+
+A pure function of the latest records and the first one; it never stops a run. Records are mappings
+with the fields of `metrics`; fields that are missing or None raise no alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+Record = Mapping[str, object]
+
+WINDOW = 5
+"""Steps that a sign must last."""
+MAX_FLAT_GROUPS = 0.9
+"""Share of groups whose rewards are all equal."""
+MIN_ENTROPY_SHARE = 0.1
+"""Entropy, relative to the first step."""
+MAX_RATIO_P95 = 2.0
+"""Importance ratio that one token in twenty exceeds."""
+MIN_SAMPLE_SIZE = 0.3
+"""Effective sample size, relative to the tokens trained."""
+MIN_MISMATCH = 0.02
+"""Mean log-prob difference below which a drift means nothing (bf16 rounding is about as large)."""
+MISMATCH_GROWTH = 3.0
+"""Growth of that difference since the first step."""
+SOLVED_SHARE = 0.95
+"""Mean reward, relative to the highest one given."""
+MAX_TRUNCATED = 0.5
+"""Share of answers cut at the length limit."""
+
+
+def find_alarms(recent: Sequence[Record], first: Record) -> list[str]:
+    """What is wrong over the last WINDOW records; none before there are that many."""
+    window = recent[-WINDOW:]
+    if len(window) < WINDOW:
+        return []
+    return [
+        *_rewards(window),
+        *_entropy(window, first),
+        *_ratios(window),
+        *_mismatch(window, first),
+        *_truncation(window),
+    ]
+
+
+def _rewards(window: Sequence[Record]) -> Iterator[str]:
+    spread, mean = _series(window, "reward_std"), _series(window, "reward_mean")
+    if spread and max(spread) == 0 and mean and min(mean) == max(mean):
+        yield (
+            f"every sample of the last {WINDOW} steps got the same reward, {mean[-1]:g}: "
+            "nothing can be learned; look at samples.jsonl and at what the reward compares"
+        )
+        return
+    flat = _series(window, "groups_without_variance")
+    if flat and min(flat) >= MAX_FLAT_GROUPS:
+        prompts = "harder" if _is_solved(window) else "easier or harder"
+        yield (
+            f"in {flat[-1]:.0%} of groups all samples got the same reward, for {WINDOW} steps: "
+            f"they carry no gradient; take {prompts} prompts, more samples per prompt, or "
+            "algorithm.dynamic_filter=true"
+        )
+
+
+def _entropy(window: Sequence[Record], first: Record) -> Iterator[str]:
+    entropy, start = _series(window, "entropy"), _number(first, "entropy")
+    if not entropy or start is None or _is_solved(window):
+        return
+    if max(entropy) < MIN_ENTROPY_SHARE * start:
+        yield (
+            f"entropy has fallen from {start:.3g} to {entropy[-1]:.3g}: the policy hardly "
+            "explores any more; lower the learning rate, raise algorithm.eps_clip_higher or "
+            "algorithm.entropy_coef"
+        )
+
+
+def _is_solved(window: Sequence[Record]) -> bool:
+    """Whether nearly all samples get the highest reward there is: certainty is then earned."""
+    mean, high = _series(window, "reward_mean"), _series(window, "reward_max")
+    pairs = list(zip(mean, high, strict=False))
+    return bool(pairs) and all(m >= SOLVED_SHARE * h > 0 for m, h in pairs)
+
+
+def _ratios(window: Sequence[Record]) -> Iterator[str]:
+    high, size = _series(window, "ratio_p95"), _series(window, "effective_sample_size")
+    if high and min(high) > MAX_RATIO_P95:
+        yield (
+            f"one token in twenty is more than {high[-1]:.3g} times likelier to the trainer than "
+            "to the sampler: the data are far off policy; lower max_staleness or the learning "
+            "rate, or set algorithm.correction=tis"
+        )
+    if size and max(size) < MIN_SAMPLE_SIZE:
+        yield (
+            f"the effective sample size is {size[-1]:.0%} of the tokens trained: a few tokens "
+            "decide the gradient; lower max_staleness or set algorithm.correction=mis"
+        )
+
+
+def _mismatch(window: Sequence[Record], first: Record) -> Iterator[str]:
+    gap, start = _series(window, "logprob_diff_mean"), _number(first, "logprob_diff_mean")
+    if gap and start is not None and min(gap) > max(MIN_MISMATCH, MISMATCH_GROWTH * start):
+        yield (
+            f"trainer and sampler differ by {gap[-1]:.3g} per log-prob, {start:.3g} at the start: "
+            "they drift apart; check that published weights arrive, and compare dtypes"
+        )
+
+
+def _truncation(window: Sequence[Record]) -> Iterator[str]:
+    cut = _series(window, "truncated_share")
+    if cut and min(cut) > MAX_TRUNCATED:
+        yield (
+            f"{cut[-1]:.0%} of answers are cut at the length limit: their rewards say little; "
+            "raise gconfig.max_new_tokens or set algorithm.overlong_penalty"
+        )
+
+
+def _series(window: Sequence[Record], name: str) -> list[float]:
+    """The field over the window; empty unless every record has it."""
+    values = [_number(record, name) for record in window]
+    present = [value for value in values if value is not None]
+    return present if len(present) == len(values) else []
+
+
+def _number(record: Record, name: str) -> float | None:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else None

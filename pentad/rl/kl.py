@@ -1,0 +1,53 @@
+"""Log-ratios that cannot overflow, and the three estimators of a KL divergence built on them.
+
+Schulman's note: http://joschu.net/blog/kl-approx.html. For a token drawn from p, d = log p - log q:
+
+    k1 = d                   unbiased, can be negative
+    k2 = d^2 / 2             biased, small variance
+    k3 = exp(-d) - 1 + d     unbiased, never negative
+
+Value and gradient are two questions (https://arxiv.org/abs/2506.09477). As a loss on tokens drawn
+from p, the gradient of KL(p || q) is E[d * grad log p]:
+
+    k1  differentiated literally is grad log p: zero in expectation, so it would do nothing. Ours
+        has the value of k1 and the gradient d * grad log p.
+    k2  d * grad log p: right as it stands.
+    k3  (1 - exp(-d)) * grad log p: the gradient of KL(q || p), the other direction; close to the
+        right one while d is small. It is what GRPO's paper does, so it is left as it stands.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to plus or minus this before exp: 4.8e8 still squares without overflow
+in fp32. Beyond it a token has no gradient; nothing sensible could be learned from it."""
+
+
+def masked_difference(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
+    """numerator - denominator where the mask is True, else 0 with gradient 0, whatever is there."""
+    difference_T = numerator_T - denominator_T
+    return torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def estimate_kl(
+    logprobs_T: Tensor, other_logprobs_T: Tensor, mask_T: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """Per token, KL(p || q) with p = exp(logprobs), q = exp(other_logprobs); 0 off the mask."""
+    d_T = clamp_log_ratio(masked_difference(logprobs_T, other_logprobs_T, mask_T))
+    if estimator == "k1":
+        half_square_T = d_T.square() / 2
+        return d_T.detach() + (half_square_T - half_square_T.detach())
+    if estimator == "k2":
+        return d_T.square() / 2
+    return torch.expm1(-d_T) + d_T

@@ -1,0 +1,239 @@
+"""Losses: sums of per-token terms over a microbatch, weighted by the `weights` column.
+
+Nothing here divides by a number of tokens, sequences or groups: that is folded into the weights
+(`normalise`), and the learner divides once by the summed count. A token is trained where its weight
+is not 0; whatever stands elsewhere (inf and NaN included) reaches neither value nor gradient.
+
+The ratio r = exp(logprobs - old). Old log-probs are the `actor_logprobs` column when rows
+carry it. A batch that makes one optimizer step needs none: the policy that is differentiated is the
+old one, so r is exactly 1, with the right gradient. The sampler's log-probs enter by the
+correction only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.types import Segments, TokenOutputs
+from pentad.rl.corrections import Correction, correction_weights, sequence_means
+from pentad.rl.kl import KlEstimator, clamp_log_ratio, estimate_kl, masked_difference
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """What a surrogate sees of a microbatch."""
+
+    logprobs_T: Tensor
+    """Carries the gradient."""
+    old_logprobs_T: Tensor
+    advantages_T: Tensor
+    mask_T: Tensor
+    segments: Segments
+
+    @property
+    def raw_log_ratio_T(self) -> Tensor:
+        return masked_difference(self.logprobs_T, self.old_logprobs_T, self.mask_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The band of the ratio: [1 - low, 1 + high], and the dual clip's bound."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+Surrogate = Callable[[PolicyInputs, Clip], tuple[Tensor, Tensor]]
+"""Per token the loss term (unweighted), and whether the clip took hold."""
+
+
+def clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """PPO: -min(r A, clamp(r, 1 - low, 1 + high) A), per token.
+
+    https://arxiv.org/abs/1707.06347. high > low is clip-higher (DAPO, https://arxiv.org/abs/2503.14476).
+    Dual clip (https://arxiv.org/abs/1912.09729): where A < 0 the loss is at most dual * |A|.
+    """
+    return _clip_ratio(clamp_log_ratio(inputs.raw_log_ratio_T).exp(), inputs.advantages_T, clip)
+
+
+def sequence_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """GSPO: the clipped objective with the sequence's ratio s = exp(mean_t log r_t).
+
+    https://arxiv.org/abs/2507.18071, in its token form: the value is s for every
+    token, the gradient of token t is s * grad log p_t. With one advantage and one weight per
+    sequence this is the gradient of s A; it needs no gradient through sums over the sequence.
+    """
+    log_ratio_T = inputs.raw_log_ratio_T.detach()
+    mean_T = sequence_means(log_ratio_T, inputs.mask_T, inputs.segments)
+    own_T = masked_difference(inputs.logprobs_T, inputs.logprobs_T.detach(), inputs.mask_T)
+    return _clip_ratio(clamp_log_ratio(mean_T + own_T).exp(), inputs.advantages_T, clip)
+
+
+def weight_clipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """CISPO: -stop_gradient(clamp(r, 1 - low, 1 + high)) A log p, per token.
+
+    https://arxiv.org/abs/2506.13585. No token loses its gradient. low >= 1 means no lower bound,
+    which is how the paper runs it.
+    """
+    ratio_T = clamp_log_ratio(inputs.raw_log_ratio_T).exp().detach()
+    bounded_T = ratio_T.clamp(max(1 - clip.low, 0.0), 1 + clip.high)
+    loss_T = -bounded_T * inputs.advantages_T * _masked(inputs.logprobs_T, inputs.mask_T)
+    return loss_T, bounded_T != ratio_T
+
+
+def unclipped(inputs: PolicyInputs, clip: Clip) -> tuple[Tensor, Tensor]:
+    """REINFORCE: -A log p, no ratio at all.  https://doi.org/10.1007/BF00992696"""
+    loss_T = -inputs.advantages_T * _masked(inputs.logprobs_T, inputs.mask_T)
+    return loss_T, torch.zeros_like(inputs.mask_T)
+
+
+def _clip_ratio(ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    # The min of the formula, written as the cases in which the clamped side wins: ties
+    # then have one gradient, and which tokens were clipped comes for free.
+    is_clipped_T = ((advantages_T > 0) & (ratio_T > 1 + clip.high)) | (
+        (advantages_T < 0) & (ratio_T < 1 - clip.low)
+    )
+    bounded_T = ratio_T.clamp(1 - clip.low, 1 + clip.high).detach()
+    if clip.dual is not None:
+        is_dual_T = (advantages_T < 0) & (ratio_T > clip.dual)
+        bounded_T = torch.where(is_dual_T, torch.full_like(bounded_T, clip.dual), bounded_T)
+        is_clipped_T = is_clipped_T | is_dual_T
+    return -torch.where(is_clipped_T, bounded_T, ratio_T) * advantages_T, is_clipped_T
+
+
+def _masked(x_T: Tensor, mask_T: Tensor) -> Tensor:
+    return torch.where(mask_T, x_T, torch.zeros_like(x_T))
+
+
+def _weighted_sum(weights_T: Tensor, x_T: Tensor, mask_T: Tensor) -> Tensor:
+    return (weights_T * _masked(x_T, mask_T)).sum()
+
+
+class PolicyLoss:
+    """surrogate * correction + kl_coef * KL(p || ref) - entropy_coef * entropy, per token."""
+
+    def __init__(
+        self,
+        surrogate: Surrogate,
+        *,
+        clip: Clip,
+        correction: Correction,
+        kl_coef: float = 0.0,
+        kl_estimator: KlEstimator = "k3",
+        entropy_coef: float = 0.0,
+        needs_old_logprobs: bool = False,
+    ) -> None:
+        self.surrogate = surrogate
+        self.clip = clip
+        self.correction = correction
+        self.kl_coef = kl_coef
+        self.kl_estimator: KlEstimator = kl_estimator
+        self.entropy_coef = entropy_coef
+        self.needs_entropy = entropy_coef != 0
+        wanted = {
+            "weights": True,
+            "advantages": True,
+            "actor_logprobs": needs_old_logprobs,
+            "rollout_logprobs": correction.kind != "none",
+            "ref_logprobs": kl_coef != 0,
+        }
+        self.columns: tuple[str, ...] = tuple(name for name in wanted if wanted[name])
+
+    def __call__(
+        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        _require(self.columns, columns, "the policy loss")
+        weights_T, logprobs_T = columns["weights"], outputs.logprobs_T
+        mask_T = weights_T != 0
+        old_T = columns.get("actor_logprobs", logprobs_T).detach()
+        advantages_T = _masked(columns["advantages"], mask_T)
+        inputs = PolicyInputs(logprobs_T, old_T, advantages_T, mask_T, outputs.segments)
+        policy_T, is_clipped_T = self.surrogate(inputs, self.clip)
+        stats = {"tokens": mask_T.sum(), "clipped_tokens": (is_clipped_T & mask_T).sum()}
+        if self.correction.kind != "none":
+            factor_T, outside_T = correction_weights(
+                old_T, columns["rollout_logprobs"], mask_T, outputs.segments, self.correction
+            )
+            policy_T = policy_T * factor_T
+            stats["corrected_tokens"] = outside_T.sum()
+            stats["correction_weight"] = _masked(factor_T, mask_T).sum()
+        loss = _weighted_sum(weights_T, policy_T, mask_T)
+        stats["policy_loss"] = loss.detach()
+        if self.kl_coef:
+            kl_T = estimate_kl(logprobs_T, columns["ref_logprobs"], mask_T, self.kl_estimator)
+            kl = _weighted_sum(weights_T, kl_T, mask_T)
+            loss = loss + self.kl_coef * kl
+            stats["kl_loss"] = kl.detach()
+        if self.entropy_coef:
+            assert outputs.entropy_T is not None, "an entropy bonus needs the model's entropy"
+            entropy = _weighted_sum(weights_T, outputs.entropy_T, mask_T)
+            loss = loss - self.entropy_coef * entropy
+            stats["entropy_loss"] = entropy.detach()
+        return loss, stats
+
+
+class ValueLoss:
+    """value_coef / 2 * max((V - R)^2, (V_old + clamp(V - V_old, -eps, eps) - R)^2), per token.
+
+    The clipped form of PPO's reference code, https://arxiv.org/abs/2005.12729; plain squares
+    without `eps_clip_value`. The old values are the `values` column.
+    """
+
+    needs_entropy = False
+
+    def __init__(self, *, value_coef: float = 1.0, eps_clip_value: float | None = None) -> None:
+        self.value_coef = value_coef
+        self.eps_clip_value = eps_clip_value
+        old = () if eps_clip_value is None else ("values",)
+        self.columns: tuple[str, ...] = ("weights", "returns", *old)
+
+    def __call__(
+        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        _require(self.columns, columns, "the value loss")
+        assert outputs.values_T is not None, "the value loss needs a model with a value head"
+        weights_T = columns["weights"]
+        mask_T = weights_T != 0
+        error_T = masked_difference(outputs.values_T, columns["returns"], mask_T)
+        is_clipped_T = torch.zeros_like(mask_T)
+        if self.eps_clip_value is not None:
+            moved_T = masked_difference(outputs.values_T, columns["values"], mask_T)
+            bounded_T = moved_T.clamp(-self.eps_clip_value, self.eps_clip_value)
+            clipped_T = (error_T - moved_T + bounded_T).detach()
+            is_clipped_T = (bounded_T != moved_T) & (clipped_T.abs() > error_T.abs())
+            error_T = torch.where(is_clipped_T, clipped_T, error_T)
+        loss = self.value_coef * _weighted_sum(weights_T, error_T.square() / 2, mask_T)
+        stats = {
+            "value_tokens": mask_T.sum(),
+            "value_clipped_tokens": is_clipped_T.sum(),
+            "value_loss": loss.detach(),
+        }
+        return loss, stats
+
+
+class SftLoss:
+    """Cross entropy: -log p(token), per token."""
+
+    needs_entropy = False
+    columns: tuple[str, ...] = ("weights",)
+
+    def __call__(
+        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        _require(self.columns, columns, "the cross entropy")
+        weights_T = columns["weights"]
+        mask_T = weights_T != 0
+        loss = -_weighted_sum(weights_T, outputs.logprobs_T, mask_T)
+        return loss, {"tokens": mask_T.sum(), "nll": loss.detach()}
+
+
+def _require(names: tuple[str, ...], columns: Mapping[str, Tensor], reader: str) -> None:
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise RunError(f"{reader} reads the column {missing[0]}, which the rows do not carry")

@@ -1,0 +1,186 @@
+"""From scored groups to learner rows: checks, shaped rewards, advantages, weights, columns.
+
+Everything is computed in fp64 on the CPU and rounded once, into the rows' fp32 columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.types import Group, Row, Sample
+from pentad.rl.advantages import Advantages
+from pentad.rl.normalise import normalise
+from pentad.rl.ragged import Rollouts
+from pentad.rl.settings import AlgorithmSettings
+from pentad.rl.shaping import kl_rewards, overlong_penalties, scale_rewards, teacher_rewards
+
+CARRIED = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
+"""Columns of a sample that its row takes over."""
+DELIVERED = {"advantages", "returns"}
+"""Columns of a sample that its row takes over when advantages are not computed here."""
+
+
+def build_rows(
+    groups: Sequence[Group],
+    settings: AlgorithmSettings,
+    compute: Callable[[Rollouts, AlgorithmSettings], Advantages] | None,
+    *,
+    max_new_tokens: int,
+) -> list[Row]:
+    """One row per sample; without `compute` the samples' own advantages are taken."""
+    needed = needed_columns(settings, has_advantages=compute is None)
+    check_groups(groups, needed, has_reward=not settings.needs_teacher)
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return []
+    rollouts = flatten(groups, settings, max_new_tokens=max_new_tokens)
+    norm = normalise(
+        settings.loss_norm,
+        rollouts.mask_T,
+        rollouts.samples_T,
+        rollouts.groups_S,
+        max_new_tokens=max_new_tokens,
+    )
+    columns = {"weights": norm.weights_T}
+    if compute is None:
+        for name in DELIVERED & needed:
+            columns[name] = rollouts.mask_T * _concatenate(samples, name)
+    else:
+        computed = compute(rollouts, settings)
+        columns["advantages"] = computed.advantages_T
+        if settings.needs_critic:
+            columns["returns"] = computed.returns_T
+    parts = {name: _cut(column_T, samples) for name, column_T in columns.items()}
+    return [
+        _row(sample, {name: part[i] for name, part in parts.items()}, float(norm.counts_S[i]))
+        for i, sample in enumerate(samples)
+    ]
+
+
+def flatten(
+    groups: Sequence[Group], settings: AlgorithmSettings, *, max_new_tokens: int
+) -> Rollouts:
+    """The groups as flat fp64 tensors, rewards shaped."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = torch.tensor([sample.ids.size for sample in samples])
+    mask_T = torch.from_numpy(np.concatenate([sample.mask for sample in samples])).bool()
+    samples_T = torch.arange(len(samples)).repeat_interleave(lengths)
+    group_sizes = torch.tensor([len(group.samples) for group in groups])
+    return Rollouts(
+        rewards_S=_shaped_rewards(samples, settings, max_new_tokens),
+        groups_S=torch.arange(len(groups)).repeat_interleave(group_sizes),
+        mask_T=mask_T,
+        samples_T=samples_T,
+        token_rewards_T=_token_rewards(samples, mask_T, settings),
+        values_T=_concatenate(samples, "values") if settings.needs_critic else None,
+    )
+
+
+def _shaped_rewards(
+    samples: Sequence[Sample], settings: AlgorithmSettings, max_new_tokens: int
+) -> Tensor:
+    if settings.needs_teacher:
+        return torch.zeros(len(samples), dtype=torch.float64)
+    rewards_S = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    rewards_S = scale_rewards(rewards_S, scale=settings.reward_scale, clip=settings.reward_clip)
+    if settings.overlong_penalty:
+        rewards_S = rewards_S + overlong_penalties(
+            torch.tensor([sample.num_sampled for sample in samples], dtype=torch.float64),
+            max_new_tokens=max_new_tokens,
+            buffer=settings.overlong_buffer,
+            penalty=settings.overlong_penalty,
+        )
+    return rewards_S
+
+
+def _token_rewards(
+    samples: Sequence[Sample], mask_T: Tensor, settings: AlgorithmSettings
+) -> Tensor | None:
+    has_kl = settings.kl_coef != 0 and settings.kl_in == "reward"
+    if not has_kl and not settings.needs_teacher:
+        return None
+    policy_T = torch.from_numpy(
+        np.concatenate([_policy_logprobs(sample) for sample in samples]).astype(np.float64)
+    )
+    rewards_T = torch.zeros_like(policy_T)
+    if has_kl:
+        rewards_T = rewards_T + kl_rewards(
+            policy_T,
+            _concatenate(samples, "ref_logprobs"),
+            mask_T,
+            kl_coef=settings.kl_coef,
+            estimator=settings.kl_estimator,
+        )
+    if settings.needs_teacher:
+        teacher_T = _concatenate(samples, "teacher_logprobs")
+        rewards_T = rewards_T + teacher_rewards(teacher_T, policy_T, mask_T)
+    return rewards_T
+
+
+def _policy_logprobs(sample: Sample) -> np.ndarray:
+    """The policy that drew the sample: as the trainer computed it if it did, else the sampler."""
+    return sample.columns.get("actor_logprobs", sample.rollout_logprobs)
+
+
+def _concatenate(samples: Sequence[Sample], name: str) -> Tensor:
+    arrays = [sample.columns[name] for sample in samples]
+    return torch.from_numpy(np.concatenate(arrays).astype(np.float64))
+
+
+def _cut(column_T: Tensor, samples: Sequence[Sample]) -> tuple[Tensor, ...]:
+    return column_T.float().split([sample.ids.size for sample in samples])
+
+
+def _row(sample: Sample, columns: dict[str, Tensor], count: float) -> Row:
+    carried = {name: sample.columns[name] for name in CARRIED if name in sample.columns}
+    carried["rollout_logprobs"] = sample.rollout_logprobs
+    for name, array in carried.items():
+        columns[name] = torch.from_numpy(np.asarray(array, dtype=np.float32))
+    return Row(torch.from_numpy(sample.ids), columns, count)
+
+
+def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False) -> set[str]:
+    """The columns that every sample must carry."""
+    wanted = {
+        "rollout_logprobs": True,
+        "ref_logprobs": settings.needs_ref,
+        "teacher_logprobs": settings.needs_teacher,
+        "values": settings.needs_critic,
+        "advantages": has_advantages,
+        "returns": has_advantages and settings.needs_critic,
+    }
+    return {name for name in wanted if wanted[name]}
+
+
+def check_groups(groups: Sequence[Group], needed: set[str], *, has_reward: bool) -> None:
+    """Stops at the first sample that cannot be trained on as it is."""
+    for group in groups:
+        for i, sample in enumerate(group.samples):
+            if problem := _problem_of(sample, needed, has_reward):
+                raise RunError(f"group {group.gid}, sample {i}: {problem}")
+
+
+def _problem_of(sample: Sample, needed: set[str], has_reward: bool) -> str:
+    if has_reward and (sample.reward is None or not math.isfinite(sample.reward)):
+        # A missing reward is never taken for 0: that would shift the whole group's baseline.
+        return f"its reward is {sample.reward}, not a finite number"
+    if sample.mask.shape != sample.ids.shape:
+        return f"its mask has {sample.mask.size} entries for {sample.ids.size} tokens"
+    if sample.mask.size and sample.mask[0]:
+        return "its first token is marked as sampled, but nothing stands before it"
+    columns = {**sample.columns, "rollout_logprobs": sample.rollout_logprobs}
+    for name in sorted(needed.union(name for name in CARRIED if name in columns)):
+        if name not in columns:
+            return f"it lacks the column {name}"
+        if columns[name].shape != sample.ids.shape:
+            return f"its {name} has {columns[name].size} entries for {sample.ids.size} tokens"
+        bad = np.flatnonzero(sample.mask & ~np.isfinite(columns[name]))
+        if bad.size:
+            return f"its {name} is {columns[name][bad[0]]} at token {bad[0]}"
+    return ""

@@ -1,0 +1,64 @@
+"""Rewards on their way from the scorer to the advantages: scale, clip, penalties, filtering.
+
+Order: scale, then clip, then the overlong penalty, so that the clip never swallows the penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pentad.rl.kl import KlEstimator, estimate_kl
+
+OVERLONG_SHARE = 5
+"""Without a given buffer the last fifth of the length limit is one, DAPO's 4096 of 20480."""
+
+
+def scale_rewards(rewards_S: Tensor, *, scale: float = 1.0, clip: float | None = None) -> Tensor:
+    scaled_S = rewards_S * scale
+    return scaled_S if clip is None else scaled_S.clamp(-clip, clip)
+
+
+def overlong_penalties(
+    lengths_S: Tensor, *, max_new_tokens: int, buffer: int | None, penalty: float
+) -> Tensor:
+    """DAPO's soft overlong punishment, to be added to the rewards: 0 down to -penalty.
+
+        0                                  length <= limit - buffer
+        penalty * (limit - buffer - length) / buffer      in the buffer
+        -penalty                           length >= limit
+
+    https://arxiv.org/abs/2503.14476, equation 13 (where penalty = 1). `lengths_S` counts sampled
+    tokens.
+    """
+    size = max(1, max_new_tokens // OVERLONG_SHARE) if buffer is None else buffer
+    excess_S = (lengths_S - (max_new_tokens - size)).clamp(0, size)
+    return -penalty * excess_S / size
+
+
+def kl_rewards(
+    logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    mask_T: Tensor,
+    *,
+    kl_coef: float,
+    estimator: KlEstimator,
+) -> Tensor:
+    """Per token -kl_coef * KL(p || ref): the penalty of RLHF, paid where it is incurred.
+
+    https://arxiv.org/abs/1909.08593 (with k1). As a reward, k1 gives the right gradient.
+    """
+    return -kl_coef * estimate_kl(logprobs_T, ref_logprobs_T, mask_T, estimator).detach()
+
+
+def teacher_rewards(teacher_logprobs_T: Tensor, logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Per token log teacher - log student: minus the k1 estimate of the reverse KL."""
+    difference_T = teacher_logprobs_T - logprobs_T
+    return torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards differ at all; if not, group-relative advantages are all 0."""
+    return len(rewards) > 0 and min(rewards) != max(rewards)

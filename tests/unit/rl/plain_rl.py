@@ -1,0 +1,148 @@
+"""The formulas of pentad.rl once more, as plain loops over samples and tokens, for the tests.
+
+Written from the papers, on Python lists and scalars; shares no code with the package.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Plain:
+    """One sample: everything token-aligned is a list over its tokens."""
+
+    group: int
+    reward: float
+    mask: list[bool]
+    token_rewards: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def steps(self):
+        """Indices of the sampled tokens."""
+        return [t for t, sampled in enumerate(self.mask) if sampled]
+
+
+def total(sample):
+    return sample.reward + sum(sample.token_rewards[t] for t in sample.steps)
+
+
+def members(samples, group):
+    return [total(s) for s in samples if s.group == group]
+
+
+def constant(sample, advantage):
+    return [advantage if sampled else 0.0 for sampled in sample.mask]
+
+
+def grpo(samples):
+    out = []
+    for sample in samples:
+        rewards = members(samples, sample.group)
+        if len(set(rewards)) == 1:
+            out.append(constant(sample, 0.0))
+            continue
+        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+        out.append(constant(sample, (total(sample) - mean) / (std + 1e-6)))
+    return out
+
+
+def dr_grpo(samples):
+    means = {s.group: statistics.mean(members(samples, s.group)) for s in samples}
+    return [constant(s, total(s) - means[s.group]) for s in samples]
+
+
+def rloo(samples):
+    out = []
+    for i, sample in enumerate(samples):
+        others = [total(s) for j, s in enumerate(samples) if s.group == sample.group and j != i]
+        out.append(constant(sample, total(sample) - statistics.mean(others) if others else 0.0))
+    return out
+
+
+def reinforce(samples):
+    mean = statistics.mean(total(s) for s in samples)
+    return [constant(s, total(s) - mean) for s in samples]
+
+
+def returns_to_go(sample, gamma, with_reward=True):
+    out, steps = [0.0] * len(sample.mask), sample.steps
+    for i, t in enumerate(steps):
+        for k, u in enumerate(steps[i:]):
+            out[t] += gamma**k * sample.token_rewards[u]
+        if with_reward:
+            out[t] += gamma ** (len(steps) - 1 - i) * sample.reward
+    return out
+
+
+def whiten(rows, samples):
+    kept = [row[t] for row, s in zip(rows, samples, strict=True) for t in s.steps]
+    if len(set(kept)) < 2:
+        return [[0.0] * len(row) for row in rows]
+    mean, std = statistics.fmean(kept), statistics.pstdev(kept)
+    return [
+        [
+            (x - mean) / (std + 1e-6) if sampled else 0.0
+            for x, sampled in zip(r, s.mask, strict=True)
+        ]
+        for r, s in zip(rows, samples, strict=True)
+    ]
+
+
+def reinforce_plus_plus(samples, gamma):
+    return whiten([returns_to_go(s, gamma) for s in samples], samples)
+
+
+def gae(sample, gamma, lam):
+    """(advantages, returns) by the backward recursion."""
+    advantages, returns = [0.0] * len(sample.mask), [0.0] * len(sample.mask)
+    next_value = next_advantage = 0.0
+    for i, t in enumerate(reversed(sample.steps)):
+        reward = sample.token_rewards[t] + (sample.reward if i == 0 else 0.0)
+        delta = reward + gamma * next_value - sample.values[t]
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = sample.values[t]
+        advantages[t], returns[t] = next_advantage, next_advantage + next_value
+    return advantages, returns
+
+
+def exp(x):
+    """Of a 0-dim tensor, within the range that the package promises."""
+    return torch.exp(torch.clamp(x, -20.0, 20.0))
+
+
+def bounded(ratio, low, high):
+    return torch.clamp(ratio, 1 - low, 1 + high)
+
+
+def ppo_term(ratio, advantage, low, high, dual=None):
+    term = -torch.minimum(ratio * advantage, bounded(ratio, low, high) * advantage)
+    if dual is not None and advantage < 0:
+        term = torch.minimum(term, -dual * advantage)
+    return term
+
+
+def kl_term(d, estimator):
+    """(value, what to differentiate) for one token."""
+    d = torch.clamp(d, -20.0, 20.0)
+    return {
+        "k1": (d, d * d / 2),
+        "k2": (d * d / 2, d * d / 2),
+        "k3": (torch.exp(-d) - 1 + d, torch.exp(-d) - 1 + d),
+    }[estimator]
+
+
+def correction_weight(log_ratios, i, kind, level, cap, floor):
+    """For the i-th of one sequence's trained tokens, whose log p/b are given."""
+    log = {
+        "token": log_ratios[i],
+        "sequence": sum(log_ratios),
+        "geometric": sum(log_ratios) / len(log_ratios),
+    }[level]
+    ratio = math.exp(max(-20.0, min(20.0, log)))
+    if kind == "tis":
+        return min(max(ratio, floor), cap)
+    return ratio if floor <= ratio <= cap else 0.0

@@ -1,0 +1,170 @@
+"""The table of algorithms: names, defaults, overrides, and what is refused with which sentence."""
+
+import dataclasses
+import json
+
+import pytest
+
+from pentad.core.errors import UserError
+from pentad.rl import losses
+from pentad.rl.algorithms import (
+    ALGORITHMS,
+    build_policy_loss,
+    build_value_loss,
+    settings_for,
+    unused_settings,
+)
+from pentad.rl.settings import TUNABLES, run_problems
+
+
+def sentences(name, **overrides):
+    with pytest.raises(UserError) as caught:
+        settings_for(name, **overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_entry_gives_settings_and_losses(name):
+    settings = settings_for(name)
+    entry = ALGORITHMS[name]
+    assert settings.name == name and settings.advantage_scope == entry.scope
+    assert entry.paper.startswith("https://") and entry.text.endswith(".")
+    loss = build_policy_loss(settings)
+    assert loss.columns == ("weights", "advantages") and not loss.needs_entropy
+    if settings.needs_critic:
+        assert "returns" in build_value_loss(settings).columns
+    json.dumps(dataclasses.asdict(settings))  # plain data, can be sent anywhere
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_reads_its_own_defaults(name):
+    assert not set(ALGORITHMS[name].defaults) & set(unused_settings(ALGORITHMS[name]))
+
+
+def test_defaults_are_those_of_the_papers():
+    assert settings_for("grpo").clip == losses.Clip(0.2, 0.2)
+    assert settings_for("dapo").clip == losses.Clip(0.2, 0.28)
+    assert settings_for("gspo").clip == losses.Clip(3e-4, 4e-4)
+    norms = {name: settings_for(name).loss_norm for name in ("grpo", "dr_grpo", "dapo")}
+    assert norms == {"grpo": "sequence", "dr_grpo": "constant", "dapo": "token"}
+    assert settings_for("dapo").dynamic_filter and settings_for("dapo").overlong_penalty == 1
+    assert settings_for("ppo").needs_critic and settings_for("ppo").lam == 0.95
+    assert settings_for("distill").needs_tags == {"teacher"}
+    assert not any(settings_for(name).needs_ref for name in ALGORITHMS)
+
+
+def test_none_keeps_the_default_and_values_override_it():
+    settings = settings_for("dapo", eps_clip=0.1, eps_clip_higher=None, entropy_coef=0.01)
+    assert settings.clip == losses.Clip(0.1, 0.28) and settings.entropy_coef == 0.01
+    assert settings_for("grpo", eps_clip=0.3).clip == losses.Clip(0.3, 0.3)
+
+
+def test_a_kl_term_needs_the_reference_where_it_is_used():
+    in_loss = settings_for("grpo", kl_coef=0.1)
+    assert in_loss.needs_ref and in_loss.needs_tags == {"ref"}
+    assert "ref_logprobs" in build_policy_loss(in_loss).columns
+    in_reward = settings_for("grpo", kl_coef=0.1, kl_in="reward")
+    assert in_reward.needs_ref and "ref_logprobs" not in build_policy_loss(in_reward).columns
+
+
+def test_old_log_probs_are_read_when_decoupled_or_with_several_updates():
+    assert "actor_logprobs" in build_policy_loss(settings_for("grpo"), num_updates=2).columns
+    settings = settings_for("ppo", decoupled=True)
+    assert settings.needs_old_logprobs and settings.correction == "tis"
+    assert build_policy_loss(settings).columns == (
+        "weights",
+        "advantages",
+        "actor_logprobs",
+        "rollout_logprobs",
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("grop", "grpo"),
+        ("reinforce++", "reinforce_plus_plus"),
+        ("dr-grpo", "dr_grpo"),
+        ("PPO", "ppo"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(wrong, near):
+    (sentence,) = sentences(wrong)
+    assert sentence.startswith(f"algorithm.name = {wrong}: no such algorithm; did you mean {near}?")
+    assert "distill" in sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        ({"eps_clp": 0.2}, "no algorithm has this setting; did you mean eps_clip?"),
+        ({"eps_clip": 0.0}, "must be greater than 0"),
+        ({"eps_clip": float("nan")}, "must be a finite number"),
+        ({"eps_clip": True}, "must be a finite number"),
+        ({"c_clip": 1.0}, "must be greater than 1"),
+        ({"kl_coef": -0.1}, "must not be negative"),
+        ({"kl_estimator": "k4"}, "must be one of k1, k2, k3"),
+        ({"loss_norm": "batch"}, "must be one of token, sequence, group, constant"),
+        ({"decoupled": 1}, "must be true or false"),
+        ({"reward_scale": 0.0}, "must not be 0"),
+        ({"overlong_buffer": 0}, "at least 1"),
+    ],
+)
+def test_values_out_of_range_are_refused(overrides, rule):
+    (sentence,) = sentences("grpo", **overrides)
+    ((name, value),) = overrides.items()
+    assert sentence.startswith(f"algorithm.{name} = {value}: ") and rule in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "rule"),
+    [
+        ("grpo", {"gamma": 0.9}, "has no effect with algorithm.name = grpo: it does not discount"),
+        ("grpo", {"lam": 0.9}, "it has no critic"),
+        ("reinforce", {"eps_clip": 0.2}, "its loss has no ratio"),
+        ("reinforce", {"decoupled": True}, "its loss has no ratio"),
+        ("cispo", {"c_clip": 3.0}, "bounded on both sides"),
+        ("ppo", {"dynamic_filter": True}, "still carries signal"),
+        ("distill", {"reward_clip": 1.0}, "learns from a teacher"),
+        ("grpo", {"kl_estimator": "k2"}, "has no effect while algorithm.kl_coef = 0.0"),
+        ("grpo", {"correction_cap": 5.0}, "has no effect while algorithm.correction = none"),
+        ("grpo", {"overlong_buffer": 9}, "has no effect while algorithm.overlong_penalty = 0.0"),
+        ("grpo", {"correction": "tis", "correction_cap": 0.5}, "must hold the ratio 1"),
+        ("grpo", {"correction": "mis", "correction_floor": 1.5}, "must hold the ratio 1"),
+        ("grpo", {"decoupled": True, "correction": "none"}, "set algorithm.correction to tis"),
+    ],
+)
+def test_contradictions_and_settings_without_effect_are_refused(name, overrides, rule):
+    (sentence,) = sentences(name, **overrides)
+    assert rule in sentence
+
+
+def test_all_problems_come_together():
+    assert len(sentences("grpo", eps_clip=-1, lam=3, kl_in="both")) == 3
+    assert len(sentences("reinforce", eps_clip=0.1, correction_cap=3.0, gamma=0.5)) == 3
+
+
+def test_an_explicit_off_is_no_contradiction():
+    settings_for("grpo", kl_coef=0.0, kl_estimator="k2", correction="none", correction_cap=9.0)
+    settings_for("reinforce", gamma=1.0, dynamic_filter=False, decoupled=False)
+
+
+def test_every_tunable_can_be_set_somewhere():
+    for name in TUNABLES:
+        assert any(name not in unused_settings(entry) for entry in ALGORITHMS.values()), name
+
+
+def test_sampling_must_suit_the_algorithm():
+    (problem,) = run_problems(settings_for("grpo"), group_size=1, max_new_tokens=8)
+    assert str(problem) == (
+        "gconfig.n_samples = 1: grpo compares samples of one prompt and learns nothing from 1 of "
+        "them; draw at least 2."
+    )
+    (problem,) = run_problems(
+        settings_for("dapo", overlong_buffer=16), group_size=4, max_new_tokens=8
+    )
+    assert "algorithm.overlong_buffer = 16: must not exceed gconfig.max_new_tokens = 8" in str(
+        problem
+    )
+    for name in ALGORITHMS:
+        assert run_problems(settings_for(name), group_size=8, max_new_tokens=8) == []

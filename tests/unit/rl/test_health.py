@@ -1,0 +1,60 @@
+"""Alarms: each sign alone raises its own sentence, a healthy run none."""
+
+import pytest
+
+from pentad.rl.health import WINDOW, find_alarms
+
+FINE = {
+    "reward_mean": 0.4,
+    "reward_std": 0.3,
+    "reward_max": 1.0,
+    "groups_without_variance": 0.3,
+    "entropy": 1.0,
+    "ratio_p95": 1.1,
+    "effective_sample_size": 0.95,
+    "logprob_diff_mean": 0.005,
+    "truncated_share": 0.1,
+}
+SIGNS = [
+    ({"reward_std": 0.0, "reward_mean": 0.0, "groups_without_variance": 1.0}, "same reward, 0"),
+    ({"groups_without_variance": 0.95}, "in 95% of groups all samples got the same reward"),
+    ({"entropy": 0.05}, "entropy has fallen from 1 to 0.05"),
+    ({"ratio_p95": 3.0}, "more than 3 times likelier"),
+    ({"effective_sample_size": 0.1}, "effective sample size is 10%"),
+    ({"logprob_diff_mean": 0.05}, "differ by 0.05 per log-prob, 0.005 at the start"),
+    ({"truncated_share": 0.8}, "80% of answers are cut"),
+]
+
+
+def test_a_healthy_run_raises_nothing():
+    assert find_alarms([FINE] * WINDOW, FINE) == []
+
+
+@pytest.mark.parametrize(("sign", "sentence"), SIGNS)
+def test_each_sign_raises_its_own_sentence(sign, sentence):
+    (alarm,) = find_alarms([FINE] + [{**FINE, **sign}] * WINDOW, FINE)
+    assert sentence in alarm
+
+
+@pytest.mark.parametrize(("sign", "sentence"), SIGNS)
+def test_a_sign_must_last(sign, sentence):
+    bad = {**FINE, **sign}
+    assert find_alarms([bad] * (WINDOW - 1), FINE) == []
+    assert find_alarms([bad] * (WINDOW - 1) + [FINE], FINE) == []
+
+
+def test_missing_and_null_fields_raise_nothing():
+    assert find_alarms([{}] * WINDOW, {}) == []
+    assert find_alarms([dict.fromkeys(FINE)] * WINDOW, FINE) == []
+
+
+def test_certainty_on_a_solved_task_is_no_collapse():
+    solved = {**FINE, "entropy": 0.01, "reward_mean": 0.99}
+    assert find_alarms([solved] * WINDOW, FINE) == []
+    (alarm,) = find_alarms([{**solved, "groups_without_variance": 1.0}] * WINDOW, FINE)
+    assert "take harder prompts" in alarm
+
+
+def test_a_small_mismatch_may_triple():
+    first = {**FINE, "logprob_diff_mean": 1e-6}
+    assert find_alarms([{**FINE, "logprob_diff_mean": 1e-3}] * WINDOW, first) == []
