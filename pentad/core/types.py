@@ -198,9 +198,11 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
-    """True when a gradient was not finite: the weights did not move."""
+    """True when the weights did not move: a gradient was not finite, or nothing was trained."""
     num_tokens: int
     num_microbatches: int
+    reason: str = ""
+    """Why it was skipped."""
 
 
 class Attend(Protocol):

@@ -39,17 +39,12 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 def build_attend(
-    lengths: Sequence[int],
-    windows: Sequence[Window],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
+    lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> PaddedAttend | VarlenAttend:
     """The fastest attention that honours the boundaries on this device, dtype and head width."""
     if device.type == "cuda" and not varlen_problems(device, dtype, head_dim):
-        return VarlenAttend(lengths, windows, device=device, dtype=dtype, head_dim=head_dim)
-    return PaddedAttend(lengths, windows, device=device)
+        return VarlenAttend(lengths, device=device, dtype=dtype, head_dim=head_dim)
+    return PaddedAttend(lengths, device=device)
 
 
 def reference_attention(
@@ -77,17 +72,15 @@ class PaddedAttend:
     Padding stands behind its sequence, where causality hides it from every real token.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], windows: Sequence[Window], *, device: torch.device
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
         self.plan = plan_buckets(lengths)
-        self.windows = tuple(windows)
         slots = torch.from_numpy(self.plan.slot_of_token)
         self.slot_T: Tensor | None = None if self.plan.is_identity else slots.to(device)
         self.bands: dict[tuple[int, int], Tensor] = {}
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        window = self.windows[layer] if self.windows else None
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+    ) -> Tensor:
         q_PHd, k_PKd, v_PKd = (self._pad(x) for x in (q_THd, k_TKd, v_TKd))
         out: list[Tensor] = []
         for start, num, length in self.plan.buckets:
@@ -209,7 +202,6 @@ class VarlenAttend:
     def __init__(
         self,
         lengths: Sequence[int],
-        windows: Sequence[Window],
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -217,7 +209,6 @@ class VarlenAttend:
     ) -> None:
         if problems := varlen_problems(device, dtype, head_dim):
             raise UserError(problems)
-        self.windows = tuple(windows)
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
         self.bounds_S = bounds.to(device, non_blocking=True)
@@ -225,8 +216,9 @@ class VarlenAttend:
         # specialised to every length.
         self.max_length = 1 << (max(lengths) - 1).bit_length()
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        window = self.windows[layer] if self.windows else None
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+    ) -> Tensor:
         # The kernel counts the tokens to the left, without the token itself.
         left = -1 if window is None else window - 1
         options: dict[str, Any] = {"window_size": (left, 0)}

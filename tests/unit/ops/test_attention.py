@@ -34,7 +34,7 @@ def qkv(num_tokens: int, heads=4, kv_heads=2, width=8, seed=0) -> tuple[Tensor, 
 def test_values_and_gradients_equal_the_masked_reference(lengths, kv_heads, window):
     q, k, v = qkv(sum(lengths), kv_heads=kv_heads)
     upstream = torch.randn_like(q)
-    ours = PaddedAttend(lengths, [None, window], device=CPU)(1, q, k, v)
+    ours = PaddedAttend(lengths, device=CPU)(1, q, k, v, window)
     plain = reference_attention(q, k, v, lengths, window)
     # fp64 on both sides: only the order of sums differs.
     torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
@@ -48,9 +48,9 @@ def test_values_and_gradients_equal_the_masked_reference(lengths, kv_heads, wind
 
 def test_packed_equals_one_sequence_at_a_time():
     q, k, v = qkv(sum(RAGGED))
-    packed = PaddedAttend(RAGGED, [], device=CPU)(0, q, k, v)
+    packed = PaddedAttend(RAGGED, device=CPU)(0, q, k, v)
     parts = [
-        PaddedAttend([len(a)], [], device=CPU)(0, a, b, c)
+        PaddedAttend([len(a)], device=CPU)(0, a, b, c)
         for a, b, c in zip(*(x.split(RAGGED) for x in (q, k, v)), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(parts), rtol=1e-10, atol=1e-12)
@@ -59,7 +59,7 @@ def test_packed_equals_one_sequence_at_a_time():
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_neighbour_changes_neither_my_values_nor_my_gradients(window):
     mine = slice(6, 46)  # the sequence of 40 tokens
-    attend = PaddedAttend(RAGGED, [window], device=CPU)
+    attend = PaddedAttend(RAGGED, device=CPU)
     outputs, grads = [], []
     for neighbour in (1.0, 1e6):
         q, k, v = qkv(sum(RAGGED))
@@ -67,7 +67,7 @@ def test_a_neighbour_changes_neither_my_values_nor_my_gradients(window):
             for x in (q, k, v):
                 x[: mine.start] *= neighbour
                 x[mine.stop :] *= -neighbour
-        out = attend(0, q, k, v)
+        out = attend(0, q, k, v, window)
         (out[mine] ** 2).sum().backward()
         outputs.append(out[mine])
         grads.append([x.grad for x in (q, k, v)])
@@ -99,14 +99,12 @@ def test_every_token_has_its_own_slot_and_padding_is_bounded(lengths):
 
 def test_the_flash_kernel_refuses_what_it_cannot_honour():
     with pytest.raises(UserError) as error:
-        VarlenAttend([3], [], device=CPU, dtype=torch.float32, head_dim=260)
+        VarlenAttend([3], device=CPU, dtype=torch.float32, head_dim=260)
     text = str(error.value)
     assert "it runs on CUDA, not cpu" in text
     assert "bfloat16 or float16, not float32" in text
     assert "head_dim = 260 must be a multiple of 8 up to 256" in text
-    assert isinstance(
-        build_attend([3], [], device=CPU, dtype=torch.float32, head_dim=8), PaddedAttend
-    )
+    assert isinstance(build_attend([3], device=CPU, dtype=torch.float32, head_dim=8), PaddedAttend)
 
 
 @pytest.mark.gpu
@@ -123,8 +121,8 @@ def test_the_flash_kernel_equals_the_reference(kv_heads, window):
     plain.square().sum().backward()
     grads = [x.grad for x in (q, k, v)]
     q16, k16, v16 = (x.detach().bfloat16().requires_grad_() for x in (q, k, v))
-    attend = VarlenAttend(RAGGED, [window], device=device, dtype=torch.bfloat16, head_dim=64)
-    ours = attend(0, q16, k16, v16)
+    attend = VarlenAttend(RAGGED, device=device, dtype=torch.bfloat16, head_dim=64)
+    ours = attend(0, q16, k16, v16, window)
     ours.float().square().sum().backward()
     # bf16 has 8 bits: relative error of a few parts in a hundred on values around 1.
     torch.testing.assert_close(ours.double(), plain, rtol=3e-2, atol=3e-2)

@@ -1,0 +1,72 @@
+"""Tokens per second and model FLOP utilisation, by both conventions of counting attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pentad.core.dims import ModelDims
+
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "RTX 4090": 165.0,
+}
+"""Dense bf16 datasheet peaks by a part of the device's name; the first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """How fast training went. MFU is null where no peak is known; no device is guessed."""
+
+    tokens_per_s: float
+    mfu_causal: float | None
+    """Counting the attention pairs a token may see."""
+    mfu_full: float | None
+    """Counting all pairs (torchtitan's convention)."""
+    peak_tflops: float | None
+
+
+def detect_peak_tflops(device: torch.device) -> float | None:
+    """The datasheet peak of one device, None for a CPU or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(device_name: str) -> float | None:
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+
+
+def measure_throughput(
+    dims: ModelDims,
+    lengths: Sequence[int],
+    seconds: float,
+    *,
+    peak_tflops: float | None,
+    num_devices: int = 1,
+) -> Throughput:
+    """Of training these sequences once, forward and backward; recomputation is not counted."""
+
+    def mfu(causal: bool) -> float | None:
+        if peak_tflops is None:
+            return None
+        counts = {n: lengths.count(n) for n in set(lengths)}
+        flops = sum(dims.train_flops(n, causal=causal) * k for n, k in counts.items())
+        return flops / seconds / (peak_tflops * 1e12 * num_devices)
+
+    return Throughput(sum(lengths) / seconds, mfu(True), mfu(False), peak_tflops)

@@ -1,0 +1,103 @@
+"""AdamW over named parameters: groups, state that exists from the start, exact norm, one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pentad.core.errors import RunError
+from pentad.engine.settings import OptimizerSettings
+
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's memory of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim >= 2 and not name.startswith("embed.")
+
+
+def build_adamw(parameters: Mapping[str, Tensor], settings: OptimizerSettings) -> torch.optim.AdamW:
+    decayed = [p for name, p in parameters.items() if is_decayed(name, p)]
+    plain = [p for name, p in parameters.items() if not is_decayed(name, p)]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+    # From the start, so that memory is known and a checkpoint can be loaded before a step.
+    for parameter in parameters.values():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+def optimizer_state(
+    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """state[key][name]: by name, so it does not depend on the order or grouping of parameters."""
+    return {
+        key: {name: optimizer.state[parameter][key] for name, parameter in parameters.items()}
+        for key in STATE_KEYS
+    }
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> float:
+    """The 2-norm of all gradients together, inf and NaN kept. Waits for the device."""
+    parts = [local(gradient) for gradient in gradients]
+    if not parts:
+        return 0.0
+    norms = torch.stack([x.double() for x in torch._foreach_norm(parts)])
+    return float(norms.square().sum().sqrt())
+
+
+def clip_scale(norm: float, max_norm: float | None) -> float:
+    """What the gradient is multiplied by so that its norm is at most `max_norm`, exactly."""
+    return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
+
+
+def scale_gradients(gradients: Iterable[Tensor], scale: float) -> None:
+    if scale != 1.0:
+        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+
+
+def check_named(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], what: str) -> None:
+    """Saved tensors must have the names and shapes of the present ones."""
+    missing, extra = targets.keys() - sources.keys(), sources.keys() - targets.keys()
+    if missing or extra:
+        raise RunError(
+            f"the saved {what} does not fit this model: {_some(missing)} missing, "
+            f"{_some(extra)} unknown"
+        )
+    for name, target in targets.items():
+        if target.shape != sources[name].shape:
+            shapes = f"{tuple(sources[name].shape)}, not {tuple(target.shape)}"
+            raise RunError(f"the saved {what} does not fit this model: {name} is {shapes}")
+
+
+@torch.no_grad()
+def copy_named(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more if ordered else "none"

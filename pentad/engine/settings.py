@@ -1,0 +1,109 @@
+"""What an engine is told: precision, memory, optimizer. Plain data, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from pentad.core.errors import Problem, UserError
+
+DType = Literal["float32", "bfloat16", "float64"]
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its schedule. Matrices are decayed; norms, biases and embeddings are not."""
+
+    lr: float = 1e-6
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps_proportion: float = 0.0
+    min_lr_ratio: float = 0.0
+    gradient_clipping: float | None = 1.0
+    """Largest norm of the whole gradient; None: no clipping."""
+    total_steps: int | None = None
+    """Optimizer steps of the run: what warm-up and decay are shares of."""
+
+    def __post_init__(self) -> None:
+        needs_total = self.lr_scheduler_type != "constant" or self.warmup_steps_proportion > 0
+        problems = []
+        if needs_total and not self.total_steps:
+            rule = f"{self.lr_scheduler_type} with warm-up {self.warmup_steps_proportion} needs it"
+            problems.append(Problem(f"total_steps = {self.total_steps}", rule, "give it"))
+        for name, value in (
+            ("warmup_steps_proportion", self.warmup_steps_proportion),
+            ("min_lr_ratio", self.min_lr_ratio),
+        ):
+            if not 0 <= value <= 1:
+                problems.append(Problem(f"{name} = {value}", "must lie between 0 and 1"))
+        if self.gradient_clipping is not None and not self.gradient_clipping > 0:
+            rule = "must be positive, or None for no clipping"
+            problems.append(Problem(f"gradient_clipping = {self.gradient_clipping}", rule))
+        if problems:
+            raise UserError(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything an engine must know besides its model."""
+
+    compute_dtype: DType = "float32"
+    """In which forward and backward run."""
+    param_dtype: DType = "float32"
+    """Of the master weights and of the optimizer's state."""
+    reduce_dtype: DType = "float32"
+    """In which gradients are summed over ranks and microbatches."""
+    publish_dtype: DType | None = None
+    """Of the weights handed to samplers and saved; None: the compute dtype."""
+    temperature: float = 1.0
+    """Of the run: log-probs and entropies are those of softmax(logits / temperature)."""
+    max_tokens_per_mb: int | None = None
+    """Most tokens of one forward pass; None: all rows of a call in one."""
+    n_mbs: int = 1
+    """Microbatches a call is cut into, at least."""
+    logprob_bytes: int | None = None
+    """Room for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
+    gradient_checkpointing: bool = True
+    """Switches activation checkpointing as a whole."""
+    ac_mode: Literal["none", "selective", "full"] = "none"
+    ac_selective: Literal["op"] | int = "op"
+    """What selective does: `op` keeps the results of matrix products and attention; n recomputes
+    every n-th block whole."""
+    compile: bool = False
+    """torch.compile per block; on CUDA only."""
+    deterministic: bool = False
+    """Bitwise repeatable, or torch refuses with the name of the operation."""
+    tag_memory: Literal["host", "device"] = "host"
+    """Where weights saved as tags lie."""
+    optimizer: OptimizerSettings | None = field(default_factory=OptimizerSettings)
+    """None: the engine only scores."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.temperature > 0:
+            rule = "log-probs need a positive temperature"
+            remedy = "greedy decoding is scored at 1"
+            problems.append(Problem(f"temperature = {self.temperature}", rule, remedy))
+        for name, limit in (("max_tokens_per_mb", self.max_tokens_per_mb), ("n_mbs", self.n_mbs)):
+            if limit is not None and limit < 1:
+                problems.append(Problem(f"{name} = {limit}", "must be at least 1"))
+        if self.ac_selective != "op" and self.ac_selective < 1:
+            rule = "must be op or a stride of at least 1"
+            problems.append(Problem(f"ac_selective = {self.ac_selective}", rule))
+        if problems:
+            raise UserError(problems)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether master weights are cast for compute."""
+        return self.compute_dtype != self.param_dtype

@@ -1,0 +1,123 @@
+"""Weights remembered under a name (ref, old_actor, teacher), and the switch to them and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.engine.optim import local
+
+
+class FlatCopy:
+    """A copy of many tensors in one buffer per dtype, on one device."""
+
+    def __init__(self, like: Sequence[Tensor], device: torch.device, pin: bool) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in like:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+        buffers = {
+            dtype: torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
+            for dtype, size in sizes.items()
+        }
+        self.views: list[Tensor] = []
+        used = dict.fromkeys(sizes, 0)
+        for tensor in like:
+            start = used[tensor.dtype]
+            used[tensor.dtype] = start + tensor.numel()
+            self.views.append(buffers[tensor.dtype][start : start + tensor.numel()].view_as(tensor))
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies pairwise; on return both sides may be used."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    devices = {x.device for x in (*targets, *sources) if x.is_cuda}
+    if devices and any(not x.is_cuda for x in (*targets, *sources)):
+        for device in devices:  # copies to and from pinned memory run behind the caller's back
+            torch.cuda.synchronize(device)
+
+
+class WeightTags:
+    """Named copies of a fixed list of tensors, and which of them is in place.
+
+    "actor" is what is trained: it is in place except within `use`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], memory: str) -> None:
+        self.names = list(tensors)
+        self.tensors = list(tensors.values())
+        on_cuda = self.tensors[0].is_cuda
+        self.pin = on_cuda and memory == "host"
+        self.device = torch.device("cpu") if memory == "host" else self.tensors[0].device
+        self.copies: dict[str, FlatCopy] = {}
+        self.stash: FlatCopy | None = None
+        """Holds the actor's weights while others are in place; kept, since pinning is slow."""
+        self.current = "actor"
+
+    def save(self, tag: str) -> None:
+        """The weights in place become `tag`, replacing what it was."""
+        self.require_actor(f"saving the tag {tag}")
+        self._keep(tag)
+
+    def load(self, tag: str, write: Callable[[], object]) -> None:
+        """What `write` puts in place becomes `tag`; the actor's weights stay what they are."""
+        with self.borrow(tag):
+            write()
+            self._keep(tag)
+
+    def _keep(self, tag: str) -> None:
+        if tag == "actor":
+            raise RunError("the tag actor is what is trained; choose another name to save under")
+        if tag not in self.copies:
+            self.copies[tag] = self._new()
+        copy_all(self.copies[tag].views, self.tensors)
+
+    def require_actor(self, deed: str) -> None:
+        if self.current != "actor":
+            raise RunError(
+                f"{deed} needs the actor's weights, but those of {self.current} are used"
+            )
+
+    @contextmanager
+    def use(self, tag: str) -> Iterator[None]:
+        self.require_actor(f"using the tag {tag}")
+        if tag != "actor" and tag not in self.copies:
+            known = ", ".join(["actor", *self.copies])
+            raise RunError(f"no weights were saved as {tag}; there are {known}")
+        if tag == "actor":
+            yield
+            return
+        with self.borrow(tag):
+            copy_all(self.tensors, self.copies[tag].views)
+            yield
+
+    @contextmanager
+    def borrow(self, name: str) -> Iterator[None]:
+        """Within, the tensors may be overwritten; afterwards they are the actor's again."""
+        self.require_actor(f"using the tag {name}")
+        self.stash = self.stash or self._new()
+        copy_all(self.stash.views, self.tensors)
+        self.current = name
+        try:
+            yield
+        finally:
+            copy_all(self.tensors, self.stash.views)
+            self.current = "actor"
+
+    def views(self, tag: str) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.copies[tag].views, strict=True))
+
+    def restore(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Exactly these tags, with these weights."""
+        for tag in [tag for tag in self.copies if tag not in saved]:
+            del self.copies[tag]
+        for tag, tensors in saved.items():
+            copy = self.copies.setdefault(tag, self._new())
+            copy_all(copy.views, [local(tensors[name]) for name in self.names])
+
+    def _new(self) -> FlatCopy:
+        return FlatCopy(self.tensors, self.device, self.pin)
