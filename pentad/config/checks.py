@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Literal
 
 from pentad.config.describe import show
-from pentad.config.resolve import are_apart, parsed_allocation
-from pentad.config.schema import GROUP_RELATIVE, WITH_CRITIC, Config, ModelConfig
+from pentad.config.resolve import are_apart, parsed_allocation, pipeline_size
+from pentad.config.rules import check_layout
+from pentad.config.schema import (
+    ALGORITHM_NAMES,
+    GROUP_RELATIVE,
+    WITH_CRITIC,
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+)
 from pentad.core.errors import Problem
+from pentad.core.stages import splits_backward
 
 Command = Literal["train", "sft", "plan"]
 Check = Callable[[Config], Problem | None]
@@ -47,7 +56,8 @@ def check(
         for one in RULES
         if command in one.commands and not any(_touches(key, skip) for key in one.keys)
     ]
-    return [problem for problem in found if problem is not None]
+    problems = [problem for problem in found if problem is not None]
+    return problems + check_layout(config, command, skip)
 
 
 def _touches(key: str, bad: frozenset[str]) -> bool:
@@ -247,19 +257,13 @@ def training_draws_from_all_tokens(config: Config) -> Problem | None:
     return Problem(f"gconfig.top_k = {config.gconfig.top_k}", rule, "leave it out")
 
 
-@rule("gconfig.n_samples", "algorithm.name", "algorithm.dynamic_filter")
+@rule("gconfig.n_samples", "algorithm.name")
 def groups_have_something_to_compare(config: Config) -> Problem | None:
-    algorithm = config.algorithm
-    if config.gconfig.n_samples > 1:
+    name = config.algorithm.name
+    if config.gconfig.n_samples > 1 or name not in GROUP_RELATIVE:
         return None
-    if algorithm.name in GROUP_RELATIVE:
-        rule = f"{algorithm.name} compares the samples of a prompt, so every advantage would be 0"
-        remedy = "use at least 2, or an algorithm such as reinforce_plus_plus"
-    elif algorithm.dynamic_filter:
-        rule = "algorithm.dynamic_filter would drop every group: one reward never varies"
-        remedy = "use at least 2, or algorithm.dynamic_filter=false"
-    else:
-        return None
+    rule = f"{name} compares the samples of a prompt, so every advantage would be 0"
+    remedy = "use at least 2, or an algorithm such as reinforce_plus_plus"
     return Problem("gconfig.n_samples = 1", rule, remedy)
 
 
@@ -290,6 +294,16 @@ def someone_computes_advantages(config: Config) -> Problem | None:
     where = "compute_advantages_and_returns = false"
     rule = "rollout.workflow = single_turn delivers no advantages"
     return Problem(where, rule, "set it to true, or give a workflow of your own")
+
+
+@rule("rollout.max_batch_tokens", "rollout.max_running")
+def every_running_sequence_gets_its_token(config: Config) -> Problem | None:
+    tokens, running = config.rollout.max_batch_tokens, config.rollout.max_running
+    if tokens >= running:
+        return None
+    rule = f"each of rollout.max_running = {running} sequences needs one token a step"
+    remedy = f"give at least {running}, or lower max_running"
+    return Problem(f"rollout.max_batch_tokens = {tokens}", rule, remedy)
 
 
 # Parts of the algorithm.
@@ -329,45 +343,92 @@ def the_tis_switch_agrees(config: Config) -> Problem | None:
     return Problem(where, rule, "leave one of the two out")
 
 
-@rule("algorithm")
-def correction_keys_have_a_correction(config: Config) -> Problem | None:
-    algorithm = config.algorithm
-    readers = {
-        "correction_level": (algorithm.correction_level, ("tis", "mis")),
-        "correction_cap": (algorithm.correction_cap, ("tis", "mis")),
-        "correction_floor": (algorithm.correction_floor, ("mis",)),
-    }
-    for name, (value, corrections) in readers.items():
-        if value is not None and algorithm.correction not in (None, *corrections):
-            rule = f"algorithm.correction = {algorithm.correction} does not read it"
-            return Problem(f"algorithm.{name} = {show(value)}", rule, "leave it out")
+@rule("algorithm", "use_kl_loss", "use_tis")
+def details_belong_to_something(config: Config) -> Problem | None:
+    """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
+    given = dict(config.algorithm)
+    for switch, details, implied, remedy in DETAILS:
+        if given[switch] is not None or implied(config.algorithm):
+            continue
+        for name in details:
+            if given[name] is not None:
+                rule = f"has no effect while algorithm.{switch} is not set"
+                return Problem(f"algorithm.{name} = {show(given[name])}", rule, remedy)
     return None
 
 
-@rule("algorithm.correction_cap", "algorithm.correction_floor")
-def the_correction_band_is_not_empty(config: Config) -> Problem | None:
-    cap, floor = config.algorithm.correction_cap, config.algorithm.correction_floor
-    if cap is None or floor is None or floor < cap:
+DETAILS: tuple[tuple[str, tuple[str, ...], Callable[[AlgorithmConfig], bool | None], str], ...] = (
+    ("kl_coef", ("kl_estimator", "kl_in"), lambda _: False, "give it, for instance 0.001"),
+    (
+        "correction",
+        ("correction_level", "correction_cap", "correction_floor"),
+        lambda algorithm: algorithm.decoupled,
+        "set it to tis or mis",
+    ),
+    (
+        "overlong_penalty",
+        ("overlong_buffer",),
+        lambda algorithm: algorithm.name == "dapo",
+        "give it, for instance 1.0",
+    ),
+)
+"""(switch, what it governs, whether it is on by itself, how to turn it on)."""
+
+
+@rule("algorithm.decoupled", "algorithm.correction", "use_tis")
+def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
+    if not config.algorithm.decoupled or config.algorithm.correction != "none":
         return None
-    rule = f"must be below algorithm.correction_cap = {cap:g}"
-    return Problem(f"algorithm.correction_floor = {floor:g}", rule, "for instance 0.5 and 2")
+    rule = "needs the weight that algorithm.correction = none drops"
+    return Problem("algorithm.decoupled = true", rule, "set it to tis or mis, or leave it out")
 
 
 @rule("algorithm")
-def value_keys_have_a_critic(config: Config) -> Problem | None:
-    algorithm = config.algorithm
-    if algorithm.name in WITH_CRITIC:
-        return None
-    for name, value in (
-        ("lam", algorithm.lam),
-        ("value_coef", algorithm.value_coef),
-        ("eps_clip_value", algorithm.eps_clip_value),
-    ):
-        if value is not None:
-            rule = f"{algorithm.name} has no critic"
-            remedy = f"leave it out, or use algorithm.name={WITH_CRITIC[0]}"
-            return Problem(f"algorithm.{name} = {show(value)}", rule, remedy)
+def every_override_is_read(config: Config) -> Problem | None:
+    given = dict(config.algorithm)
+    for name, (readers, why) in READERS.items():
+        if config.algorithm.name not in readers and given[name] not in (None, NEUTRAL.get(name)):
+            where = f"algorithm.{name} = {show(given[name])}"
+            rule = f"has no effect with algorithm.name = {config.algorithm.name}: {why}"
+            return Problem(where, rule, "leave it out")
     return None
+
+
+def _but(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in ALGORITHM_NAMES if name not in names)
+
+
+READERS = {
+    "eps_clip": (_but("reinforce"), "its loss has no ratio"),
+    "eps_clip_higher": (_but("reinforce"), "its loss has no ratio"),
+    "decoupled": (_but("reinforce"), "its loss has no ratio"),
+    "c_clip": (_but("reinforce", "cispo"), "its loss has no ratio to bound this way"),
+    "lam": (WITH_CRITIC, "it has no critic"),
+    "value_coef": (WITH_CRITIC, "it has no critic"),
+    "eps_clip_value": (WITH_CRITIC, "it has no critic"),
+    "gamma": (("ppo", "reinforce_plus_plus", "distill"), "it does not discount"),
+    "dynamic_filter": (GROUP_RELATIVE, "a group of equal rewards still carries signal"),
+    "reward_scale": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "reward_clip": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "overlong_penalty": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "overlong_buffer": (_but("distill"), "it learns from a teacher, not from rewards"),
+}
+"""Overrides that some algorithms do not read: who does, and why not the others."""
+NEUTRAL: dict[str, object] = {
+    "gamma": 1.0,
+    "reward_scale": 1.0,
+    "overlong_penalty": 0.0,
+    "decoupled": False,
+    "dynamic_filter": False,
+}
+"""Values that ask for nothing."""
+
+
+@rule("algorithm.reward_scale")
+def rewards_are_not_wiped_out(config: Config) -> Problem | None:
+    if config.algorithm.reward_scale != 0:
+        return None
+    return Problem("algorithm.reward_scale = 0", "would make all rewards equal", "use 1")
 
 
 @rule("algorithm.overlong_buffer", "gconfig.max_new_tokens")
@@ -377,7 +438,7 @@ def the_overlong_buffer_fits(config: Config) -> Problem | None:
         return None
     where = f"algorithm.overlong_buffer = {buffer}"
     rule = f"must be at most gconfig.max_new_tokens = {longest}"
-    return Problem(where, rule, "a quarter of it is usual")
+    return Problem(where, rule, "a fifth of it is usual")
 
 
 # The engine, for the actor and the critic alike.
@@ -385,21 +446,24 @@ def the_overlong_buffer_fits(config: Config) -> Problem | None:
 
 @rule("actor", commands=("train", "sft", "plan"))
 def the_actor_engine_agrees(config: Config) -> Problem | None:
-    return _engine_problem("actor", config.actor)
+    return _engine_problem(config, "actor", config.actor)
 
 
-@rule("critic", commands=("train", "plan"))
+@rule("critic", "algorithm.name", commands=("train", "plan"))
 def the_critic_engine_agrees(config: Config) -> Problem | None:
-    return _engine_problem("critic", config.critic)
+    if config.algorithm.name not in WITH_CRITIC:
+        return None
+    return _engine_problem(config, "critic", config.critic)
 
 
-def _engine_problem(role: str, model: ModelConfig) -> Problem | None:
+def _engine_problem(config: Config, role: str, model: ModelConfig) -> Problem | None:
     archon = model.archon
     where = f"{role}.archon.ac_mode = {archon.ac_mode}"
-    if archon.ac_mode == "memory_budget" and archon.enable_compile is False:
-        rule = f"needs compile, and {role}.archon.enable_compile = false"
-        return Problem(where, rule, "use ac_mode: selective or full, or leave enable_compile out")
+    is_zero_bubble = pipeline_size(config, role) > 1 and splits_backward(archon.pp_schedule)
     if archon.ac_mode not in ("auto", "none") and not model.gradient_checkpointing:
         rule = f"{role}.gradient_checkpointing = false switches checkpointing off"
         return Problem(where, rule, "leave one of the two out")
+    if archon.ac_mode == "memory_budget" and archon.enable_compile is False and not is_zero_bubble:
+        rule = f"needs compile, and {role}.archon.enable_compile = false"
+        return Problem(where, rule, "use ac_mode: selective or full, or leave enable_compile out")
     return None

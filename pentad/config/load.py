@@ -6,6 +6,7 @@ what was left open and checks the rules between keys, and reports all problems i
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,24 +74,28 @@ def dump_config(config: Config) -> str:
 
 def _take_out(error: ValidationError, tree: Tree) -> None:
     """Turns validation errors into problems, and removes what caused them from the tree."""
+    written = copy.deepcopy(tree.values)
     done: set[str] = set()
-    for item in error.errors(include_url=False):
+    items = error.errors(include_url=False)
+    # Unknown keys first: a misspelt key explains why another one is missing.
+    for item in sorted(items, key=lambda item: item["type"] != "extra_forbidden"):
         keys = _keys(item["loc"])
         key = ".".join(keys)
-        if key in done:  # one value of a union type fails once per alternative
+        if key in done:  # a value of a union type fails once per alternative
             continue
         done.add(key)
-        tree.bad.add(key)
         if item["type"] == "extra_forbidden":
+            drop(tree.values, keys)
             tree.problems.append(_unknown_key(key, item["input"], tree))
-            drop(tree.values, keys)
         elif item["type"] == "missing" and len(item["loc"]) == len(keys):
-            rule = f"is needed wherever {'.'.join(keys[:-1])} is given"
-            tree.problems.append(Problem(key, rule, f"give {takes(fields()[key])}"))
             drop(tree.values, keys[:-1])
+            if key not in tree.bad:
+                rule = f"is needed wherever {'.'.join(keys[:-1])} is given"
+                tree.problems.append(Problem(key, rule, f"give {takes(fields()[key])}"))
         else:
-            tree.problems.append(_wrong_value(key, _value_at(tree.values, keys), tree))
             drop(tree.values, keys)
+            tree.problems.append(_wrong_value(key, _value_at(written, keys), tree))
+        tree.bad.add(key)
 
 
 def _keys(loc: tuple[int | str, ...]) -> tuple[str, ...]:

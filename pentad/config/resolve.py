@@ -15,6 +15,7 @@ from pentad.config.describe import show
 from pentad.config.schema import KL_IN_REWARD, WITH_CRITIC, Config, ModelConfig
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, parse_allocation
+from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
 
@@ -54,6 +55,13 @@ def are_apart(config: Config) -> bool | None:
     if not (allocation and rollout and actor):
         return None
     return not allocation.shares_devices(rollout, actor)
+
+
+def pipeline_size(config: Config, role: str) -> int:
+    """Pipeline ranks of a role; a critic without devices of its own stands on the actor's."""
+    allocation = parsed_allocation(config)
+    component = allocation and (allocation.find(role) or allocation.find("actor"))
+    return component.size("p") if component else 1
 
 
 class _Draft:
@@ -150,8 +158,8 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     """Checkpointing, compile and microbatches as the pipeline schedule wants them."""
     archon = model.archon
     key = f"{role}.archon"
-    pp = _pipeline_size(draft.config, role)
-    is_zero_bubble = pp > 1 and "ZeroBubble" in archon.pp_schedule
+    pp = pipeline_size(draft.config, role)
+    is_zero_bubble = pp > 1 and splits_backward(archon.pp_schedule)
     schedule = f"pp_schedule = {archon.pp_schedule}"
     ac_mode = archon.ac_mode
     if archon.enable_compile == "auto" and is_zero_bubble:
@@ -171,17 +179,11 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
         return
     stages = archon.stages_per_rank
     if stages is None:
-        stages = 1 if archon.pp_schedule == "1F1B" else 2
+        stages = default_stages_per_rank(archon.pp_schedule)
         draft.set(f"{key}.stages_per_rank", stages, schedule)
     if model.mb_spec.n_mbs < pp * stages:
         why = f"raised from {model.mb_spec.n_mbs} to the number of pipeline stages"
         draft.set(f"{role}.mb_spec.n_mbs", pp * stages, why)
-
-
-def _pipeline_size(config: Config, role: str) -> int:
-    allocation = parsed_allocation(config)
-    component = allocation and (allocation.find(role) or allocation.find("actor"))
-    return component.size("p") if component else 1
 
 
 def _without_effect(config: Config) -> list[str]:

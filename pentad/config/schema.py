@@ -35,7 +35,7 @@ ALGORITHM_NAMES: tuple[str, ...] = get_args(AlgorithmName)
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
 """Algorithms that compare the samples of a prompt with each other."""
 WITH_CRITIC = ("ppo",)
-KL_IN_REWARD = ("ppo", "reinforce_plus_plus")
+KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "ppo")
 """Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
 
 ALIASES = {
@@ -44,7 +44,6 @@ ALIASES = {
     "ZBV": "ZBVZeroBubble",
     "fp32": "float32",
     "bf16": "bfloat16",
-    "fp16": "float16",
 }
 
 
@@ -56,10 +55,8 @@ ScheduleName = Annotated[
     Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"],
     BeforeValidator(long_name),
 ]
-DType = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(long_name)]
-ComputeDType = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(long_name)
-]
+DType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(long_name)]
+ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(long_name)]
 
 
 class Section(BaseModel):
@@ -242,10 +239,10 @@ class AlgorithmConfig(Section):
     (mis) importance sampling."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
     """Whether the corrected ratio is that of a token, of a sequence, or the geometric mean."""
-    correction_cap: Positive | None = None
+    correction_cap: Annotated[float, Field(ge=1)] | None = None
     """Largest ratio that is let through."""
-    correction_floor: NonNegative | None = None
-    """Smallest ratio that is let through by mis."""
+    correction_floor: Share | None = None
+    """Smallest ratio that is let through."""
     decoupled: bool | None = None
     """Decoupled PPO: clips against the recomputed policy, corrects against the sampling one."""
     dynamic_filter: bool | None = None

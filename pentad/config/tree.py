@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pentad.core.errors import Problem
 
@@ -56,6 +54,13 @@ class Dumper(yaml.SafeDumper):
     """Quotes every text that `Loader` or a YAML 1.1 reader would take for something else."""
 
 
+def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML folds unusual line breaks such as U+0085 away unless they stand in double quotes.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+Dumper.add_representer(str, _represent_text)
 for _tag, (_pattern, _first) in PLAIN_TYPES.items():
     for _class in (Loader, Dumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
@@ -179,18 +184,26 @@ def _apply_override(override: str, tree: Tree) -> None:
 
 
 def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
+    references: list[tuple[Keys, str]] = []
     for keys, value in list(_iter_leaves(tree.values)):
-        if isinstance(value, str) and "${" in value:
-            try:
-                OmegaConf.create({"value": value})
-            except OmegaConfBaseException:
-                rule = "the reference is not complete"
-                _leave_out(tree, keys, value, rule, "write ${other.key}, or \\${ for the text")
-        elif value == "???":
+        if value == "???":
             _leave_out(tree, keys, value, "a value must be filled in", "replace the question marks")
+        elif isinstance(value, str) and "${" in value:
+            references.append((keys, value))
+    if not references:
+        return
+    from omegaconf import OmegaConf  # here, as most recipes do without it and it loads slowly
+    from omegaconf.errors import OmegaConfBaseException
+
+    for keys, value in references:
+        try:
+            OmegaConf.create({"value": value})
+        except OmegaConfBaseException:
+            rule = "the reference is not complete"
+            _leave_out(tree, keys, value, rule, "write ${other.key}, or \\${ for the text")
     whole = OmegaConf.create(_merged(defaults, tree.values))
-    for keys, value in list(_iter_leaves(tree.values)):
-        if not (isinstance(value, str) and "${" in value) or dotted(_names(keys)) in tree.bad:
+    for keys, value in references:
+        if dotted(_names(keys)) in tree.bad:
             continue
         try:
             place: Any = whole

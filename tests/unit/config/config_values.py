@@ -1,0 +1,60 @@
+"""Random configs drawn from the schema itself, for property tests."""
+
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from pentad.config.schema import Config, Section
+
+WORDS = st.sampled_from(["x", "on", "1e-6", "0010", "models/q wen", "${seed}", "a: b", "#", "null"])
+
+
+def values_of(field: FieldInfo) -> st.SearchStrategy:
+    return _values(field.annotation, field.metadata)
+
+
+def sections(section: type[Section] = Config) -> st.SearchStrategy:
+    """Mappings that set some of a block's keys to values the schema takes."""
+    fields = section.model_fields.items()
+    required = {name: values_of(field) for name, field in fields if field.is_required()}
+    optional = {name: values_of(field) for name, field in fields if not field.is_required()}
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+def _values(annotation, metadata) -> st.SearchStrategy:
+    if get_origin(annotation) is Annotated:
+        inner, *notes = get_args(annotation)
+        found = [m for n in notes for m in (n.metadata if isinstance(n, FieldInfo) else [n])]
+        return _values(inner, metadata + found)
+    if get_origin(annotation) in (Union, UnionType):
+        return st.one_of(*[_values(arg, metadata) for arg in get_args(annotation)])
+    if get_origin(annotation) is Literal:
+        return st.sampled_from(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        first, last = get_args(annotation)[0], get_args(annotation)[-1]
+        sizes = (0, 3) if last is Ellipsis else (2, 2)
+        return st.lists(_values(first, []), min_size=sizes[0], max_size=sizes[1])
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return sections(annotation)
+    bounds = {type(m): m for m in metadata}
+    low = bounds[Ge].ge if Ge in bounds else bounds[Gt].gt if Gt in bounds else None
+    high = bounds[Le].le if Le in bounds else bounds[Lt].lt if Lt in bounds else None
+    if annotation is float:
+        return st.floats(
+            low,
+            high,
+            exclude_min=Gt in bounds,
+            exclude_max=Lt in bounds,
+            allow_nan=False,
+            allow_infinity=False,
+        )
+    plain = {
+        int: st.integers(low, 10**9),
+        str: WORDS,
+        bool: st.booleans(),
+        NoneType: st.none(),
+    }
+    return plain[annotation]

@@ -1,0 +1,182 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pentad.config.tree import dump_yaml, read_tree
+
+DEFAULTS = {"fileroot": "runs", "actor": {"path": None, "optimizer": {"lr": 1e-6}}}
+
+
+def read(tmp_path, text, *overrides):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return read_tree(path, overrides, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("on", "on"),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("none", "none"),
+        ("1e-6", 1e-6),
+        ("1.5E3", 1500.0),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0010", "0010"),
+        ("1:30", "1:30"),
+        ("2024-01-02", "2024-01-02"),
+        ('"8"', "8"),
+        ("sglang:d4t2+archon:d4p2t2", "sglang:d4t2+archon:d4p2t2"),
+        ("[1, on]", [1, "on"]),
+        ("{a: 1}", {"a": 1}),
+    ],
+)
+def test_words_mean_the_same_in_the_file_and_on_the_command_line(tmp_path, text, value):
+    from_file = read(tmp_path, f"key: {text}\n")
+    from_override = read_tree(None, [f"key={text}"], {})
+    for tree in (from_file, from_override):
+        assert tree.problems == []
+        assert tree.values == {"key": value}
+        assert type(tree.values["key"]) is type(value)
+
+
+def test_overrides_win_and_make_the_blocks_they_need(tmp_path):
+    tree = read(tmp_path, "a: {b: 1, c: 2}\n", "+a.b=3", "x.y.z=4", "++a.d=5", "a.c.e=6")
+    assert tree.values == {"a": {"b": 3, "c": {"e": 6}, "d": 5}, "x": {"y": {"z": 4}}}
+    assert tree.sources["a.c"] == "recipe.yaml:1"
+    assert tree.sources["x.y.z"] == "command line"
+
+
+def test_values_of_overrides_may_hold_equals_signs(tmp_path):
+    assert read_tree(None, ["a=b=c"], {}).values == {"a": "b=c"}
+
+
+@pytest.mark.parametrize("override", ["gconfig", "=3", "a..b=3", "~a=3", "a b=3", "a.=3", "-a=1"])
+def test_what_is_no_override_is_named(override):
+    (problem,) = read_tree(None, [override], {}).problems
+    assert f'"{override}"' in str(problem)
+    assert "dotted.key=value" in str(problem)
+
+
+def test_an_unreadable_value_is_reported_and_left_out():
+    tree = read_tree(None, ["a.b=[1", "c=2"], {})
+    assert "a.b=[1" in str(tree.problems[0])
+    assert tree.bad == {"a.b"}
+    assert tree.values == {"c": 2}
+
+
+def test_references_reach_keys_of_the_file_and_defaults(tmp_path):
+    tree = read(
+        tmp_path,
+        "name: x\npath: ${fileroot}/${name}\nlr: ${actor.optimizer.lr}\nl: [1, '${name}']\n",
+        "name=y",
+    )
+    assert tree.problems == []
+    assert tree.values == {"name": "y", "path": "runs/y", "lr": 1e-6, "l": [1, "y"]}
+
+
+def test_a_reference_to_a_block_brings_the_block(tmp_path):
+    tree = read(tmp_path, "actor: {optimizer: {eps: 2}}\ncritic: ${actor}\n")
+    assert tree.values["critic"] == {"path": None, "optimizer": {"lr": 1e-6, "eps": 2}}
+
+
+def test_references_to_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENTAD_TEST_NAME", "n")
+    tree = read(tmp_path, "a: ${oc.env:PENTAD_TEST_NAME}\nb: ${oc.env:PENTAD_NO,7}\n")
+    assert tree.values == {"a": "n", "b": "7"}
+    tree = read(tmp_path, "a: ${oc.env:PENTAD_NO}\n")
+    assert "PENTAD_NO" in str(tree.problems[0])
+    assert "default" in tree.problems[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: ${nope.x}\n", "nope"),
+        ("a: ${b}\nb: ${a}\n", "ecursive"),
+        ('a: "${b"\n', "not complete"),
+        ("a: ${foo:1}\n", "foo"),
+        ("a: ???\n", "filled in"),
+        ("a: {b: [1, '${nope}', '${nope}']}\n", "a.b[1] = ${nope}"),
+    ],
+)
+def test_bad_references_are_reported_with_their_line_and_left_out(tmp_path, text, said):
+    tree = read(tmp_path, "ok: 1\n" + text)
+    assert said in str(tree.problems[0])
+    assert "(recipe.yaml:2)" in tree.problems[0].where
+    assert tree.values in ({"ok": 1}, {"ok": 1, "a": {}})
+
+
+def test_all_bad_references_are_reported_at_once(tmp_path):
+    tree = read(tmp_path, 'a: ${x}\nb: "${"\nc: ???\nd: ${y}\n')
+    assert len(tree.problems) == 4
+    assert tree.bad == {"a", "b", "c", "d"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: [1\nc: 2\n", "line 3"),
+        ("a: 1\n b: 2\n", "line 2"),
+        ("a: 1\na: 2\n", '"a" is given twice'),
+        ("a: {b: 1, b: 2}\n", '"b" is given twice'),
+        ("a: &x {b: *x}\n", "nested"),
+        ("- 1\n- 2\n", "list"),
+        ("just text\n", "str"),
+        ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        ("a: 1\n---\nb: 2\n", "expected a single document"),
+    ],
+)
+def test_what_is_no_recipe_is_reported_with_its_place(tmp_path, text, said):
+    tree = read(tmp_path, text)
+    assert said in str(tree.problems[0])
+    assert "recipe.yaml" in str(tree.problems[0])
+    assert tree.values == {}
+
+
+def test_missing_and_binary_files_are_one_sentence(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path, said in [
+        (tmp_path / "nope.yaml", "no such file"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "binary", "not UTF-8"),
+    ]:
+        (problem,) = read_tree(path, [], {}).problems
+        assert said in str(problem)
+        assert str(path) in str(problem)
+
+
+def test_an_empty_file_is_an_empty_recipe(tmp_path):
+    tree = read(tmp_path, "# nothing yet\n")
+    assert (tree.values, tree.problems) == ({}, [])
+
+
+def test_anchors_and_merges_work(tmp_path):
+    tree = read(tmp_path, "a: &x {lr: 1}\nb: {<<: *x, eps: 2}\n")
+    assert tree.values["b"] == {"lr": 1, "eps": 2}
+
+
+texts = st.text(max_size=12).filter(lambda text: text != "???") | st.sampled_from(
+    ["on", "1e-6", "0x1F", "1:30", "${a}", "\\${a}", "\\\\${", "null", "", " x", "a: b", "'", "\n"]
+)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+trees = st.dictionaries(
+    st.from_regex(r"[a-z_]{1,6}", fullmatch=True), plain | st.lists(plain, max_size=3), max_size=5
+)
+
+
+@settings(deadline=None)
+@given(trees)
+def test_what_is_dumped_reads_back_equal(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("dump") / "config.yaml"
+    path.write_text(dump_yaml(values), encoding="utf-8")
+    tree = read_tree(path, [], {})
+    assert tree.problems == []
+    assert tree.values == values
