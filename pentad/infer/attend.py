@@ -125,9 +125,9 @@ class PagedAttend:
         self.buckets = []
         first = np.cumsum(counts) - counts
         num_blocks = -(-(starts + counts) // cache.block_size)
-        kinds = np.stack([ceil_log2(counts), ceil_log2(num_blocks)])
-        for kind in np.unique(kinds, axis=1).T:
-            members = np.flatnonzero((kinds == kind[:, None]).all(axis=0))
+        kinds = 64 * ceil_log2(counts) + ceil_log2(num_blocks)
+        for kind in np.unique(kinds):
+            members = np.flatnonzero(kinds == kind)
             width = int(num_blocks[members].max())
             table = blocks[members, :width].astype(np.int64)
             # Places behind a sequence's own blocks are masked; any valid block will do there.

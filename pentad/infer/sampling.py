@@ -64,9 +64,10 @@ def invert_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     a large vocabulary costs one pass. An index of weight 0 is never returned.
     """
     num_draws, vocab_size = weights_NV.shape
-    if vocab_size % CHUNK:
-        weights_NV = F.pad(weights_NV, (0, CHUNK - vocab_size % CHUNK))
-    chunks_NCV = weights_NV.view(num_draws, -1, CHUNK)
+    width = vocab_size if vocab_size <= 8 * CHUNK else CHUNK
+    if vocab_size % width:
+        weights_NV = F.pad(weights_NV, (0, width - vocab_size % width))
+    chunks_NCV = weights_NV.view(num_draws, -1, width)
     sums_NC = chunks_NCV.sum(-1, dtype=torch.float64).cumsum(-1)
     target_N = uniform_N * sums_NC[:, -1]
     chunk_N = (sums_NC <= target_N[:, None]).sum(-1)
@@ -76,7 +77,7 @@ def invert_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     # The two sums round differently: keep the rest inside the chunk.
     below_one = 1.0 - 2.0**-UNIFORM_BITS
     rest_N = torch.minimum(target_N - before_N, inner_NV[:, -1] * below_one)
-    return chunk_N * CHUNK + (inner_NV <= rest_N[:, None]).sum(-1)
+    return chunk_N * width + (inner_NV <= rest_N[:, None]).sum(-1)
 
 
 def truncate(weights_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:

@@ -68,7 +68,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=arrival_of)
+        if self.waiting and self.waiting[-1].arrival > sequence.arrival:
+            insort(self.waiting, sequence, key=arrival_of)
+        else:
+            self.waiting.append(sequence)
 
     # One step: plan, then record.
 
@@ -159,7 +162,7 @@ class Scheduler:
             self.num_reused += computed
             self.remember_blocks(leader, computed, count)
             admitted.append((leader, count))
-            insort(self.running, leader, key=arrival_of)
+            self.running.append(leader)
             num_taken += 1
             while (
                 num_taken < len(self.waiting)
@@ -233,7 +236,7 @@ class Scheduler:
                 table.set_blocks(follower.row, 0, follower.blocks)
                 table.num_computed[follower.row] = size
                 self.num_reused += size
-                insort(self.running, follower, key=arrival_of)
+                self.running.append(follower)
                 rows.append(follower.row)
                 origins.append(int(i))
             leader.followers = []
@@ -274,6 +277,7 @@ class Scheduler:
         sequence.blocks = []
 
     def seat_changed(self) -> None:
+        self.running.sort(key=arrival_of)
         self.rows = np.array([s.row for s in self.running], np.int64)
 
     def forget_prefixes(self) -> None:
