@@ -50,7 +50,10 @@ def rule(*keys: str, commands: tuple[Command, ...] = ("train", "plan")) -> Calla
 def check(
     config: Config, command: Command = "plan", skip: frozenset[str] = frozenset()
 ) -> list[Problem]:
-    """Every broken rule that matters to a command, except those that read a key in `skip`."""
+    """Every broken rule that matters to a command, except those that read a key in `skip`.
+
+    The rules of the layout, in `pentad.config.rules`, are asked too.
+    """
     found = [
         one.check(config)
         for one in RULES

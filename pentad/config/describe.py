@@ -79,6 +79,8 @@ def show(value: object) -> str:
         text = "{" + ", ".join(f"{key}: {show(inner)}" for key, inner in value.items()) + "}"
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(show(inner) for inner in value) + "]"
+    elif isinstance(value, float):
+        text = str(value).removesuffix(".0")
     else:
         text = str(value).replace("\n", "\\n") or '""'
     return text if len(text) <= 60 else text[:57] + "..."

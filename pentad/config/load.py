@@ -19,7 +19,6 @@ from pentad.config.checks import Command, check
 from pentad.config.describe import choices, fields, join_or, nearest_keys, section_of, show, takes
 from pentad.config.foreign import NOT_BUILT, SPELLED
 from pentad.config.resolve import resolve
-from pentad.config.rules import check_layout
 from pentad.config.schema import Config
 from pentad.config.tree import Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
@@ -51,7 +50,6 @@ def prepare(
     reading = read_config(path, overrides)
     config, notes = resolve(reading.config)
     problems = [*reading.problems, *check(config, command, skip=reading.bad)]
-    problems += check_layout(config, command, skip=reading.bad)
     if problems:
         raise UserError(problems)
     return config, notes

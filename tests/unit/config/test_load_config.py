@@ -177,7 +177,7 @@ ref: {path: "${nope}"}
         ("actor.pth = models/x (recipe.yaml:4)", "no such key", "did you mean actor.path?"),
         ("actor.pad_to_maximum = foo (recipe.yaml:5)", "auto, true or false", ""),
         ("actor.optimizer.lr = fast (recipe.yaml:6)", "a number of at least 0", ""),
-        ("actor.optimizer.beta1 = 1.0 (recipe.yaml:6)", "below 1", ""),
+        ("actor.optimizer.beta1 = 1 (recipe.yaml:6)", "below 1", ""),
         ("recover = {mode: on} (recipe.yaml:7)", "known from AReaL", "not built yet"),
         ("group_size = 3 (recipe.yaml:8)", "no such key", "gconfig.n_samples"),
         ("gconfig.stop = x (recipe.yaml:9)", "a list of texts", "write [x]"),

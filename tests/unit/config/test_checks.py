@@ -1,0 +1,395 @@
+"""Every rule is broken once, and names where, why and what to do."""
+
+import json
+
+import pytest
+
+from pentad.config.checks import RULES, check
+from pentad.config.load import prepare
+from pentad.config.resolve import resolve
+from pentad.config.schema import Config
+from pentad.core.errors import UserError
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    for name, files in {
+        "model": ["config.json", "model.safetensors"],
+        "no_weights": ["config.json"],
+        "empty": [],
+    }.items():
+        (root / name).mkdir()
+        for file in files:
+            (root / name / file).write_text(json.dumps(QWEN3))
+    (root / "data.jsonl").write_text('{"prompt": "1"}\n')
+    return root
+
+
+BASE = ["actor.path={root}/model", "train_dataset.path={root}/data.jsonl", "reward.fn=exact_match"]
+APART = ["allocation_mode=embedded:d1+archon:d1"]
+
+BROKEN = [
+    ("a_model_is_named", "train", ["actor.path="], "actor.path", "is not set"),
+    (
+        "the_actor_is_a_model_folder",
+        "train",
+        ["actor.path={root}/nope"],
+        "actor.path = {root}/nope",
+        "no such folder",
+    ),
+    (
+        "the_actor_is_a_model_folder",
+        "sft",
+        ["actor.path={root}/empty"],
+        "actor.path = {root}/empty",
+        "no config.json",
+    ),
+    (
+        "the_actor_is_a_model_folder",
+        "train",
+        ["actor.path={root}/no_weights"],
+        "actor.path = {root}/no_weights",
+        "actor.init_from_scratch",
+    ),
+    (
+        "the_critic_is_a_model_folder",
+        "train",
+        ["algorithm.name=ppo", "critic.path={root}/empty"],
+        "critic.path = {root}/empty",
+        "no config.json",
+    ),
+    (
+        "the_reference_is_a_model_folder",
+        "train",
+        ["algorithm.kl_coef=0.1", "ref.path={root}/nope"],
+        "ref.path = {root}/nope",
+        "no such folder",
+    ),
+    (
+        "distillation_has_a_teacher",
+        "train",
+        ["algorithm.name=distill"],
+        "teacher.path",
+        "needs a teacher",
+    ),
+    (
+        "the_teacher_is_a_model_folder",
+        "train",
+        ["algorithm.name=distill", "teacher.path={root}/nope"],
+        "teacher.path = {root}/nope",
+        "no such folder",
+    ),
+    ("there_is_training_data", "train", ["train_dataset.path="], "train_dataset.path", "not set"),
+    (
+        "there_is_training_data",
+        "sft",
+        ["train_dataset.path=nope.jsonl"],
+        "train_dataset.path = nope.jsonl",
+        "no such file",
+    ),
+    (
+        "held_out_data_exists",
+        "train",
+        ["valid_dataset.path=nope.jsonl"],
+        "valid_dataset.path = nope.jsonl",
+        "no such file",
+    ),
+    ("held_out_data_exists", "train", ["valid_dataset.limit=3"], "valid_dataset.path", "not set"),
+    ("answers_are_scored", "train", ["reward.fn="], "reward.fn", "grpo needs rewards"),
+    (
+        "evaluation_has_prompts",
+        "train",
+        ["evaluator.freq_secs=5"],
+        "evaluator.freq_secs = 5",
+        "no valid_dataset",
+    ),
+    (
+        "the_mode_fits_the_devices",
+        "train",
+        ["mode=hybrid", "allocation_mode=embedded:d1|archon:d1"],
+        "mode = hybrid",
+        "join them with +",
+    ),
+    (
+        "the_mode_fits_the_devices",
+        "train",
+        ["mode=colocate", *APART],
+        "mode = colocate",
+        "must share devices",
+    ),
+    (
+        "colocation_is_on_policy",
+        "train",
+        ["max_staleness=2"],
+        "max_staleness = 2",
+        "must be 0 in mode = colocate",
+    ),
+    (
+        "resource_agrees_with_the_allocation",
+        "train",
+        [*APART, "resource={{actor: [1, 4], rollout: [1, 1]}}"],
+        "resource.actor = [1, 4]",
+        "is 4 devices, but archon:d1 has 1",
+    ),
+    (
+        "strict_needs_the_embedded_sampler",
+        "train",
+        ["strict=true", "allocation_mode=vllm:d1|archon:d1"],
+        "strict = true",
+        "vllm",
+    ),
+    (
+        "training_samples_at_random",
+        "train",
+        ["gconfig.temperature=0"],
+        "gconfig.temperature = 0",
+        "samples that differ",
+    ),
+    (
+        "training_draws_from_the_whole_distribution",
+        "plan",
+        ["gconfig.top_p=0.9"],
+        "gconfig.top_p = 0.9",
+        "whole distribution",
+    ),
+    (
+        "training_draws_from_all_tokens",
+        "train",
+        ["gconfig.top_k=5"],
+        "gconfig.top_k = 5",
+        "whole distribution",
+    ),
+    (
+        "groups_have_something_to_compare",
+        "train",
+        ["gconfig.n_samples=1", "algorithm.name=rloo"],
+        "gconfig.n_samples = 1",
+        "rloo compares",
+    ),
+    (
+        "chunks_are_not_empty",
+        "train",
+        ["num_iters_per_train_update=33"],
+        "num_iters_per_train_update = 33",
+        "use at most 32",
+    ),
+    (
+        "updates_are_of_equal_size",
+        "train",
+        ["updates_per_batch=12"],
+        "updates_per_batch = 12",
+        "= 256; use for instance 8",
+    ),
+    (
+        "someone_computes_advantages",
+        "train",
+        ["compute_advantages_and_returns=false"],
+        "compute_advantages_and_returns = false",
+        "delivers no advantages",
+    ),
+    (
+        "every_running_sequence_gets_its_token",
+        "train",
+        ["rollout.max_batch_tokens=100"],
+        "rollout.max_batch_tokens = 100",
+        "rollout.max_running = 256",
+    ),
+    (
+        "the_kl_switch_agrees",
+        "train",
+        ["use_kl_loss=true", "algorithm.kl_coef=0"],
+        "use_kl_loss = true",
+        "algorithm.kl_coef = 0",
+    ),
+    (
+        "the_kl_switch_agrees",
+        "train",
+        ["use_kl_loss=true", "algorithm.kl_in=reward"],
+        "use_kl_loss = true",
+        "algorithm.kl_in = reward",
+    ),
+    (
+        "the_kl_switch_agrees",
+        "train",
+        ["use_kl_loss=false", "algorithm.kl_coef=0.01"],
+        "use_kl_loss = false",
+        "algorithm.kl_coef = 0.01",
+    ),
+    (
+        "a_refreshed_reference_is_used",
+        "train",
+        ["ref_update_interval=5", "algorithm.kl_coef=0"],
+        "ref_update_interval = 5",
+        "nothing reads the reference",
+    ),
+    (
+        "the_tis_switch_agrees",
+        "train",
+        ["use_tis=true", "algorithm.correction=mis"],
+        "use_tis = true",
+        "algorithm.correction = mis",
+    ),
+    (
+        "the_tis_switch_agrees",
+        "train",
+        ["use_tis=false", "algorithm.correction=tis"],
+        "use_tis = false",
+        "algorithm.correction = tis",
+    ),
+    (
+        "details_belong_to_something",
+        "train",
+        ["algorithm.kl_estimator=k2"],
+        "algorithm.kl_estimator = k2",
+        "algorithm.kl_coef is not set",
+    ),
+    (
+        "details_belong_to_something",
+        "train",
+        ["algorithm.correction_cap=3"],
+        "algorithm.correction_cap = 3",
+        "set it to tis or mis",
+    ),
+    (
+        "details_belong_to_something",
+        "train",
+        ["algorithm.overlong_buffer=3"],
+        "algorithm.overlong_buffer = 3",
+        "algorithm.overlong_penalty is not set",
+    ),
+    (
+        "decoupled_ppo_has_a_correction",
+        "train",
+        ["algorithm.decoupled=true", "algorithm.correction=none"],
+        "algorithm.decoupled = true",
+        "algorithm.correction = none drops",
+    ),
+    (
+        "every_override_is_read",
+        "train",
+        ["algorithm.lam=0.9"],
+        "algorithm.lam = 0.9",
+        "grpo: it has no critic",
+    ),
+    (
+        "every_override_is_read",
+        "train",
+        ["algorithm.name=reinforce", "algorithm.eps_clip=0.1"],
+        "algorithm.eps_clip = 0.1",
+        "no ratio",
+    ),
+    (
+        "rewards_are_not_wiped_out",
+        "train",
+        ["algorithm.reward_scale=0"],
+        "algorithm.reward_scale = 0",
+        "equal",
+    ),
+    (
+        "the_overlong_buffer_fits",
+        "train",
+        ["algorithm.overlong_penalty=1", "algorithm.overlong_buffer=257"],
+        "algorithm.overlong_buffer = 257",
+        "gconfig.max_new_tokens = 256",
+    ),
+    (
+        "the_actor_engine_agrees",
+        "sft",
+        ["actor.archon.ac_mode=memory_budget", "actor.archon.enable_compile=false"],
+        "actor.archon.ac_mode = memory_budget",
+        "needs compile",
+    ),
+    (
+        "the_actor_engine_agrees",
+        "train",
+        ["actor.archon.ac_mode=full", "actor.gradient_checkpointing=false"],
+        "actor.archon.ac_mode = full",
+        "switches checkpointing off",
+    ),
+    (
+        "the_critic_engine_agrees",
+        "train",
+        [
+            "algorithm.name=ppo",
+            "critic.archon.ac_mode=memory_budget",
+            "critic.archon.enable_compile=false",
+        ],
+        "critic.archon.ac_mode = memory_budget",
+        "needs compile",
+    ),
+]
+
+
+def overrides_for(folders, overrides):
+    return [override.format(root=folders) for override in [*BASE, *overrides]]
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_good_recipe_passes(folders, command):
+    config, notes = prepare(None, overrides_for(folders, []), command)
+    assert config.mode == "colocate"
+
+
+@pytest.mark.parametrize(("name", "command", "overrides", "where", "said"), BROKEN)
+def test_each_rule_catches_what_it_is_for(folders, name, command, overrides, where, said):
+    with pytest.raises(UserError) as caught:
+        prepare(None, overrides_for(folders, overrides), command)
+    (problem,) = caught.value.problems
+    assert problem.where == where.format(root=folders)
+    assert said in str(problem)
+    assert problem.remedy
+
+
+def test_every_rule_is_broken_above():
+    assert {rule.check.__name__ for rule in RULES} == {name for name, *_ in BROKEN}
+
+
+@pytest.mark.parametrize(("name", "command", "overrides", "where", "said"), BROKEN)
+def test_a_rule_is_silent_when_a_key_it_reads_is_known_to_be_wrong(
+    folders, name, command, overrides, where, said
+):
+    (rule,) = [rule for rule in RULES if rule.check.__name__ == name]
+    keys = {override.partition("=")[0] for override in overrides}
+    touched = {key for key in keys if any(key == k or key.startswith(f"{k}.") for k in rule.keys)}
+    assert touched, "the rule must name the keys it reads"
+    values: dict = {}
+    for override in overrides_for(folders, []):
+        key, _, value = override.partition("=")
+        block, _, leaf = key.partition(".")
+        values.setdefault(block, {})[leaf] = value
+    config, _ = resolve(Config.model_validate(values))
+    assert check(config, command, skip=frozenset(touched)) == []
+
+
+def test_rules_for_rollout_do_not_stop_sft(folders):
+    overrides = overrides_for(folders, ["gconfig.temperature=0", "reward.fn="])
+    prepare(None, overrides, "sft")
+
+
+def test_plan_needs_no_files():
+    prepare(None, ["actor.path=Qwen/Qwen3-0.6B"], "plan")
+
+
+def test_problems_of_the_allocation_string_come_with_the_others(folders):
+    with pytest.raises(UserError) as caught:
+        prepare(
+            None,
+            overrides_for(folders, ["allocation_mode=archon:d1q2", "gconfig.temperature=0"]),
+            "train",
+        )
+    temperature, allocation = map(str, caught.value.problems)
+    assert temperature.startswith("gconfig.temperature = 0")
+    assert allocation.endswith("    archon:d1q2\n             ^")

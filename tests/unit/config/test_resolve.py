@@ -1,0 +1,160 @@
+import pytest
+
+from pentad.config.load import dump_config, load_config, prepare
+from pentad.config.resolve import DEFAULT_KL_COEF, resolve
+
+MODEL = "actor.path=Qwen/Qwen3-8B"
+
+
+def resolved(*overrides):
+    return resolve(load_config(None, overrides))
+
+
+def test_nothing_given_means_one_device_for_both():
+    config, notes = resolved()
+    assert (config.allocation_mode, config.mode) == ("embedded:d1|archon:d1", "colocate")
+    assert config.offload_train is None
+    assert len(notes) == 2
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "async"])
+def test_a_mode_of_two_device_sets_gets_two(mode):
+    config, notes = resolved(f"mode={mode}")
+    assert config.allocation_mode == "embedded:d1+archon:d1"
+    assert (config.offload_train, config.offload_rollout) == (False, False)
+    assert f"allocation_mode = embedded:d1+archon:d1: mode = {mode}" in notes
+
+
+@pytest.mark.parametrize(
+    ("allocation", "mode"),
+    [
+        ("sglang:d4+archon:d4", "hybrid"),
+        ("sglang:d4|archon:d4", "colocate"),
+        ("embedded[rollout]:d2|archon[actor]:d2+archon[ref]:d2", "colocate"),
+        ("archon[ref]:d2|embedded[rollout]:d2+archon[actor]:d2", "hybrid"),
+    ],
+)
+def test_the_mode_follows_from_where_rollout_and_actor_stand(allocation, mode):
+    assert resolved(f"allocation_mode={allocation}")[0].mode == mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "allocation"),
+    [
+        ("hybrid", "embedded:d8+archon:d4"),
+        ("", "embedded:d8+archon:d4"),
+        ("colocate", "embedded:d8|archon:d4"),
+    ],
+)
+def test_resource_becomes_an_allocation(mode, allocation):
+    config, _ = resolved(f"mode={mode}", "resource={actor: [1, 4], rollout: [2, 4]}")
+    assert config.allocation_mode == allocation
+
+
+def test_what_is_given_is_kept():
+    overrides = ["offload_train=true", "mode=hybrid", "user=me", "algorithm.correction=mis"]
+    config, _ = resolved(*overrides)
+    assert (config.offload_train, config.offload_rollout, config.user) == (True, False, "me")
+    assert config.algorithm.correction == "mis"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "coef", "place"),
+    [
+        (["use_kl_loss=true"], DEFAULT_KL_COEF, "loss"),
+        (["use_kl_loss=true", "algorithm.kl_coef=0.5"], 0.5, "loss"),
+        (["use_kl_loss=false"], 0.0, None),
+        (["use_kl_loss=false", "algorithm.name=ppo"], None, None),
+        (["use_kl_loss=false", "algorithm.kl_in=reward"], None, "reward"),
+        ([], None, None),
+    ],
+)
+def test_the_kl_switch_becomes_keys_of_the_algorithm(overrides, coef, place):
+    algorithm = resolved(*overrides)[0].algorithm
+    assert (algorithm.kl_coef, algorithm.kl_in) == (coef, place)
+
+
+@pytest.mark.parametrize(("value", "word"), [("true", "tis"), ("false", "none"), ("null", None)])
+def test_the_tis_switch_becomes_a_correction(value, word):
+    assert resolved(f"use_tis={value}")[0].algorithm.correction == word
+
+
+def test_zero_bubble_schedules_get_what_they_can_live_with():
+    config, notes = resolved("allocation_mode=archon:d1p2", "actor.archon.pp_schedule=ZBV")
+    archon = config.actor.archon
+    assert (archon.enable_compile, archon.ac_mode, archon.ac_selective) == (False, "selective", 2)
+    assert (archon.stages_per_rank, config.actor.mb_spec.n_mbs) == (2, 4)
+    assert any(note.startswith("actor.archon.ac_selective = 2") for note in notes)
+
+
+def test_a_schedule_without_a_pipeline_changes_nothing():
+    archon = resolved("actor.archon.pp_schedule=ZBV")[0].actor.archon
+    assert (archon.enable_compile, archon.ac_selective, archon.stages_per_rank) == (
+        "auto",
+        "op",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "num"),
+    [("1F1B", 1, 4), ("1F1B", 16, 16), ("I1F1B", 1, 8), ("I1F1B", 12, 12)],
+)
+def test_microbatches_are_raised_to_the_number_of_stages(schedule, given, num):
+    config, notes = resolved(
+        "allocation_mode=archon:d1p4",
+        f"actor.archon.pp_schedule={schedule}",
+        f"actor.mb_spec.n_mbs={given}",
+    )
+    assert config.actor.mb_spec.n_mbs == num
+    assert any("raised" in note for note in notes) == (given < num)
+
+
+def test_memory_budget_turns_compile_on():
+    archon = resolved("actor.archon.ac_mode=memory_budget")[0].actor.archon
+    assert archon.enable_compile is True
+
+
+def test_checkpointing_switched_off_is_off():
+    assert resolved("actor.gradient_checkpointing=false")[0].actor.archon.ac_mode == "none"
+
+
+def test_a_critic_starts_from_the_actor():
+    config, notes = resolved("algorithm.name=ppo", "actor.path=x")
+    assert config.critic.path == "x"
+    assert "critic.path = x: that of the actor" in notes
+    assert resolved("actor.path=x")[0].critic.path is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor.enable_tree_training=true", "tree training is not built"),
+        ("num_data_storage_units=2", "without effect"),
+        ("teacher.path=x", "without effect in grpo"),
+        ("critic.path=x", "grpo has no critic"),
+    ],
+)
+def test_what_nobody_reads_is_said_and_said_again(override, said):
+    config, notes = resolved(override)
+    assert sum(said in note for note in notes) == 1
+    assert sum(said in note for note in resolve(config)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [MODEL],
+        [MODEL, "algorithm.name=ppo", "use_kl_loss=true", "use_tis=true"],
+        [MODEL, "mode=async", "max_staleness=2"],
+        [MODEL, "resource={actor: [1, 4], rollout: [1, 4]}", "mode=hybrid"],
+        [MODEL, "allocation_mode=sglang:d4t2+archon:d4p2t2", "actor.archon.pp_schedule=IZB"],
+        [MODEL, "use_kl_loss=false", "use_tis=false", "actor.gradient_checkpointing=false"],
+    ],
+)
+def test_a_resolved_config_fed_back_is_the_same_and_raises_no_notes(tmp_path, overrides):
+    cluster = ["cluster.n_nodes=3", "cluster.n_gpus_per_node=8"]
+    config, notes = prepare(None, [*overrides, *cluster])
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert prepare(path) == (config, [])
