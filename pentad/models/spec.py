@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.core.dims import ModelDims, dims_from_hf
-from pentad.weights.map import Rule, WeightMap, build_map
+from pentad.models.columns import MEGATRON, megatron_sizes
+from pentad.weights.map import Rule, WeightMap, build_map, through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,16 @@ class ModelSpec:
     """The composition: class that is built from the dimensions, as module:name."""
     classes: tuple[str, str] = ("", "")
     """transformers' classes for the causal model and for the one with a scalar head."""
+    megatron: tuple[Rule, ...] = MEGATRON
+    """Megatron's tensors as regions of the native ones."""
     ignored: tuple[str, ...] = ()
     """HF-on-disk names that some folders hold and that carry nothing, {i} for the layer."""
 
     def weight_map(self, dims: ModelDims) -> WeightMap:
         return build_map(self.rules, dims, ignored=self.ignored)
+
+    def megatron_map(self, dims: ModelDims, vocab_rows: int) -> WeightMap:
+        """Megatron's tensors, with so many rows of vocabulary, as regions of HF-on-disk ones."""
+        sizes = megatron_sizes(dims, vocab_rows)
+        column = build_map(self.megatron, dims, extra_sizes=sizes)
+        return through(column, self.weight_map(dims))

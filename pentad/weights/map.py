@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.weights.regions import Region, Run, Shape, coverage_fault, flip
+from pentad.weights.regions import Lookup, Region, Run, Shape, coverage_fault, flip, join
 
 Condition = Callable[[ModelDims, int], bool]
 """Whether a rule holds for a model and a layer (0 for rules outside the layers)."""
@@ -305,6 +305,16 @@ def build_map(
         entries[name] = Entry(name, shape, regions, rule, **place, is_copy=is_copy)
     skipped = {name.format(i=i) for name in ignored for i in range(dims.num_layers)}
     return WeightMap(dims, entries, _sources_of(entries, dims), tied, frozenset(skipped))
+
+
+def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
+    """A column over native names, and the native map over HF names, as one map over HF names."""
+    native = {name: Lookup(entry.regions) for name, entry in inner.entries.items()}
+    entries = {
+        name: replace(entry, regions=tuple(join(entry.regions, native)))
+        for name, entry in outer.entries.items()
+    }
+    return WeightMap(inner.dims, entries, _sources_of(entries, inner.dims), inner.tied)
 
 
 def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, dict[str, int]]]:

@@ -8,6 +8,7 @@ inverting and joining such lists. Nothing here knows torch.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,11 +105,32 @@ def flip(region: Region, target: str, target_shape: Shape) -> Region:
     return Region(target, target_shape, region.target_start, region.source_start, runs)
 
 
-def join(outer: Sequence[Region], inner: Mapping[str, Sequence[Region]]) -> list[Region]:
+class Lookup:
+    """The regions of one tensor, found by the rows of it that they fill.
+
+    A stack of experts has hundreds of regions, and one expert needs two of them.
+    """
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        self.regions = sorted(regions, key=lambda region: region.target_start)
+        self.starts = [region.target_start[:1] for region in self.regions]
+        heights = [stop - start for r in self.regions for start, stop in r.target_box[:1]]
+        self.tallest = max(heights, default=0)
+
+    def near(self, box: Box) -> Sequence[Region]:
+        """All that meet the box, and perhaps a few more."""
+        if not box:
+            return self.regions
+        start, stop = box[0]
+        first = bisect_left(self.starts, (start - self.tallest + 1,))
+        return self.regions[first : bisect_left(self.starts, (stop,))]
+
+
+def join(outer: Sequence[Region], inner: Mapping[str, Lookup]) -> list[Region]:
     """A <- B and B <- C give A <- C: the outer regions with their sources followed one step on."""
     out = []
     for region in outer:
-        for part in inner[region.source]:
+        for part in inner[region.source].near(region.source_box):
             small = clip(part, region.source_box)
             if small is not None:
                 out.append(_chain(region, small))
@@ -135,6 +157,8 @@ def coverage_fault(boxes: Sequence[Box], shape: Shape, *, gaps: bool = False) ->
 
     With `gaps` elements may stay uncovered (padding), but none may be given twice.
     """
+    if len(boxes) == 1 and boxes[0] == full_box(shape):
+        return None
     for box in boxes:
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             return f"block {show(box)} lies outside shape {list(shape)}"

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from pentad.weights.regions import (
+    Lookup,
     Region,
     Run,
     box_shape,
@@ -84,7 +85,7 @@ def test_joining_follows_every_element_through_both_maps():
     ]
     inner = table(REGIONS)
     expected = {index: inner[middle] for index, (_, middle) in table(outer).items()}
-    assert table(join(outer, {"t": REGIONS})) == expected
+    assert table(join(outer, {"t": Lookup(REGIONS)})) == expected
 
 
 def test_joining_partial_blocks():
@@ -98,7 +99,7 @@ def test_joining_partial_blocks():
         runs = tuple(Run(dim, order[dim], length[dim]) for dim in range(3))
         outer = [Region("t", TARGET, tuple(start), offset, runs)]
         expected = {index: inner[middle] for index, (_, middle) in table(outer).items()}
-        assert table(join(outer, {"t": REGIONS})) == expected
+        assert table(join(outer, {"t": Lookup(REGIONS)})) == expected
 
 
 def cells(box):

@@ -1,0 +1,114 @@
+"""Other name spaces of decoder weights, as rules over the native names: Megatron-core's.
+
+Joined with a family's map (`weights.map.through`) such a column gives the foreign tensors as
+regions of HF-on-disk tensors, so it is written once for all families. Names are those of the
+Transformer-Engine layer spec; aliases are those of the local spec and of sequential experts.
+Layer and expert numbers are global here; a Megatron rank counts its own from zero.
+"""
+
+from __future__ import annotations
+
+from pentad.core.dims import ModelDims
+from pentad.weights.map import Expert, Padded, Planes, Qkv, Rule
+
+
+def has_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.qkv_bias
+
+
+def has_out_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.out_bias
+
+
+def has_qk_norm(dims: ModelDims, layer: int) -> bool:
+    return dims.qk_norm
+
+
+def is_moe(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer)
+
+
+def is_dense(dims: ModelDims, layer: int) -> bool:
+    return not dims.is_moe(layer)
+
+
+def has_mlp_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.mlp_bias and not dims.is_moe(layer)
+
+
+ATTN = "layers.{i}.attn."
+FFN = "layers.{i}.ffn."
+THEIRS = "decoder.layers.{i}."
+
+MEGATRON = (
+    Rule("embedding.word_embeddings.weight", "Vp D", Padded("embed.weight", "V")),
+    Rule(
+        THEIRS + "self_attention.linear_qkv.layer_norm_weight",
+        "D",
+        "layers.{i}.attn_norm.weight",
+        alias=(THEIRS + "input_layernorm.weight",),
+    ),
+    Rule(
+        THEIRS + "self_attention.linear_qkv.weight",
+        "P D",
+        Qkv(ATTN + "q.weight", ATTN + "k.weight", ATTN + "v.weight"),
+    ),
+    Rule(
+        THEIRS + "self_attention.linear_qkv.bias",
+        "P",
+        Qkv(ATTN + "q.bias", ATTN + "k.bias", ATTN + "v.bias"),
+        has_bias,
+    ),
+    Rule(THEIRS + "self_attention.linear_proj.weight", "D Q", ATTN + "o.weight"),
+    Rule(THEIRS + "self_attention.linear_proj.bias", "D", ATTN + "o.bias", has_out_bias),
+    Rule(THEIRS + "self_attention.q_layernorm.weight", "d", ATTN + "q_norm.weight", has_qk_norm),
+    Rule(THEIRS + "self_attention.k_layernorm.weight", "d", ATTN + "k_norm.weight", has_qk_norm),
+    Rule(
+        THEIRS + "mlp.linear_fc1.layer_norm_weight",
+        "D",
+        "layers.{i}.ffn_norm.weight",
+        is_dense,
+        alias=(THEIRS + "pre_mlp_layernorm.weight",),
+    ),
+    Rule(THEIRS + "pre_mlp_layernorm.weight", "D", "layers.{i}.ffn_norm.weight", is_moe),
+    Rule(THEIRS + "mlp.linear_fc1.weight", "F+F D", Planes(FFN + "gate_up.weight"), is_dense),
+    Rule(THEIRS + "mlp.linear_fc1.bias", "F+F", Planes(FFN + "gate_up.bias"), has_mlp_bias),
+    Rule(THEIRS + "mlp.linear_fc2.weight", "D F", FFN + "down.weight", is_dense),
+    Rule(THEIRS + "mlp.linear_fc2.bias", "D", FFN + "down.bias", has_mlp_bias),
+    Rule(THEIRS + "mlp.router.weight", "R D", FFN + "router.weight", is_moe),
+    Rule(
+        THEIRS + "mlp.experts.linear_fc1.weight{e}",
+        "M+M D",
+        Expert(Planes(FFN + "experts.gate_up")),
+        is_moe,
+        alias=(THEIRS + "mlp.experts.local_experts.{e}.linear_fc1.weight",),
+    ),
+    Rule(
+        THEIRS + "mlp.experts.linear_fc2.weight{e}",
+        "D M",
+        Expert(FFN + "experts.down"),
+        is_moe,
+        alias=(THEIRS + "mlp.experts.local_experts.{e}.linear_fc2.weight",),
+    ),
+    Rule("decoder.final_layernorm.weight", "D", "norm.weight"),
+    Rule(
+        "output_layer.weight",
+        "Vp D",
+        Padded("head.weight", "V"),
+        tied="embedding.word_embeddings.weight",
+    ),
+)
+
+MEGATRON_PLAN = {"Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "M": "etp"}
+"""P is the interleaved qkv, cut in plain rows; experts are dealt whole by their number."""
+
+
+def padded_vocab(vocab_size: int, tp: int, divisor: int = 128) -> int:
+    """Megatron's vocabulary: the next multiple of divisor * tp, so it depends on the layout."""
+    step = divisor * tp
+    return -(-vocab_size // step) * step
+
+
+def megatron_sizes(dims: ModelDims, vocab_rows: int) -> dict[str, int]:
+    """The symbols that only Megatron's column has."""
+    return {"P": (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim, "Vp": vocab_rows}

@@ -1,0 +1,80 @@
+"""Megatron's tensors, derived from the maps, against the fusing written out in torch."""
+
+import pytest
+import torch
+import transformers
+
+from pentad.models.columns import padded_vocab
+from pentad.models.registry import dims_of, map_of, spec_of
+from pentad.weights import flow
+from pentad.weights.flow import Pairs, whole_shards
+
+TINY = dict(
+    vocab_size=211,
+    hidden_size=45,
+    intermediate_size=77,
+    num_hidden_layers=3,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=14,
+)
+MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=27, mlp_only_layers=[1])
+
+
+@pytest.fixture(params=["qwen2", "qwen3", "llama", "qwen3_moe", "tied"])
+def column(request):
+    family = "qwen3" if request.param == "tied" else request.param
+    extra = MOE if family == "qwen3_moe" else {}
+    extra = {**extra, "attention_bias": True, "mlp_bias": True} if family == "llama" else extra
+    tied = request.param == "tied"
+    config = transformers.AutoConfig.for_model(family, **TINY, **extra, tie_word_embeddings=tied)
+    dims = dims_of(config)
+    weight_map = spec_of(family).megatron_map(dims, padded_vocab(211, tp=2))
+    generator = torch.Generator().manual_seed(0)
+    hf = {n: torch.randn(s.shape, generator=generator) for n, s in weight_map.sources.items()}
+    theirs = {n: torch.zeros(e.shape) for n, e in weight_map.entries.items()}
+    flow.fill(whole_shards(theirs), weight_map, Pairs(hf.items()))
+    return dims, weight_map, hf, theirs
+
+
+def test_attention_is_fused_by_query_group(column):
+    dims, _, hf, theirs = column
+    for i in range(3):
+        for kind in ("weight", "bias") if dims.qkv_bias else ("weight",):
+            q, k, v = (hf[f"model.layers.{i}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+            groups = [torch.cat(g) for g in zip(q.chunk(4), k.chunk(4), v.chunk(4), strict=True)]
+            fused = theirs[f"decoder.layers.{i}.self_attention.linear_qkv.{kind}"]
+            assert torch.equal(fused, torch.cat(groups))
+
+
+def test_mlp_and_experts_are_gate_over_up(column):
+    dims, _, hf, theirs = column
+    for i in range(3):
+        ours, other = f"model.layers.{i}.mlp.", f"decoder.layers.{i}.mlp."
+        if not dims.is_moe(i):
+            gate, up = hf[ours + "gate_proj.weight"], hf[ours + "up_proj.weight"]
+            assert torch.equal(theirs[other + "linear_fc1.weight"], torch.cat([gate, up]))
+            continue
+        for e in range(5):
+            gate, up = (hf[f"{ours}experts.{e}.{x}_proj.weight"] for x in ("gate", "up"))
+            assert torch.equal(
+                theirs[f"{other}experts.linear_fc1.weight{e}"], torch.cat([gate, up])
+            )
+            down = hf[f"{ours}experts.{e}.down_proj.weight"]
+            assert torch.equal(theirs[f"{other}experts.linear_fc2.weight{e}"], down)
+
+
+def test_vocabulary_is_padded_with_zeros(column):
+    dims, _, hf, theirs = column
+    table = theirs["embedding.word_embeddings.weight"]
+    assert table.shape == (256, 45) and not table[211:].any()
+    assert torch.equal(table[:211], hf["model.embed_tokens.weight"])
+    head = hf["model.embed_tokens.weight" if dims.tie_embeddings else "lm_head.weight"]
+    assert torch.equal(theirs["output_layer.weight"][:211], head)
+
+
+def test_every_weight_but_the_value_head_comes_back(column):
+    dims, weight_map, hf, theirs = column
+    back = dict(flow.iter_sources(theirs, weight_map))
+    assert back.keys() == hf.keys() == map_of(dims).sources.keys() - {"score.weight"}
+    assert all(torch.equal(back[name], hf[name]) for name in hf)
