@@ -11,7 +11,7 @@ from pentad.weights.flow import Pairs, whole_shards
 
 TINY = dict(
     vocab_size=211,
-    hidden_size=45,
+    hidden_size=60,
     intermediate_size=77,
     num_hidden_layers=3,
     num_attention_heads=12,
@@ -67,7 +67,7 @@ def test_mlp_and_experts_are_gate_over_up(column):
 def test_vocabulary_is_padded_with_zeros(column):
     dims, _, hf, theirs = column
     table = theirs["embedding.word_embeddings.weight"]
-    assert table.shape == (256, 45) and not table[211:].any()
+    assert table.shape == (256, 60) and not table[211:].any()
     assert torch.equal(table[:211], hf["model.embed_tokens.weight"])
     head = hf["model.embed_tokens.weight" if dims.tie_embeddings else "lm_head.weight"]
     assert torch.equal(theirs["output_layer.weight"][:211], head)

@@ -12,7 +12,7 @@ from pentad.weights import flow
 # All dims distinct and odd where they may be; head_dim is not hidden / heads; four kv groups.
 CONFIG = dict(
     vocab_size=211,
-    hidden_size=45,
+    hidden_size=60,
     intermediate_size=77,
     num_hidden_layers=3,
     num_attention_heads=12,
