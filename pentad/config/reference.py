@@ -52,7 +52,7 @@ it stands on, the rule and a remedy, and the command ends with exit code 2:
 
 ```
 2 problems, nothing was started:
-* actor.lr = 1e-6 (recipe.yaml:4): there is no such key; did you mean actor.optimizer.lr or \
+* actor.lr = 1e-06 (recipe.yaml:4): there is no such key; did you mean actor.optimizer.lr or \
 critic.optimizer.lr?
 * gconfig.temperature = 0: training needs samples that differ, and at 0 they are all the likeliest \
 one; use 1.0; evaluator.temperature may be 0.

@@ -10,7 +10,6 @@ from pentad.config.resolve import resolve
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
 
-
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 64,

@@ -1,0 +1,240 @@
+"""The command as people use it: a process with arguments, output and an exit code."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pentad import __version__
+from pentad.cli import main as cli
+from pentad.cli.errors import reporting
+from pentad.cli.recipe import MODES, SWITCHES, read_recipe
+from pentad.config.describe import fields
+from pentad.config.load import load_config
+from pentad.config.schema import Mode
+from pentad.core.errors import Problem, RunError, UserError
+
+EXAMPLE = "actor: {path: Qwen/Qwen3-8B}\ngconfig: {temperature: 0, n_sample: 3}\nmod: hybrid\n"
+
+
+def pentad(*args, **env):
+    command = [sys.executable, "-m", "pentad.cli.main", *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = (
+        "import sys; sys.argv = ['pentad', '--help']\n"
+        "from pentad.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'omegaconf', 'pydantic', 'yaml'} & set(sys.modules)))"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+    assert out.stdout.splitlines()[-1] == "[]"
+    for command in ("train", "sft", "plan", "doctor", "demo"):
+        assert f"  {command} " in out.stdout
+    assert min(times) < 0.5  # the promise; 0.1 s on an idle core
+
+
+def test_a_recipe_with_mistakes_ends_with_all_of_them_and_code_2(recipe):
+    done = pentad("plan", recipe, "foo=1", "gconfig.top_k=3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0] == "5 problems, nothing was started:"
+    assert all(line.startswith("* ") for line in lines[1:])
+    for text in [
+        "gconfig.n_sample = 3 (recipe.yaml:2): there is no such key; did you mean gconfig.n_s",
+        "mod = hybrid (recipe.yaml:3)",
+        "foo = 1 (command line)",
+        "gconfig.temperature = 0",
+        "gconfig.top_k = 3",
+    ]:
+        assert sum(text in line for line in lines) == 1, text
+    assert "Traceback" not in done.stderr
+
+
+def test_tracebacks_are_shown_on_request(recipe):
+    done = pentad("plan", recipe, PENTAD_TRACEBACK="1")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("* ")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["train"], "recipe: is not given"),
+        (["plan", "nope.yaml"], "recipe = nope.yaml: no such file or directory"),
+        (["sft", "--config", "nope.yaml"], "recipe = nope.yaml: no such file or directory"),
+        (["plan", "actor.path=Qwen/Qwen3-8B", "seed"], 'override "seed"'),
+    ],
+)
+def test_missing_pieces_are_one_sentence(args, said):
+    done = pentad(*args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistyped_command_or_option_is_named():
+    done = pentad("trian")
+    assert (done.returncode, "Did you mean 'train'" in done.stderr) == (2, True)
+    done = pentad("train", "--max-stalenes", "3")
+    assert (done.returncode, "--max-staleness" in done.stderr) == (2, True)
+
+
+def test_version():
+    assert pentad("--version").stdout == f"pentad {__version__}\n"
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Runs commands in this process and keeps the recipe they read."""
+    recipes = []
+
+    def prepare(self, command):
+        if self.problems:
+            raise UserError(self.problems)
+        recipes.append((command, self))
+        raise typer.Exit(0)
+
+    monkeypatch.setattr(cli.Recipe, "prepare", prepare)
+    return recipes
+
+
+def test_switches_are_overrides(seen):
+    resource = '{"actor": [1, 4], "rollout": [1, 4]}'
+    args = ["--resource", resource, "--max-staleness", "2", "--num-data-storage-units", "1"]
+    args += ["--num-iters-per-train-update", "8", "--balance-data", "--hybrid"]
+    args += ["--use-kl-loss", "--no-use-tis", "r.yaml", "seed=3"]
+    assert CliRunner().invoke(cli.app, ["train", *args]).exit_code == 0
+    ((command, recipe),) = seen
+    assert (command, recipe.path) == ("train", Path("r.yaml"))
+    assert recipe.overrides[0] == "seed=3"
+    assert set(recipe.overrides[1:]) == {
+        "mode=hybrid",
+        "max_staleness=2",
+        "num_iters_per_train_update=8",
+        f"resource={resource}",
+        "balance_data=true",
+        "use_kl_loss=true",
+        "use_tis=false",
+        "num_data_storage_units=1",
+    }
+    config = load_config(None, recipe.overrides)
+    assert config.resource is not None
+    assert (config.resource.rollout, config.balance_data) == ((1, 4), True)
+
+
+def test_the_file_may_be_named_either_way(seen):
+    runner = CliRunner()
+    for args in (["r.yaml", "a=1"], ["--config", "r.yaml", "a=1"], ["a=1", "--config", "r.yaml"]):
+        assert runner.invoke(cli.app, ["train", *args]).exit_code == 0
+    assert {(str(r.path), tuple(r.overrides)) for _, r in seen} == {("r.yaml", ("a=1",))}
+
+
+def test_every_switch_sets_a_key_of_the_schema():
+    assert {switch.key for switch in SWITCHES} <= set(fields())
+    for switch in SWITCHES:
+        words = " ".join(str(fields()[switch.key].annotation).split())
+        assert switch.type.__name__ in words or switch.type is str
+
+
+def test_switches_that_exclude_each_other_name_the_way_out(seen):
+    result = CliRunner().invoke(cli.app, ["train", "r.yaml", "--fully-async", "--colocate"])
+    assert result.exit_code == 2
+    assert "--colocate --fully-async: do not go together" in result.stderr
+    assert "--hybrid" in result.stderr
+    result = CliRunner().invoke(cli.app, ["train", "r.yaml", "--hybrid", "--colocate"])
+    assert "--colocate --hybrid: each sets the mode" in result.stderr
+    assert seen == []
+
+
+def test_one_key_set_twice_is_refused():
+    recipe = read_recipe(["r.yaml", "max_staleness=1"], None, {"max_staleness": 2})
+    (problem,) = recipe.problems
+    assert str(problem).startswith("--max-staleness and max_staleness=1: both set max_staleness")
+    assert read_recipe(["r.yaml", "mode=hybrid"], None, {"colocate": True}).problems
+
+
+def test_modes_are_those_of_the_schema():
+    assert set(MODES.values()) == set(get_args(Mode))
+
+
+def test_a_path_with_an_equals_sign_is_a_path():
+    assert read_recipe(["runs/a=b/config.yaml"], None, {}).path == Path("runs/a=b/config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        (UserError([Problem("a = 1", "is wrong", "use 2")]), 2, "* a = 1: is wrong; use 2."),
+        (RunError("the disk is full."), 1, "* the disk is full."),
+        (KeyboardInterrupt(), 130, "* interrupted."),
+    ],
+)
+def test_errors_end_in_a_sentence_and_a_code(capfd, error, code, last):
+    @reporting
+    def command() -> None:
+        print("something before")
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        command()
+    assert caught.value.exit_code == code
+    assert capfd.readouterr().err.splitlines()[-1] == last
+
+
+def test_the_cause_comes_after_what_a_pipe_still_holds():
+    code = (
+        "from pentad.cli.errors import reporting\nfrom pentad.core.errors import RunError\n"
+        "import typer\n@reporting\ndef f():\n    print('step 3')\n    raise RunError('no space.')\n"
+        "try: f()\nexcept typer.Exit as e: raise SystemExit(e.exit_code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "step 3\n* no space.\n")
+
+
+def test_bugs_keep_their_traceback():
+    @reporting
+    def command() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command()
+
+
+def test_problems_with_a_caret_keep_their_shape(tmp_path):
+    done = pentad("plan", "actor.path=Qwen/Qwen3-8B", "allocation_mode=archon:d1q2")
+    *_, line, caret = done.stderr.splitlines()
+    assert line.index("q2") == caret.index("^")
+
+
+def test_the_resource_switch_reports_bad_json(tmp_path):
+    done = pentad("plan", "actor.path=Qwen/Qwen3-8B", "--resource", json.dumps([1])[:-1])
+    assert done.returncode == 2
+    assert 'override "resource=[1"' in done.stderr
