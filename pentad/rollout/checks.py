@@ -1,0 +1,111 @@
+"""What is checked before anything enters a batch: a sampler's answers and a workflow's samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import Generation, Prompt, Request, Sample
+from pentad.rollout.failures import InfraFailure
+
+LOGPROB_ROUNDING = 1e-3
+"""A log-prob above 0 by at most this is a sure token in low precision, more is an error."""
+
+
+def check_generations(request: Request, answers: Sequence[Generation], vocab_size: int) -> None:
+    """Raises InfraFailure if the sampler's answer cannot be what it was asked for."""
+    if len(answers) != len(request.seeds):
+        raise InfraFailure(f"{len(answers)} generations came for {len(request.seeds)} seeds")
+    for index, answer in enumerate(answers):
+        wrong = flaw_of(answer, request.params.max_new_tokens, vocab_size)
+        if wrong:
+            raise InfraFailure(f"generation {index}: {wrong}")
+
+
+def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | None:
+    num = len(answer.ids)
+    if answer.finish == "abort":
+        return f"aborted after {num} tokens"
+    if answer.finish not in ("stop", "length"):
+        return f"finish = {answer.finish!r} is none of stop, length, abort"
+    if not num == len(answer.logprobs) == len(answer.versions):
+        counts = f"{len(answer.logprobs)} log-probs and {len(answer.versions)} versions"
+        return f"{counts} came for {num} ids"
+    if not 1 <= num <= max_new_tokens:
+        return f"{num} tokens came where 1 to {max_new_tokens} were asked for"
+    for t, token in enumerate(answer.ids):
+        if not 0 <= token < vocab_size:
+            return f"token {t}: id {token} is outside the vocabulary of {vocab_size}"
+    for t, logprob in enumerate(answer.logprobs):
+        if not math.isfinite(logprob) or logprob > LOGPROB_ROUNDING:
+            return f"token {t}: log-prob {logprob} is not a finite number of at most 0"
+    if answer.versions[0] < 0 or any(b < a for a, b in pairwise(answer.versions)):
+        return f"weight versions {sorted(set(answer.versions))} go backwards or below 0"
+    return None
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Everything that was sampled for one group, to be held against its samples."""
+
+    by_sequence: dict[bytes, list[tuple[int, Generation]]] = field(default_factory=dict)
+    """Keyed by all ids from the start to the end of a generation; with where it began."""
+    lengths: set[int] = field(default_factory=set)
+
+    def add(self, request: Request, answers: Sequence[Generation]) -> None:
+        for answer in answers:
+            ids = np.array([*request.prompt_ids, *answer.ids], dtype=np.int64)
+            self.by_sequence.setdefault(ids.tobytes(), []).append((len(request.prompt_ids), answer))
+            self.lengths.add(len(ids))
+
+    def covers(self, sample: Sample) -> np.ndarray:
+        """Which tokens of the sample were drawn at that place, with that log-prob and version."""
+        known = np.zeros(len(sample.ids), dtype=bool)
+        for end in self.lengths:
+            for start, answer in self.by_sequence.get(sample.ids[:end].tobytes(), []):
+                span = slice(start, end)
+                logprobs = np.array(answer.logprobs, dtype=np.float32)
+                same = sample.rollout_logprobs[span] == logprobs
+                known[span] |= same & (sample.versions[span] == np.array(answer.versions))
+        return known
+
+
+def check_samples(prompt: Prompt, samples: Sequence[Sample], drawn: Drawn, num: int) -> None:
+    """Raises UserError if the workflow broke its contract: these samples must not be trained."""
+    problems = []
+    if len(samples) != num:
+        problems.append(f"returned {len(samples)} samples where {num} were asked for")
+    for index, sample in enumerate(samples):
+        wrong = contract_breach(prompt, sample, drawn)
+        if wrong:
+            problems.append(f"sample {index}: {wrong}")
+    remedy = "build samples with pentad.rollout.workflows.Transcript"
+    if problems:
+        raise UserError([Problem(f"workflow, prompt {prompt.gid}", p, remedy) for p in problems])
+
+
+def contract_breach(prompt: Prompt, sample: Sample, drawn: Drawn) -> str | None:
+    columns = {"mask": sample.mask, "rollout_logprobs": sample.rollout_logprobs}
+    columns |= {"versions": sample.versions, **sample.columns}
+    for name, column in columns.items():
+        if column.shape != sample.ids.shape:
+            return f"{name} has shape {column.shape}, ids {sample.ids.shape}"
+    if sample.ids.dtype != np.int64 or sample.mask.dtype != np.bool_:
+        return f"ids are {sample.ids.dtype} and mask {sample.mask.dtype}, not int64 and bool"
+    if tuple(sample.ids[: len(prompt.ids)].tolist()) != prompt.ids:
+        return "its ids do not begin with those of the prompt"
+    if not sample.mask.any():
+        return "no token of it is trained"
+    if sample.rollout_logprobs[~sample.mask].any() or (sample.versions[~sample.mask] != -1).any():
+        return "a token that is not trained has a log-prob or a version"
+    stray = np.flatnonzero(sample.mask & ~drawn.covers(sample))
+    if len(stray):
+        return f"token {stray[0]} is trained, but was not sampled there with this log-prob"
+    if sample.reward is not None and not math.isfinite(sample.reward):
+        return f"its reward is {sample.reward}"
+    return None

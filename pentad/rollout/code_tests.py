@@ -1,0 +1,135 @@
+"""The `code` reward: a program from the completion, judged by tests it never sees.
+
+Programs run in isolated workers; inputs go in, outputs come out, and the comparison is made here,
+in the caller's process. A program that fails, hangs or is killed has failed its test: that is a
+verdict. Only a failure of the pool itself is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pentad.core.roles import Scored
+from pentad.rollout.sandbox import JobFailed, Sandbox
+
+FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+FLOAT_TOLERANCE = 1e-6
+"""Relative and absolute, for printed decimals: programs sum in different orders."""
+RUN, CALL, ASSERT = (f"pentad.rollout.programs:{f}" for f in ("print_output", "call", "asserts"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """What a program must do. Example: Tests("stdin", "", [("1 2\\n", "3")])."""
+
+    kind: Literal["stdin", "call", "assert"]
+    function: str
+    """The function that is called; empty for the other kinds."""
+    cases: list[tuple[Any, Any]]
+    """(input, expected output); for asserts (statement, None)."""
+
+
+def read_tests(answer: object) -> Tests:
+    """The tests of a dataset row, in the forms that public datasets use (see docs/rewards.md)."""
+    if isinstance(answer, str):
+        text = answer.strip()
+        answer = json.loads(text) if text[:1] in ("{", "[") else [text]
+    if isinstance(answer, Mapping) and {"inputs", "outputs"} <= answer.keys():
+        function = str(answer.get("fn_name") or "")
+        cases = list(zip(answer["inputs"], answer["outputs"], strict=True))
+        tests = Tests("call" if function else "stdin", function, cases)
+    elif isinstance(answer, list) and all(isinstance(case, Mapping) for case in answer):
+        tests = Tests("stdin", "", [(case["input"], case["output"]) for case in answer])
+    elif isinstance(answer, list) and all(isinstance(case, str) for case in answer):
+        tests = Tests("assert", "", [(case, None) for case in answer if case.strip()])
+    else:
+        raise ValueError("tests are {inputs, outputs}, [{input, output}] or assert statements")
+    if not tests.cases:
+        raise ValueError("there are no tests")
+    return tests
+
+
+def program_in(completion: str) -> str:
+    """The last fenced block, or everything if there is none."""
+    blocks = FENCE.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+async def judge(sandbox: Sandbox, completion: str, answer: object) -> Scored | JobFailed:
+    """1 if every test passes. Ends at the first that does not, so a hanging program costs one."""
+    tests = read_tests(answer)
+    source = program_in(completion)
+    if tests.kind == "assert":
+        return await _judge_asserts(sandbox, source, [case for case, _ in tests.cases])
+    for num_passed, (given, expected) in enumerate(tests.cases):
+        job: dict[str, Any] = {"source": source}
+        if tests.kind == "stdin":
+            got = await sandbox.run(RUN, job | {"stdin": _as_text(given)}, capture="stdout")
+        else:
+            job |= {"function": tests.function, "arguments": list(given)}
+            got = await sandbox.run(CALL, job)
+        if isinstance(got, JobFailed) and got.kind == "lost":
+            return got
+        is_right = not isinstance(got, JobFailed) and (
+            same_output(got, _as_text(expected))
+            if tests.kind == "stdin"
+            else same_value(got, expected)
+        )
+        if not is_right:
+            return _scored(num_passed, len(tests.cases), got)
+    return _scored(len(tests.cases), len(tests.cases), None)
+
+
+async def _judge_asserts(sandbox: Sandbox, source: str, tests: list[str]) -> Scored | JobFailed:
+    got = await sandbox.run(ASSERT, {"source": source, "tests": tests})
+    if isinstance(got, JobFailed):
+        return got if got.kind == "lost" else _scored(0, len(tests), got)
+    num_passed = got if type(got) is int and 0 <= got <= len(tests) else 0
+    return _scored(num_passed, len(tests), None)
+
+
+def _scored(num_passed: int, num_tests: int, last: object) -> Scored:
+    is_correct = float(num_passed == num_tests)
+    hung = float(isinstance(last, JobFailed) and last.kind == "timeout")
+    parts = {"correct": is_correct, "passed": num_passed / num_tests, "timeout": hung}
+    return Scored(is_correct, parts)
+
+
+def _as_text(value: object) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def same_output(got: str, expected: str) -> bool:
+    """Equal word by word; words that are decimals may differ by rounding."""
+    left, right = got.split(), expected.split()
+    return len(left) == len(right) and all(map(_same_word, left, right))
+
+
+def _same_word(got: str, expected: str) -> bool:
+    if got == expected:
+        return True
+    try:
+        return "." in expected and same_value(float(got), float(expected))
+    except ValueError:
+        return False
+
+
+def same_value(got: Any, expected: Any) -> bool:
+    """Equal as JSON data; floats may differ by rounding, booleans are no numbers."""
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return got is expected
+    if isinstance(got, int | float) and isinstance(expected, int | float):
+        if isinstance(got, int) and isinstance(expected, int):
+            return got == expected
+        return abs(got - expected) <= FLOAT_TOLERANCE * max(1.0, abs(expected))
+    if isinstance(got, list) and isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same_value, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(
+            same_value(got[key], expected[key]) for key in got
+        )
+    return bool(type(got) is type(expected) and got == expected)

@@ -1,0 +1,133 @@
+"""Environments of multi-turn samples, and how their words become tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pentad.core.errors import Problem, UserError
+from pentad.rollout.failures import DataFailure, InfraFailure
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that rollout uses."""
+
+    chat_template: str | None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment says to one answer of the policy."""
+
+    observation: str | None
+    """Text shown to the policy before its next answer; None says nothing."""
+    is_done: bool
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Added up by name over the turns; their total is the reward of the sample."""
+
+
+class Environment(Protocol):
+    """The other side of a multi-turn sample. One object serves one sample, then is closed."""
+
+    async def reset(self, fields: Mapping[str, Any]) -> None:
+        """Begins, with the dataset row the prompt was made of."""
+        ...
+
+    async def step(self, text: str) -> Step: ...
+
+    async def close(self) -> None:
+        """Called once, also after a failure or a deadline."""
+        ...
+
+
+ASKED, ANSWERED = "@@asked@@", "@@answered@@"
+"""Stand for the conversation so far when the template is asked what comes after an answer."""
+
+
+def observation_ids(
+    observation: str | None, role: str, ending_id: int | None, tokenizer: Tokenizer
+) -> list[int]:
+    """What stands between an answer and the next one: turn end, observation, turn start.
+
+    Only this suffix is rendered and encoded; the conversation before it stays the ids it is.
+    `ending_id` is the stop id the answer already ends with: the template's own copy of it is
+    left out. A tokenizer without a chat template takes the observation as it is.
+    """
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(observation or "", add_special_tokens=False)
+    conversation = [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": ANSWERED},
+    ]
+    if observation is not None:
+        conversation.append({"role": role, "content": observation})
+    text: str = tokenizer.apply_chat_template(
+        conversation, tokenize=False, add_generation_prompt=True
+    )
+    _, answered, suffix = text.partition(ANSWERED)
+    if not answered:
+        where, rule = "chat template", "it does not show the text of an assistant's turn"
+        raise UserError(Problem(where, rule, "several turns need a template that does"))
+    if ending_id is not None:
+        suffix = suffix.removeprefix(tokenizer.decode([ending_id], skip_special_tokens=False))
+    return tokenizer.encode(suffix, add_special_tokens=False)
+
+
+Tool = Callable[..., Awaitable[str]]
+"""An async function of keyword arguments that returns what the policy shall read."""
+
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class ToolEnvironment:
+    """Runs the tools an answer calls, in the format of Qwen and Hermes chat templates:
+
+        <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+
+    An answer without a call ends the conversation. A call that cannot be read, an unknown tool or
+    a tool that raises is told to the policy as text: dealing with it is part of the task. A tool
+    whose own machinery failed raises InfraFailure instead, and the group is tried again.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool]) -> None:
+        self.tools = tools
+
+    async def reset(self, fields: Mapping[str, Any]) -> None:
+        """Tools keep no state of the conversation."""
+
+    async def step(self, text: str) -> Step:
+        calls = TOOL_CALL.findall(text)
+        if not calls:
+            return Step(None, is_done=True)
+        return Step("\n".join([await self._run(call) for call in calls]), is_done=False)
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    async def _run(self, call: str) -> str:
+        try:
+            wanted = json.loads(call)
+            tool, arguments = self.tools[wanted["name"]], wanted["arguments"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return f"error: give a name of {sorted(self.tools)} and arguments, as JSON"
+        try:
+            return await tool(**arguments)
+        except (InfraFailure, DataFailure):
+            raise
+        except Exception as failure:
+            return f"error: {type(failure).__name__}: {failure}"

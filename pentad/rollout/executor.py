@@ -1,0 +1,198 @@
+"""The executor: prompts in, scored groups out, over any number of sampler replicas.
+
+A group is what its prompt, its attempt and the weights make it: seeds come from the group's
+identity, so a retry on another replica draws the same tokens. Failures of the machinery are tried
+again elsewhere; failures of the data draw fresh samples a few times, then the caller drops the
+group with a reason. No failure ever becomes a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Sampler, Scorer
+from pentad.core.types import Group, Prompt, Sample, SamplingParams
+from pentad.rollout.checks import check_samples
+from pentad.rollout.environments import Tokenizer
+from pentad.rollout.failures import DataFailure, InfraFailure
+from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
+from pentad.rollout.workflows import Context, Workflow
+
+__all__ = ["DataFailure", "Executor", "ExecutorSettings", "InfraFailure"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorSettings:
+    """How groups are drawn, and how long and how often it is tried."""
+
+    params: SamplingParams
+    num_samples: int
+    run_seed: int
+    vocab_size: int
+    max_total_tokens: int | None = None
+    """Most tokens of a sample, prompt included."""
+    deadline_s: float = 600.0
+    """A group's workflow that takes longer is cancelled and its requests are aborted."""
+    max_retries: int = 2
+    """Fresh attempts after a data failure before the group is given up."""
+    max_infra_retries: int = 3
+    """Further tries, elsewhere if possible, after the machinery failed."""
+    replica_patience_s: float = 60.0
+    """How long to wait for a healthy replica when there is none."""
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("num_samples", self.num_samples, 1),
+            ("vocab_size", self.vocab_size, 1),
+            ("max_retries", self.max_retries, 0),
+            ("max_infra_retries", self.max_infra_retries, 0),
+            ("params.max_new_tokens", self.params.max_new_tokens, 1),
+        )
+        problems = [
+            Problem(f"{name} = {value}", f"must be at least {least}")
+            for name, value, least in limits
+            if value < least
+        ]
+        if problems:
+            raise UserError(problems)
+
+
+class Executor:
+    """Runs the workflow of each prompt on a replica, checks and scores what comes back."""
+
+    def __init__(
+        self,
+        samplers: Mapping[str, Sampler],
+        workflow: Workflow,
+        reward: Scorer | None,
+        settings: ExecutorSettings,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.fleet = Fleet(samplers, settings.replica_patience_s)
+        self.workflow = workflow
+        self.reward = reward
+        self.settings = settings
+        self.context = Context(
+            tokenizer=tokenizer,
+            params=settings.params,
+            num_samples=settings.num_samples,
+            run_seed=settings.run_seed,
+            max_total_tokens=settings.max_total_tokens,
+        )
+        self.counts: Counter[str] = Counter()
+        self.seconds = {"generate": 0.0, "reward": 0.0}
+
+    async def rollout(self, prompt: Prompt, attempt: int) -> Group:
+        """One group from its prompt. Raises DataFailure (drop it) or InfraFailure (stop)."""
+        self.counts["under_way"] += 1
+        try:
+            group = await self._with_fresh_samples(prompt, attempt)
+        except DataFailure as failure:
+            self.counts[f"dropped/{failure.reason}"] += 1
+            raise
+        finally:
+            self.counts["under_way"] -= 1
+        self.counts["groups"] += 1
+        self.counts["samples"] += len(group.samples)
+        self.counts["tokens"] += sum(sample.num_sampled for sample in group.samples)
+        return group
+
+    def close(self) -> None:
+        """Ends what looks after suspect replicas. The samplers belong to the caller."""
+        self.fleet.close()
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the start, and what is under way now."""
+        out: dict[str, float] = {name: float(num) for name, num in self.counts.items()}
+        out |= {f"{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        for replica in self.fleet.replicas.values():
+            out[f"load/{replica.name}"] = float(replica.load)
+        out["suspect_replicas"] = float(
+            sum(replica.last_error is not None for replica in self.fleet.replicas.values())
+        )
+        return out
+
+    async def _with_fresh_samples(self, prompt: Prompt, attempt: int) -> Group:
+        """Tries again after a data failure, with seeds of its own each time."""
+        for retry in range(self.settings.max_retries + 1):
+            key = f"{attempt}.{retry}" if retry else attempt
+            try:
+                samples = await self._on_some_replica(prompt, replace(self.context, attempt=key))
+                return await self._scored(Group(prompt, samples, attempt))
+            except DataFailure as failure:
+                if failure.is_final or retry == self.settings.max_retries:
+                    raise
+                self.counts["data_retries"] += 1
+                log.warning("prompt %d is sampled again: %s", prompt.gid, failure)
+        raise AssertionError("the loop returns or raises")
+
+    async def _on_some_replica(self, prompt: Prompt, context: Context) -> list[Sample]:
+        """Tries again, with the same seeds, after a failure of the machinery."""
+        causes: list[str] = []
+        while len(causes) <= self.settings.max_infra_retries:
+            replica = await self.fleet.pick(prompt, context.num_samples)
+            try:
+                samples = await self._on(replica, prompt, context)
+            except InfraFailure as failure:
+                self.counts["infra_failures"] += 1
+                replica.fail(str(failure))
+                causes.append(f"{replica.name}: {failure}")
+                log.warning("prompt %d failed on %s", prompt.gid, causes[-1])
+                continue
+            finally:
+                replica.load -= context.num_samples
+            replica.num_failures = 0
+            return samples
+        raise InfraFailure(f"prompt {prompt.gid} failed {len(causes)} times ({'; '.join(causes)})")
+
+    async def _on(self, replica: Replica, prompt: Prompt, context: Context) -> list[Sample]:
+        """The workflow on one replica, under the deadline."""
+        sampler = CheckedSampler(replica, self.settings.vocab_size)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self.settings.deadline_s) as deadline:
+                samples = await self.workflow.run(prompt, sampler, context)
+        except Exception as failure:
+            cause = first_cause(failure)
+            if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
+                raise cause from cause.__cause__
+            if deadline.expired():
+                self.counts["deadlines"] += 1
+                told = f"the group was not done after {self.settings.deadline_s} s"
+                if sampler.was_waiting:
+                    raise InfraFailure(f"{told}, waiting for tokens") from failure
+                raise DataFailure("deadline", f"{told}, in the workflow") from failure
+            log.warning("prompt %d: the workflow raised", prompt.gid, exc_info=cause)
+            detail = f"{type(cause).__name__}: {cause}"
+            raise DataFailure("workflow_error", detail) from cause
+        finally:
+            self.seconds["generate"] += time.monotonic() - started
+        check_samples(prompt, samples, sampler.drawn, context.num_samples)
+        return samples
+
+    async def _scored(self, group: Group) -> Group:
+        if self.reward is None:
+            if any(sample.reward is None for sample in group.samples):
+                rule = "none is set, and the workflow gave its samples no reward"
+                raise UserError(Problem("reward.fn", rule, "name a reward"))
+            return group
+        started = time.monotonic()
+        try:
+            return await self.reward.score(group)
+        finally:
+            self.seconds["reward"] += time.monotonic() - started
+
+
+def first_cause(failure: BaseException) -> BaseException:
+    """The first exception inside groups of them, as TaskGroup raises."""
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure

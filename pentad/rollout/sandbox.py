@@ -1,0 +1,322 @@
+"""A pool of killable worker processes: whatever a job does, it ends in time and the pool is whole.
+
+A worker (`warden.py`) runs each job in a child process under the limits of `confine.py`. A job
+that loops, crashes, forks, floods or exits comes back as JobFailed; the worker goes on. A worker
+that is lost itself is ended with everything below it and started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pentad.core.errors import Problem, UserError
+from pentad.rollout import confine
+from pentad.rollout.warden import FRAME
+
+FailureKind = Literal[
+    "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost"
+]
+MAX_HEADER_BYTES = 1 << 16
+GRACE_S = 10.0
+"""How much later than the worker the pool itself gives up on a job."""
+CLOSE_PATIENCE_S = 2.0
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+BOOT += "from pentad.rollout.warden import main; main()"
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSettings:
+    """How many workers there are, and what a job may use."""
+
+    num_workers: int = 2
+    timeout_s: float = 10.0
+    start_timeout_s: float = 60.0
+    """For starting a worker, the import of the reward's module included."""
+    max_memory_bytes: int = GIB
+    """Address space of each process of a job."""
+    max_file_bytes: int = 64 * MIB
+    max_result_bytes: int = MIB
+    isolate: bool = False
+    """For programs nobody has read: no network, no processes, no files but Python's own."""
+    allow_processes: bool = False
+    """Whether jobs may start processes."""
+    max_processes: int = 32
+    """Most of them at once, if they may."""
+    allow_weaker: bool = False
+    """Goes on without the protections that this machine does not offer."""
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("num_workers", self.num_workers),
+            ("timeout_s", self.timeout_s),
+            ("start_timeout_s", self.start_timeout_s),
+            ("max_memory_bytes", self.max_memory_bytes),
+            ("max_file_bytes", self.max_file_bytes),
+            ("max_result_bytes", self.max_result_bytes),
+        )
+        problems = [
+            Problem(f"{name} = {value}", "must be above 0") for name, value in limits if value <= 0
+        ]
+        if self.isolate and self.allow_processes:
+            rule = "isolated jobs (isolate = true) start none"
+            problems.append(Problem("allow_processes = true", rule, "set one of the two"))
+        if problems:
+            raise UserError(problems)
+
+    def limits(self) -> confine.Limits:
+        return confine.Limits(
+            isolate=self.isolate,
+            allow_processes=self.allow_processes,
+            max_processes=self.max_processes,
+            max_memory_bytes=self.max_memory_bytes,
+            max_file_bytes=self.max_file_bytes,
+            max_result_bytes=self.max_result_bytes,
+            allow_weaker=self.allow_weaker,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """A job that gave no result."""
+
+    kind: FailureKind
+    """lost: the pool's own failure. The others are the job's."""
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters of a function, as read where it was imported."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    takes_any: bool
+
+
+class WorkerLost(Exception):
+    """A worker that did not start, died, or answered what no worker answers."""
+
+
+class Worker:
+    """The parent's side of one warden process. One job at a time."""
+
+    def __init__(self, settings: SandboxSettings, preload: Sequence[str], folder: str) -> None:
+        self.settings = settings
+        self.preload = preload
+        self.folder = folder
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> dict[str, Any]:
+        """Returns the warden's first words: what it imported and which protections hold."""
+        limits = dataclasses.asdict(self.settings.limits())
+        config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            BOOT,
+            json.dumps(config),
+            json.dumps([path or str(Path.cwd()) for path in sys.path]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=_environment(isolate=self.settings.isolate),
+            start_new_session=True,
+        )
+        _, body = await self._reply(self.settings.start_timeout_s)
+        return dict(json.loads(body))
+
+    async def run(self, job: dict[str, Any], payload: bytes) -> tuple[JobFailed | None, bytes]:
+        if self.process is None:
+            await self.start()
+        await self._send({"kind": "job", **job}, payload)
+        header, body = await self._reply(job["timeout_s"] + GRACE_S)
+        failed = JobFailed(header["failure"], header["detail"]) if header["failure"] else None
+        return failed, body
+
+    async def cancel(self) -> None:
+        """Asks the warden to end its job at once; the answer comes to the one who waits for it."""
+        await self._send({"kind": "cancel"}, b"")
+
+    async def end(self) -> None:
+        """Ends the warden and everything below it."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(CLOSE_PATIENCE_S):
+                await process.wait()
+        except TimeoutError:
+            await asyncio.to_thread(confine.end_all, process.pid, with_root=True)
+            await process.wait()
+
+    async def _send(self, header: dict[str, Any], body: bytes) -> None:
+        if self.process is None or self.process.stdin is None:
+            return
+        head = json.dumps(header).encode()
+        try:
+            self.process.stdin.write(FRAME.pack(len(head), len(body)) + head + body)
+            await self.process.stdin.drain()
+        except OSError as failure:
+            raise WorkerLost(f"its pipe is closed ({failure})") from failure
+
+    async def _reply(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
+        assert self.process is not None and self.process.stdout is not None
+        reader = self.process.stdout
+        try:
+            async with asyncio.timeout(timeout_s):
+                num_head, num_body = FRAME.unpack(await reader.readexactly(FRAME.size))
+                if num_head > MAX_HEADER_BYTES or num_body > self.settings.max_result_bytes + MIB:
+                    raise WorkerLost(f"it announced {num_head} and {num_body} bytes")
+                head, body = await reader.readexactly(num_head), await reader.readexactly(num_body)
+            return json.loads(head), body
+        except TimeoutError as failure:
+            raise WorkerLost(f"no answer within {timeout_s:g} s") from failure
+        except (asyncio.IncompleteReadError, OSError, ValueError) as failure:
+            raise WorkerLost(f"it ended or sent nonsense ({failure})") from failure
+
+
+def _environment(*, isolate: bool) -> dict[str, str]:
+    """One thread a job and no GPU; programs nobody has read see none of the run's secrets."""
+    fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    kept = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
+    return {**(kept if isolate else os.environ), **threads, **fixed}
+
+
+class Sandbox:
+    """Runs jobs, at most `num_workers` at a time. Belongs to the event loop that started it."""
+
+    def __init__(self, settings: SandboxSettings, preload: Sequence[str] = ()) -> None:
+        self.settings = settings
+        self.preload = preload
+        self.folder = ""
+        self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        self.workers: list[Worker] = []
+        self.chores: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> dict[str, Signature]:
+        """Starts one worker, to see that all is well; the others start when they are needed."""
+        if sys.platform != "linux":
+            rule = "the reward pool needs Linux"
+            raise UserError(Problem(f"platform = {sys.platform}", rule, "use a built-in reward"))
+        self.folder = tempfile.mkdtemp(prefix="pentad-jobs-")
+        for _ in range(self.settings.num_workers):
+            self.workers.append(Worker(self.settings, self.preload, self.folder))
+        first = self.workers[0]
+        try:
+            said = await first.start()
+            self._check(said)
+        except WorkerLost as failure:
+            await self.close()
+            names = ", ".join(self.preload)
+            rule = f"the worker that imports it did not start: {failure}"
+            raise UserError(Problem(f"reward = {names}", rule)) from failure
+        except UserError:
+            await self.close()
+            raise
+        for worker in reversed(self.workers):
+            self.idle.put_nowait(worker)
+        return {
+            spec: Signature(tuple(d["required"]), tuple(d["optional"]), bool(d["takes_any"]))
+            for spec, d in said["described"].items()
+        }
+
+    def _check(self, said: dict[str, Any]) -> None:
+        problems = [
+            Problem(f"reward = {spec}", f"it cannot be imported ({error})")
+            for spec, error in said["errors"].items()
+        ]
+        limit, used = self.settings.max_memory_bytes, said["address_space_bytes"]
+        if used > limit:
+            rule = f"a worker takes {used >> 20} MiB before it does anything"
+            remedy = f"give at least {(2 * used) >> 20} MiB"
+            problems.append(Problem(f"max_memory = {limit >> 20} MiB", rule, remedy))
+        if said["missing"] and not self.settings.allow_weaker and not problems:
+            rule = f"this machine does not offer: {', '.join(map(str, said['missing']))}"
+            remedy = "use another machine, or accept it with allow_weaker = true"
+            problems.append(Problem("reward pool", rule, remedy))
+        if problems:
+            raise UserError(problems)
+
+    async def run(
+        self,
+        spec: str,
+        payload: Mapping[str, Any],
+        timeout_s: float | None = None,
+        *,
+        capture: Literal["result", "stdout"] = "result",
+    ) -> Any | JobFailed:
+        """Calls the function `spec` with the payload as keywords.
+
+        Returns its result as plain JSON data, or with `capture="stdout"` what it printed.
+        """
+        timeout_s = timeout_s or self.settings.timeout_s
+        job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
+        body = pickle.dumps(dict(payload))
+        worker = await self.idle.get()
+        # A task of its own: a reply that is half read must be read to its end.
+        task = asyncio.create_task(worker.run(job, body))
+        try:
+            failed, answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._later(self._abandon(worker, task))
+            raise
+        except WorkerLost as failure:
+            self._later(self._replace(worker))
+            return JobFailed("lost", str(failure))
+        self.idle.put_nowait(worker)
+        if failed is not None:
+            return failed
+        return answer.decode(errors="replace") if capture == "stdout" else _value_of(answer)
+
+    async def close(self) -> None:
+        """Ends all workers and removes what they left. Jobs under way end with them."""
+        await asyncio.gather(*self.chores, return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self.workers))
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _later(self, chore: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(chore)
+        self.chores.add(task)
+        task.add_done_callback(self.chores.discard)
+
+    async def _abandon(self, worker: Worker, task: asyncio.Task[Any]) -> None:
+        """Ends a job nobody waits for any more; its worker goes on."""
+        try:
+            await worker.cancel()
+            await task
+        except WorkerLost:
+            await worker.end()
+        self.idle.put_nowait(worker)
+
+    async def _replace(self, worker: Worker) -> None:
+        await worker.end()
+        self.idle.put_nowait(worker)
+
+
+def _value_of(answer: bytes) -> Any | JobFailed:
+    """What a job sent is read as JSON and believed only as far as that goes."""
+    try:
+        told = json.loads(answer)
+        if "value" in told:
+            return told["value"]
+        return JobFailed("memory" if told["failure"] == "memory" else "error", str(told["detail"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as failure:
+        return JobFailed("crash", f"its result is not JSON ({failure})")

@@ -1,0 +1,182 @@
+"""Workflows: how a prompt becomes samples, by one answer or by several turns with an environment.
+
+Token in, token out: what is trained are the ids the sampler returned. Text from an environment is
+rendered and encoded once, as a suffix, and masked; nothing sampled is ever encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from pentad.core.seeds import derive_seed
+from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
+from pentad.rollout.environments import Environment, Tokenizer, observation_ids
+from pentad.rollout.failures import DataFailure
+
+
+class Generator(Protocol):
+    """What a workflow may ask of a sampler. Every answer has been checked before it arrives."""
+
+    async def generate(self, request: Request) -> list[Generation]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a workflow knows about the run: how to sample, how often, with which seeds."""
+
+    tokenizer: Tokenizer
+    params: SamplingParams
+    num_samples: int
+    run_seed: int
+    attempt: int | str = 0
+    """Part of the seeds: new after a data failure, the same when a replica failed."""
+    max_total_tokens: int | None = None
+    """Most tokens of a sample, prompt included; None if the sampler sets no limit."""
+
+    def seed(self, gid: int, index: int) -> int:
+        return derive_seed(self.run_seed, "sample", gid, self.attempt, index)
+
+    def room(self, num_tokens: int) -> int:
+        """How many tokens may be drawn after `num_tokens`; 0 when the sample is full."""
+        if self.max_total_tokens is None:
+            return self.params.max_new_tokens
+        return max(0, min(self.params.max_new_tokens, self.max_total_tokens - num_tokens))
+
+    def request(self, ids: Sequence[int], seeds: Sequence[int]) -> Request:
+        """Continues `ids` once per seed. The executor gives the request its id."""
+        params = replace(self.params, max_new_tokens=self.room(len(ids)))
+        return Request(id="", prompt_ids=tuple(ids), params=params, seeds=tuple(seeds))
+
+    def text_of(self, generation: Generation) -> str:
+        """The sampled ids as text, without special tokens and without the id that ended them."""
+        ids = generation.ids
+        if self.ending_id(generation) is not None:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def ending_id(self, generation: Generation) -> int | None:
+        """The stop id at the end of the answer, if that is what ended it."""
+        ended = generation.finish == "stop" and generation.ids[-1] in self.params.stop_ids
+        return generation.ids[-1] if ended else None
+
+
+class Workflow(Protocol):
+    """Turns one prompt into its samples. Raises DataFailure if the prompt cannot be used."""
+
+    async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]: ...
+
+
+class Transcript:
+    """One sample as it grows: prompt, then sampled and environment tokens in their order."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.add_given(prompt_ids)
+
+    def add_given(self, ids: Sequence[int]) -> None:
+        """Tokens of the prompt or the environment: context, never trained."""
+        self.ids += ids
+        self.mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def add_sampled(self, generation: Generation) -> None:
+        self.ids += generation.ids
+        self.mask += [True] * len(generation.ids)
+        self.logprobs += generation.logprobs
+        self.versions += generation.versions
+
+    def finished(self, finish: FinishReason, text: str) -> Sample:
+        return Sample(
+            ids=np.array(self.ids, dtype=np.int64),
+            mask=np.array(self.mask, dtype=bool),
+            rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int64),
+            finish=finish,
+            text=text,
+        )
+
+
+def check_fits(prompt: Prompt, context: Context) -> None:
+    if context.room(len(prompt.ids)) == 0:
+        detail = f"prompt {prompt.gid} has {len(prompt.ids)} tokens"
+        limit = f"a sample may have {context.max_total_tokens}"
+        raise DataFailure("too_long", f"{detail}, {limit}", is_final=True)
+
+
+class SingleTurn:
+    """n answers to one prompt, drawn by one request, so that the prompt is prefilled once."""
+
+    async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
+        check_fits(prompt, context)
+        seeds = [context.seed(prompt.gid, i) for i in range(context.num_samples)]
+        samples = []
+        for generation in await sampler.generate(context.request(prompt.ids, seeds)):
+            transcript = Transcript(prompt.ids)
+            transcript.add_sampled(generation)
+            samples.append(transcript.finished(generation.finish, context.text_of(generation)))
+        return samples
+
+
+class MultiTurn:
+    """n conversations between the policy and an environment, each with one of its own."""
+
+    def __init__(
+        self, environment: Callable[[], Environment], *, max_turns: int = 8, role: str = "user"
+    ) -> None:
+        self.environment = environment
+        self.max_turns = max_turns
+        self.role = role
+        """Who speaks the observations in the chat template: user, or tool."""
+
+    async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
+        check_fits(prompt, context)
+        async with asyncio.TaskGroup() as conversations:
+            tasks = [
+                conversations.create_task(self._converse(prompt, i, sampler, context))
+                for i in range(context.num_samples)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _converse(
+        self, prompt: Prompt, index: int, sampler: Generator, context: Context
+    ) -> Sample:
+        """One conversation. A turn cut off by a token limit is the last one."""
+        environment = self.environment()
+        transcript = Transcript(prompt.ids)
+        seed = context.seed(prompt.gid, index)
+        texts: list[str] = []
+        parts: dict[str, float] = {}
+        try:
+            await environment.reset(prompt.fields)
+            while True:
+                [generation] = await sampler.generate(context.request(transcript.ids, [seed]))
+                transcript.add_sampled(generation)
+                texts.append(context.text_of(generation))
+                step = await environment.step(texts[-1])
+                for name, value in step.reward_parts.items():
+                    parts[name] = parts.get(name, 0.0) + value
+                if step.is_done or generation.finish == "length":
+                    finish = generation.finish
+                    break
+                ending = context.ending_id(generation)
+                given = observation_ids(step.observation, self.role, ending, context.tokenizer)
+                is_full = context.room(len(transcript.ids) + len(given)) == 0
+                if is_full or len(texts) == self.max_turns:
+                    finish = "length"
+                    break
+                transcript.add_given(given)
+        finally:
+            await environment.close()
+        sample = transcript.finished(finish, "\n".join(texts))
+        if parts:
+            sample.reward, sample.reward_parts = sum(parts.values()), parts
+        return sample
