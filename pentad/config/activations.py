@@ -1,0 +1,176 @@
+"""How many bytes a forward pass keeps for backward: counted tensor by tensor, no torch.
+
+The counts follow `pentad.models` line by line, so they hold for its own layers; a test runs the
+real model and compares. Legend of the formulas: c bytes of the compute dtype, h hidden size,
+q = heads * head_dim, k = kv heads * head_dim, f ffn width, m expert width, K experts a token,
+E experts. Everything is per token of the microbatch and per layer.
+
+Under tensor parallelism q, k, f and m are cut, h is cut outside the matrix products (sequence
+parallelism) and whole where a product reads it. Context parallelism cuts tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Layout
+
+AcMode = Literal["none", "selective", "full", "memory_budget"]
+WIDE = 4
+"""Bytes of float32: norms and routers compute in it whatever the compute dtype."""
+
+INDEX_BYTES = 24
+"""Of one routed row: its expert, its place in the order, its token, int64 each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What is kept for backward: the checkpointing mode and how the layers are run."""
+
+    mode: AcMode = "selective"
+    selective: str | int = "op"
+    """For selective: op, or the stride n of layers that are recomputed whole."""
+    budget: float = 0.5
+    """For memory_budget: 0 keeps as full, 1 as none."""
+    is_compiled: bool = False
+    compute_bytes: int = 2
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether this layer keeps its input only."""
+        if self.mode == "selective" and self.selective != "op":
+            return layer % int(self.selective) == 0
+        return self.mode == "full"
+
+
+def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """Bytes a layer keeps until its backward, per token of the microbatch on this rank."""
+    full = layer_input(dims, layout, keeping)
+    if keeping.is_recomputed(layer):
+        return full
+    none = whole_layer(dims, layer, layout, keeping)
+    if keeping.mode == "memory_budget":
+        return full + keeping.budget * (none - full)
+    if keeping.mode == "selective" and keeping.selective == "op":
+        return products(dims, layer, layout, keeping)
+    return none
+
+
+def layer_input(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+    """c * h: the residual stream between two layers."""
+    return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
+
+
+def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """Everything the layer's backward reads: what is kept without checkpointing."""
+    if keeping.is_compiled:
+        # The compiler keeps products and recomputes what is pointwise; of the two sums of the
+        # residual stream it keeps one besides the input.
+        down = keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
+        return products(dims, layer, layout, keeping) - down
+    ffn = experts_kept if dims.is_moe(layer) else mlp_kept
+    return attention_kept(dims, layout, keeping) + ffn(dims, layout, keeping)
+
+
+def products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """Selective op: the input, and the result of each matrix product and of attention."""
+    c, tp = keeping.compute_bytes, layout.tp
+    q, k = dims.q_dim / tp, kv_width(dims, tp)
+    h = dims.hidden_size / tp
+    kept = c * (h + q + 2 * k + q + h) + statistics_bytes(dims, tp)  # input, q, k, v, core, o
+    if not dims.is_moe(layer):
+        return (kept + c * (2 * dims.intermediate_size / tp + h)) / layout.cp
+    rows = dims.num_experts_per_token * (2 * dims.moe_intermediate_size + dims.hidden_size)
+    return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
+
+
+def attention_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+    """First half of a layer: norm, projections, head norms, core."""
+    c, tp = keeping.compute_bytes, layout.tp
+    q, k = dims.q_dim / tp, kv_width(dims, tp)
+    kept = norm_kept(dims.hidden_size / tp, c)
+    kept += c * dims.hidden_size  # input of q, k, v, gathered over tp
+    if dims.qk_norm:
+        kept += norm_kept(q + k, c)
+    kept += c * (q + k)  # rotated, read by the core
+    kept += c * (k + q)  # v, and the core's result, which is the input of o
+    return (kept + statistics_bytes(dims, tp)) / layout.cp
+
+
+def mlp_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+    """Second half of a dense layer: norm, gate and up, silu(gate), their product."""
+    c, tp = keeping.compute_bytes, layout.tp
+    kept = norm_kept(dims.hidden_size / tp, c)
+    kept += c * dims.hidden_size  # input of gate and up, gathered over tp
+    kept += c * 4 * dims.intermediate_size / tp
+    return kept / layout.cp
+
+
+def experts_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+    """Second half of a mixture layer: norm, router, K copies of each token through experts.
+
+    Experts see the tokens of this rank only (1/tp of them, sequence parallelism); routing is
+    taken as balanced.
+    """
+    c, tp, chosen = keeping.compute_bytes, layout.tp, dims.num_experts_per_token
+    h, width = dims.hidden_size, dims.moe_intermediate_size
+    kept = norm_kept(h, c) + c * h
+    kept += 0 if c == WIDE else WIDE * h  # input of the router in float32
+    kept += WIDE * dims.num_experts + INDEX_BYTES * chosen  # probabilities; order of the rows
+    kept += chosen * c * (h + 4 * width)  # rows sorted by expert; gate, up, silu, product
+    kept += chosen * c * 2 * h  # results, before and after they are weighted
+    if layout.ep > 1:
+        kept += chosen * c * h  # rows as received, before they are sorted
+    return kept / (tp * layout.cp)
+
+
+def norm_kept(width: float, c: int) -> float:
+    """The input in float32 and the normed values, of `width` elements a token."""
+    return WIDE * width + c * width
+
+
+def statistics_bytes(dims: ModelDims, tp: int) -> float:
+    """The softmax statistics attention keeps: one float32 a head."""
+    return WIDE * dims.num_heads / tp
+
+
+def kv_width(dims: ModelDims, tp: int) -> float:
+    """k or v on one tp rank: whole heads are repeated once there are more ranks than heads."""
+    return dims.head_dim * max(dims.num_kv_heads / tp, 1.0)
+
+
+def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """What running this layer backward computes again, beyond what it kept."""
+    missing = whole_layer(dims, layer, layout, keeping) - kept_bytes(dims, layer, layout, keeping)
+    is_op = keeping.mode == "selective" and keeping.selective == "op"
+    # Of the kept products the result of `down` is not read again.
+    unread = keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp) if is_op else 0.0
+    return max(missing, 0.0) + unread
+
+
+def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """Gradients under way in a layer's backward: its widest tensor and the residual stream.
+
+    Kept tensors are freed one by one as gradients are made, so not more of them coexist.
+    """
+    c, h = keeping.compute_bytes, dims.hidden_size
+    if dims.is_moe(layer):
+        rows = dims.num_experts_per_token * max(h, dims.moe_intermediate_size)
+        return c * (rows + h) / (layout.tp * layout.cp)
+    return c * (dims.intermediate_size / layout.tp + 2 * h) / layout.cp
+
+
+def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """A layer that keeps nothing, while its ffn runs: gate and up, silu, and the stream."""
+    c, h = keeping.compute_bytes, dims.hidden_size
+    if dims.is_moe(layer):
+        rows = dims.num_experts_per_token * (3 * dims.moe_intermediate_size + 2 * h)
+        return c * (rows + 3 * h) / (layout.tp * layout.cp)
+    return c * (4 * dims.intermediate_size / layout.tp + 3 * h) / layout.cp
+
+
+def ends_bytes(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+    """Kept outside the layers: final norm, hidden states the head reads, rotary tables."""
+    c, h = keeping.compute_bytes, dims.hidden_size
+    return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.head_dim) / layout.cp

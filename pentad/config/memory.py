@@ -1,0 +1,407 @@
+"""Memory of a run by rank and by phase, estimated from dimensions and layout alone.
+
+An estimate, not a promise: every line says what it counts, allocator slack and kernels'
+workspaces are one constant, routing is taken as balanced, and every sequence as long as it may
+become. The rule of thumb of the Archon tutorial (appendix A.7) is computed beside it.
+
+Legend: P parameters of this rank before data parallelism cuts them; S = what is left after it;
+p, c, r bytes of master, compute and reduce dtype; T tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pentad.config.activations import (
+    Keeping,
+    ends_bytes,
+    flowing_bytes,
+    forward_bytes,
+    kept_bytes,
+    rebuilt_bytes,
+)
+from pentad.config.machine import GIB
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Layout
+from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
+
+OPTIMIZER_STATES = 2
+"""AdamW: first and second moment, in the dtype of the master weights."""
+OVERHEAD_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
+"""CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""
+NCCL_BYTES = int(0.75 * GIB)
+"""Buffers of the communicators once there is more than one rank."""
+HOST_BYTES_PER_RANK = int(3.0 * GIB)
+"""Host memory of a process that uses CUDA: libraries, pinned buffers, the program."""
+LOGIT_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+"""Room for logits: they are made chunk by chunk (ops.logprob.CHUNK_BYTES)."""
+LOGIT_COPIES = 3
+"""How many arrays of logits that room is cut for (ops.logprob.LOGIT_COPIES)."""
+DEFAULT_MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
+"""Largest microbatch where mb_spec.max_tokens_per_mb is unset."""
+PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Everything the memory of a training component depends on."""
+
+    dims: ModelDims
+    layout: Layout
+    keeping: Keeping
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+    num_microbatches: int = 1
+    microbatch_tokens: int
+    """Of the largest microbatch of one data-parallel rank, before cp and tp cut it."""
+    param_bytes: int = 4
+    reduce_bytes: int = 4
+    reshard: bool = True
+    """Whether parameters are sharded again between forward and backward."""
+    offload: bool = False
+    """Parameters, gradients and optimizer state live in host memory."""
+    num_tags: int = 0
+    """Further copies of the weights: reference, teacher."""
+    tags_on_host: bool = True
+    device: str = "cuda"
+    with_optimizer: bool = True
+
+    @property
+    def compute_bytes(self) -> int:
+        return self.keeping.compute_bytes
+
+    @property
+    def num_stages(self) -> int:
+        return self.layout.pp * self.stages_per_rank if self.layout.pp > 1 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters a pipeline rank holds after tp, ep and etp cut them, before FSDP shards them."""
+
+    dense: int
+    experts: int
+    root: int
+    """Of `dense`: embedding, final norm and head."""
+    head: int
+    """Of `root`: final norm and head, whose gradients come first; the embedding's come last."""
+    block: int
+    """Of the largest layer, experts included."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+@dataclass(slots=True)
+class Phase:
+    """What lies where in one phase, in bytes by name."""
+
+    name: str
+    device: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+
+def stage_layers(training: Training, pp_rank: int) -> list[range]:
+    """The layers of each stage this pipeline rank holds."""
+    stages = split_layers(training.dims, training.num_stages)
+    if training.layout.pp == 1:
+        return stages
+    args = (training.schedule, training.layout.pp, training.stages_per_rank, pp_rank)
+    return [stages[stage] for stage in stages_of_rank(*args)]
+
+
+def held_params(training: Training, pp_rank: int) -> Held:
+    dims, layout = training.dims, training.layout
+    layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
+    is_first, is_last = 0 in layers, dims.num_layers - 1 in layers
+    table = dims.embedding_params // layout.tp
+    # A tied table stands on both ends of a pipeline.
+    is_shared = dims.tie_embeddings and is_first
+    root = table * (is_first + (is_last and not is_shared)) + dims.hidden_size * is_last
+    dense = [layer_dense(dims, i, layout.tp) for i in layers]
+    experts = [layer_experts(dims, i, layout) for i in layers]
+    block = max(a + b for a, b in zip(dense, experts, strict=True))
+    head = (table + dims.hidden_size) * is_last
+    return Held(sum(dense) + root, sum(experts), root, head, block)
+
+
+def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
+    """A layer without its experts on one tp rank; kv heads are repeated beyond their number."""
+    part = dims.layer_parts(layer)
+    kv = part.kv // min(tp, dims.num_kv_heads)
+    return (part.q_and_o + part.dense_ffn) // tp + kv + part.norms + part.router
+
+
+def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:
+    part = dims.layer_parts(layer)
+    return part.expert * (part.num_experts // layout.ep) // layout.etp
+
+
+def sharded_params(training: Training, held: Held) -> float:
+    """S: dense weights are sharded over dp_shard and cp, experts over efsdp."""
+    layout = training.layout
+    return held.dense / (layout.dp_shard * layout.cp) + held.experts / layout.efsdp
+
+
+def is_wrapped(training: Training) -> bool:
+    """Whether weights are gathered or cast for compute, so that copies of them appear."""
+    layout = training.layout
+    is_sharded = layout.dp_shard * layout.cp > 1 or layout.efsdp > 1
+    return is_sharded or training.compute_bytes != training.param_bytes
+
+
+def gathered_weights(training: Training, held: Held) -> float:
+    """Weights in compute dtype, whole on this rank.
+
+    With resharding: embedding and head, the layer at work and the one fetched ahead.
+    Without (the default under a pipeline, appendix A.3): all of them.
+    """
+    if not is_wrapped(training):
+        return 0.0
+    some = min(held.root + 2 * held.block, held.total)
+    return training.compute_bytes * (some if training.reshard else held.total)
+
+
+def logit_bytes(training: Training) -> float:
+    """One chunk of logits: float32 twice, and its gradient in compute dtype where that differs."""
+    dims, layout, c = training.dims, training.layout, training.compute_bytes
+    vocab = dims.vocab_size / layout.tp
+    chunk = LOGIT_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
+    tokens = min(training.microbatch_tokens / layout.cp, max(chunk, 1.0))
+    return tokens * vocab * (8 + (c if c != 4 else 0))
+
+
+def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]:
+    """What backward holds besides weights and optimizer, at the moments that can be the worst.
+
+    Activations shrink while gradients grow, so neither the start (the head) nor the end is
+    always the peak.
+    """
+    held = held_params(training, pp_rank)
+    if training.layout.pp > 1:
+        return [_pipeline_moment(training, pp_rank, held)]
+    args = (training.dims, training.layout, training.keeping)
+    tokens, layers = training.microbatch_tokens, range(training.dims.num_layers)
+    kept = [tokens * kept_bytes(args[0], i, *args[1:]) for i in layers]
+    ends = tokens * ends_bytes(*args)
+    moments = [
+        {
+            "activations": sum(kept) + ends,
+            "logits": logit_bytes(training),
+            **_gradients(training, held, done=0.0, reducing=0),
+        }
+    ]
+    for i in layers:
+        rebuilt = rebuilt_bytes(args[0], i, *args[1:]) + flowing_bytes(args[0], i, *args[1:])
+        done = 1 - i / len(layers)
+        moments.append(
+            {
+                "activations": sum(kept[: i + 1]),
+                "working": tokens * rebuilt,
+                **_gradients(training, held, done=done, reducing=held.block),
+            }
+        )
+    moments.append(_gradients(training, held, done=1.0, reducing=held.root))
+    return moments
+
+
+def _gradients(training: Training, held: Held, *, done: float, reducing: int) -> dict[str, float]:
+    """Gradients when this share of the layers is through; `reducing` parameters are being summed.
+
+    A step's first microbatch finds none, every later one all of them.
+    """
+    shard = sharded_params(training, held)
+    share = 1.0 if training.num_microbatches > 1 else done
+    found = {"gradients": training.param_bytes * shard * share}
+    if is_wrapped(training):
+        # The head's wait for the end; a layer's own are cast as they are summed.
+        whole = training.compute_bytes * (held.head + reducing)
+        found["gathered gradients"] = whole + training.reduce_bytes * reducing
+    elif share < 1:
+        found["gradients"] += training.param_bytes * held.head * (1 - share)
+    return found
+
+
+def _pipeline_moment(training: Training, pp_rank: int, held: Held) -> dict[str, float]:
+    """Under a pipeline everything meets: sets in flight, whole gradients, the head's chunk."""
+    args = (training.dims, training.layout, training.keeping)
+    tokens = training.microbatch_tokens
+    stages = stage_layers(training, pp_rank)
+    per_stage = [sum(kept_bytes(args[0], i, *args[1:]) for i in layers) for layers in stages]
+    layers = [i for stage in stages for i in stage]
+    sets = peak_in_flight(
+        training.schedule,
+        training.layout.pp,
+        training.stages_per_rank,
+        training.num_microbatches,
+        pp_rank,
+    )
+    # The result a stage sent waits with each set until its gradient comes back.
+    per_set = tokens * (max(per_stage) + hidden_bytes(training))
+    working = max(rebuilt_bytes(args[0], i, *args[1:]) for i in layers)
+    working += max(flowing_bytes(args[0], i, *args[1:]) for i in layers)
+    moment = {
+        "activations": sets * per_set,
+        "working": tokens * working,
+        "gradients": training.param_bytes * sharded_params(training, held),
+        # Summed whole until the last microbatch (appendix A.4).
+        "gathered gradients": training.reduce_bytes * held.total,
+    }
+    if training.dims.num_layers - 1 in layers:
+        moment["logits"] = logit_bytes(training) + tokens * ends_bytes(*args)
+    return moment
+
+
+def hidden_bytes(training: Training) -> float:
+    """c * h a token: one tensor of the residual stream on this rank."""
+    layout = training.layout
+    return training.compute_bytes * training.dims.hidden_size / (layout.cp * layout.tp)
+
+
+def forward_moment(training: Training, pp_rank: int) -> dict[str, float]:
+    """A forward pass that keeps nothing: the widest layer, then a chunk of logits."""
+    layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
+    args = (training.layout, training.keeping)
+    working = max(forward_bytes(training.dims, i, *args) for i in layers)
+    found = {"working": training.microbatch_tokens * working}
+    if training.dims.num_layers - 1 in layers:
+        head = logit_bytes(training) + training.microbatch_tokens * hidden_bytes(training)
+        if head > found["working"]:
+            return {"logits": head}
+    return found
+
+
+def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
+    """Every phase of one rank of this pipeline rank; ranks that share it are alike."""
+    held = held_params(training, pp_rank)
+    shard = sharded_params(training, held)
+    p = training.param_bytes
+    where = "host" if training.offload else "device"
+    phases = {name: Phase(name) for name in PHASES}
+
+    def put(names: tuple[str, ...], place: str, part: str, size: float) -> None:
+        for name in names:
+            target = phases[name].device if place == "device" else phases[name].host
+            if size:
+                target[part] = target.get(part, 0.0) + size
+
+    after_load = PHASES[1:]
+    many = training.layout.world > 1 and training.device == "cuda"
+    put(PHASES, "device", "overhead", OVERHEAD_BYTES[training.device] + many * NCCL_BYTES)
+    put(PHASES, where, "weights", p * shard)
+    if training.device == "cuda":
+        put(PHASES, "host", "process", HOST_BYTES_PER_RANK)
+    tags_at = "host" if training.tags_on_host else "device"
+    # The actor's own weights are set aside while another tag is in place.
+    put(after_load, tags_at, "tags", p * shard * (training.num_tags + bool(training.num_tags)))
+    if training.with_optimizer:
+        put(after_load, where, "optimizer", OPTIMIZER_STATES * p * shard)
+        put(("optimizer",), where, "gradients", p * shard)
+    put(("log-prob", "backward"), "device", "gathered weights", gathered_weights(training, held))
+    for part, size in forward_moment(training, pp_rank).items():
+        put(("log-prob",), "device", part, size)
+    worst = max(backward_moments(training, pp_rank), key=lambda parts: sum(parts.values()))
+    for part, size in worst.items():
+        put(("backward",), where if part == "gradients" else "device", part, size)
+    largest = largest_tensor(training.dims)
+    # Loading reads one tensor's region at a time, in the 2 bytes of a released checkpoint.
+    put(("load",), "host", "file region", 2 * largest)
+    put(("publish",), "device", "snapshot", snapshot_bytes(training, largest))
+    staged = (1 + OPTIMIZER_STATES * training.with_optimizer) * p * shard
+    put(("checkpoint",), "host", "staged copy", staged)
+    return phases
+
+
+def snapshot_bytes(training: Training, largest: int) -> float:
+    """Weights on their way to samplers: all of them on a single rank, else tensor by tensor."""
+    if training.layout.world == 1:
+        return training.compute_bytes * training.dims.num_params
+    return (training.compute_bytes + training.param_bytes) * largest
+
+
+def largest_tensor(dims: ModelDims) -> int:
+    """Elements of the largest single weight; experts are stacked."""
+    width = dims.hidden_size
+    experts = dims.num_experts * 2 * dims.moe_intermediate_size * width
+    return max(dims.embedding_params, 2 * dims.intermediate_size * width, experts)
+
+
+# Samplers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What the memory of one sampler replica's device depends on."""
+
+    dims: ModelDims
+    tp: int = 1
+    pp: int = 1
+    weight_bytes: int = 2
+    sequence_tokens: int
+    """Prompt and answer at their longest."""
+    num_sequences: int
+    """That one replica would run at once if it had the room."""
+    kv_cache_bytes: int | None = None
+    """Given by the user; None: what is needed, within what is free."""
+    device: str = "cuda"
+
+
+def sampler_weights(sampling: Sampling) -> float:
+    """A whole copy of the model, cut by the replica's own tp and pp."""
+    return sampling.weight_bytes * sampling.dims.num_params / (sampling.tp * sampling.pp)
+
+
+def kv_token_bytes(sampling: Sampling) -> float:
+    """Keys and values of one token on one device; kv heads are repeated beyond their number."""
+    dims = sampling.dims
+    heads = max(dims.num_kv_heads / sampling.tp, 1.0)
+    layers = dims.num_layers / sampling.pp
+    return 2 * layers * heads * dims.head_dim * sampling.weight_bytes
+
+
+def kv_wanted(sampling: Sampling) -> float:
+    return kv_token_bytes(sampling) * sampling.sequence_tokens * sampling.num_sequences
+
+
+# The seed's rule of thumb.
+
+
+def rule_of_thumb(training: Training, batch_tokens: float) -> dict[str, float]:
+    """Appendix A.7 as it is written, in bytes; `batch_tokens` of one data-parallel rank."""
+    layout, size = training.layout, training.dims.num_params
+    cells = layout.tp * layout.ep
+    per_microbatch = batch_tokens / training.num_microbatches
+    return {
+        "sharded parameters, bf16": 2 * size / (layout.dp_shard * cells),
+        "unsharded gradients, fp32": 4 * size / (cells * layout.pp),
+        "optimizer states, fp32": 2 * 4 * size / (layout.dp_shard * cells),
+        "activations": training.num_stages * per_microbatch * training.dims.hidden_size * 2,
+    }
+
+
+RULE_OMITS = (
+    "it leaves pp out of items 1 and 3, fp32 masters, gathered weights (A.3), what a layer keeps "
+    "besides its input, logits and overhead; it divides dense weights by ep, too"
+)
+
+
+# Files.
+
+
+def recover_bytes(dims: ModelDims, param_bytes: int) -> float:
+    """One DCP checkpoint: master weights and optimizer state."""
+    return (1 + OPTIMIZER_STATES) * param_bytes * dims.num_params
+
+
+def export_bytes(dims: ModelDims, weight_bytes: int) -> float:
+    """One HF folder; tied weights are written once."""
+    return float(weight_bytes * dims.num_params)

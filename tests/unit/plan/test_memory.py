@@ -1,0 +1,263 @@
+"""The memory model is held against the real model: every tensor that lives is counted."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pentad.config import memory
+from pentad.config.activations import Keeping, ends_bytes, kept_bytes
+from pentad.config.catalog import MODELS
+from pentad.config.memory import (
+    Sampling,
+    Training,
+    gathered_weights,
+    held_params,
+    kv_token_bytes,
+    kv_wanted,
+    rule_of_thumb,
+    sampler_weights,
+    sharded_params,
+    stage_layers,
+    training_phases,
+)
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Layout
+from pentad.engine.settings import EngineSettings
+from pentad.engine.wrap import wrap_model
+from pentad.models.decoder import Decoder
+from pentad.ops import logprob
+from pentad.ops.attention import build_attend
+
+CPU = torch.device("cpu")
+NUM_TOKENS, NUM_SEQUENCES = 512, 4
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 64,
+    "moe_layers": (True, False, True, True, True, True),
+}
+MODES = [("none", "op"), ("full", "op"), ("selective", 2), ("selective", "op")]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage from its first appearance to its end."""
+
+    def __init__(self, ignored: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in ignored}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.drop, key)
+
+    def drop(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+
+def tiny(vocab_size: int, **extra) -> ModelDims:
+    return ModelDims(
+        family="qwen3",
+        vocab_size=vocab_size,
+        hidden_size=96,
+        num_layers=6,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=320,
+        qk_norm=True,
+        **extra,
+    )
+
+
+def measure(dims: ModelDims, mode: str, selective: str | int) -> tuple[int, int]:
+    """(bytes kept after forward, peak of forward and backward), weights and inputs not counted."""
+    torch.manual_seed(0)
+    decoder = Decoder(dims)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    settings = EngineSettings(ac_mode=mode, ac_selective=selective)
+    predictor = wrap_model(decoder, settings, CPU)
+    length = NUM_TOKENS // NUM_SEQUENCES
+    lengths = [length] * NUM_SEQUENCES
+    attend = build_attend(lengths, device=CPU, dtype=torch.float32, head_dim=dims.head_dim)
+    ids_T = torch.randint(0, dims.vocab_size, (NUM_TOKENS,))
+    positions_T = torch.arange(length).repeat(NUM_SEQUENCES)
+    with LiveBytes([ids_T, positions_T, *decoder.parameters()]) as live:
+        logprobs_T, _, _ = predictor(ids_T, positions_T, ids_T, attend)
+        kept = live.now
+        logprobs_T.sum().backward()
+    return kept, live.peak
+
+
+@pytest.mark.parametrize(("mode", "selective"), MODES)
+@pytest.mark.parametrize("vocab_size", [50, 4000])
+@pytest.mark.parametrize("extra", [{}, MOE], ids=["dense", "moe"])
+def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
+    dims = tiny(vocab_size, **extra)
+    keeping = Keeping(mode=mode, selective=selective, compute_bytes=4)
+    training = Training(
+        dims=dims,
+        layout=Layout(),
+        keeping=keeping,
+        microbatch_tokens=NUM_TOKENS,
+        device="cpu",
+    )
+    kept, peak = measure(dims, mode, selective)
+    per_token = sum(kept_bytes(dims, i, Layout(), keeping) for i in range(dims.num_layers))
+    per_token += ends_bytes(dims, Layout(), keeping)
+    # What is not counted: statistics of norms and routers, a few numbers a token.
+    assert NUM_TOKENS * per_token == pytest.approx(kept, rel=0.02)
+    parts = training_phases(training, 0)["backward"].device
+    resident = parts["weights"] + parts["optimizer"] + parts["overhead"]
+    # Which gradients exist at the worst moment is counted by whole layers.
+    assert sum(parts.values()) - resident == pytest.approx(peak, rel=0.1)
+
+
+def test_logit_room_is_that_of_the_kernel():
+    assert memory.LOGIT_BYTES == logprob.CHUNK_BYTES
+    assert memory.LOGIT_COPIES == logprob.LOGIT_COPIES
+
+
+def training_of(name: str, layout: Layout, **extra) -> Training:
+    keeping = extra.pop("keeping", Keeping())
+    return Training(
+        dims=MODELS[name],
+        layout=layout,
+        keeping=keeping,
+        **{"microbatch_tokens": 8192, "num_microbatches": 8, **extra},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "per_rank"),
+    [
+        ("Qwen3-8B", Layout(dp_shard=4, cp=2), 1),
+        ("Qwen3-8B", Layout(pp=4, dp_shard=2), 2),
+        ("Qwen3-30B-A3B", Layout(pp=2, dp_shard=4, ep=4), 2),
+        ("Qwen3-30B-A3B", Layout(pp=2, dp_shard=4, cp=2, ep=4, etp=2), 1),
+        ("Qwen3-0.6B", Layout(dp_replicate=2, dp_shard=2), 1),
+    ],
+)
+def test_the_shards_of_all_ranks_add_up_to_the_model(name, layout, per_rank):
+    schedule = "1F1B" if per_rank == 1 else "Interleaved1F1B"
+    training = training_of(name, layout, schedule=schedule, stages_per_rank=per_rank)
+    total = sum(
+        sharded_params(training, held_params(training, pp_rank)) * layout.stage_world
+        for pp_rank in range(layout.pp)
+    )
+    assert total == pytest.approx(training.dims.num_params, rel=1e-9)
+
+
+def test_tensor_parallelism_cuts_all_but_norms_and_repeated_kv_heads():
+    dims = MODELS["Qwen3-8B"]
+    held = held_params(training_of("Qwen3-8B", Layout(tp=4)), 0)
+    norms = dims.num_layers * dims.layer_parts(0).norms + dims.hidden_size
+    assert held.total == (dims.num_params - norms) // 4 + norms
+    repeated = held_params(training_of("Qwen3-8B", Layout(tp=16)), 0)
+    kv = dims.num_layers * dims.layer_parts(0).kv
+    assert repeated.total == (dims.num_params - norms - kv) // 16 + norms + kv // 8
+
+
+def test_a_tied_table_stands_on_both_ends_of_a_pipeline():
+    tied = training_of("Qwen3-0.6B", Layout(pp=2))
+    held = [held_params(tied, rank).total for rank in range(2)]
+    assert sum(held) == tied.dims.num_params + tied.dims.embedding_params
+
+
+def test_zbv_puts_both_ends_on_the_first_rank():
+    training = training_of("Qwen3-8B", Layout(pp=2), schedule="ZBVZeroBubble", stages_per_rank=2)
+    first = stage_layers(training, 0)
+    assert first[0].start == 0 and first[1].stop == 36
+
+
+def test_gradients_stay_whole_under_a_pipeline():
+    """Appendix A.4 of the Archon tutorial: 4 bytes for each parameter a rank holds."""
+    training = training_of("Qwen3-30B-A3B", Layout(pp=2, dp_shard=8), stages_per_rank=1)
+    for pp_rank in range(2):
+        parts = training_phases(training, pp_rank)["backward"].device
+        assert parts["gathered gradients"] == 4 * held_params(training, pp_rank).total
+
+
+def test_resharding_saves_what_the_tutorial_says():
+    """Appendix A.3: keeping weights whole costs (1 - 1/dp) of them in bf16, less two layers."""
+    keep = training_of("Qwen3-8B", Layout(pp=2, dp_shard=8), stages_per_rank=1, reshard=False)
+    held = held_params(keep, 0)
+    assert gathered_weights(keep, held) == 2 * held.total
+    shard = replace(keep, reshard=True)
+    assert gathered_weights(shard, held) == 2 * (held.root + 2 * held.block)
+
+
+def test_less_is_kept_the_more_is_recomputed():
+    layout = Layout(dp_shard=2)
+    kept = [
+        training_phases(training_of("Qwen3-8B", layout, keeping=keeping), 0)["backward"]
+        for keeping in (
+            Keeping(mode="none"),
+            Keeping(mode="memory_budget", budget=0.5, is_compiled=True),
+            Keeping(mode="full"),
+        )
+    ]
+    sizes = [phase.device_bytes for phase in kept]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.5 * sizes[2]
+
+
+def test_activations_shrink_with_microbatches_and_with_tp_and_cp():
+    def kept(layout: Layout, tokens: int) -> float:
+        training = training_of("Qwen3-8B", layout, microbatch_tokens=tokens)
+        return training_phases(training, 0)["backward"].device["activations"]
+
+    whole = kept(Layout(dp_shard=4), 8192)
+    # 2%: the worst moment may move between the head and the last layer.
+    assert kept(Layout(dp_shard=4), 4096) == pytest.approx(whole / 2, rel=0.02)
+    assert kept(Layout(dp_shard=2, cp=2), 8192) == pytest.approx(whole / 2, rel=0.02)
+    assert kept(Layout(dp_shard=2, tp=2), 8192) == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_offloading_moves_state_to_the_host():
+    on = training_phases(training_of("Qwen3-8B", Layout(dp_shard=8)), 0)["optimizer"]
+    off = training_phases(training_of("Qwen3-8B", Layout(dp_shard=8), offload=True), 0)["optimizer"]
+    moved = on.device_bytes - off.device_bytes
+    assert moved == pytest.approx(16 * MODELS["Qwen3-8B"].num_params / 8)
+    assert off.host_bytes - on.host_bytes == pytest.approx(moved)
+
+
+def test_sampler_memory():
+    dims = MODELS["Qwen3-8B"]
+    whole = Sampling(dims=dims, sequence_tokens=1000, num_sequences=10)
+    assert sampler_weights(whole) == 2 * dims.num_params
+    assert kv_token_bytes(whole) == 2 * 36 * 8 * 128 * 2
+    assert kv_wanted(whole) == 10 * 1000 * kv_token_bytes(whole)
+    cut = replace(whole, tp=16)
+    assert sampler_weights(cut) == dims.num_params / 8
+    assert kv_token_bytes(cut) == kv_token_bytes(whole) / 8  # eight kv heads, held twice
+
+
+def test_the_rule_of_thumb_is_computed_as_written():
+    layout = Layout(pp=2, dp_shard=4, tp=2)
+    training = training_of(
+        "Qwen3-8B", layout, schedule="Interleaved1F1B", stages_per_rank=2, num_microbatches=4
+    )
+    size = MODELS["Qwen3-8B"].num_params
+    assert list(rule_of_thumb(training, 40_000).values()) == [
+        2 * size / 8,
+        4 * size / 4,
+        8 * size / 8,
+        4 * 10_000 * 4096 * 2,
+    ]
