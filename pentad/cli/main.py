@@ -47,7 +47,10 @@ def options(
 @reporting
 @takes_recipe
 def train(recipe: Recipe, fresh: Fresh = False) -> None:
-    """Trains with reinforcement learning: pentad train recipe.yaml gconfig.n_samples=16."""
+    """Train a model with reinforcement learning.
+
+    For example: pentad train recipe.yaml gconfig.n_samples=16
+    """
     config, notes = recipe.prepare("train")
     from pentad.trainer.assemble import run_train
 
@@ -58,7 +61,7 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def sft(recipe: Recipe, fresh: Fresh = False) -> None:
-    """Trains on given answers, with the same engine and without rollout."""
+    """Train a model on given answers, without rollout."""
     config, notes = recipe.prepare("sft")
     from pentad.trainer.assemble import run_sft
 
@@ -69,7 +72,10 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
 @reporting
 @takes_recipe
 def plan(recipe: Recipe) -> None:
-    """Checks a recipe, draws its layout and estimates its memory; needs no GPU."""
+    """Check a recipe, draw its layout, estimate its memory.
+
+    Needs no GPU and no download: public models are known by name.
+    """
     config, notes = recipe.prepare("plan")
     from pentad.cli.plan import run_plan
 
@@ -81,7 +87,7 @@ def plan(recipe: Recipe) -> None:
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Says what this machine can run, what is missing, and what to do about it."""
+    """Say what this machine can run and what is missing."""
     from pentad.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(json))
@@ -94,7 +100,7 @@ def demo(
     fileroot: Annotated[str, typer.Option(help="Folder for records and the model.")] = "runs",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Teaches a tiny model to sort, in minutes, without a GPU or a download."""
+    """Teach a tiny model to sort, here and now, in minutes."""
     from pentad.cli.demo import run_demo
 
     run_demo(seed=seed, fileroot=fileroot, device=device)

@@ -15,10 +15,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentad.config.checks import Command, check
+from pentad.config.checks import check
 from pentad.config.describe import choices, fields, join_or, nearest_keys, section_of, show, takes
 from pentad.config.foreign import NOT_BUILT, SPELLED
 from pentad.config.resolve import resolve
+from pentad.config.rule import Command
 from pentad.config.schema import Config
 from pentad.config.tree import Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError

@@ -199,6 +199,6 @@ def _without_effect(config: Config) -> list[str]:
         notes.append(f"teacher.path = {config.teacher.path}: without effect in {name}")
     if config.critic.path is not None and name not in WITH_CRITIC:
         notes.append(f"critic.path = {config.critic.path}: without effect, {name} has no critic")
-    if config.ref.path is not None and config.algorithm.kl_coef == 0:
-        notes.append(f"ref.path = {config.ref.path}: without effect, algorithm.kl_coef = 0")
+    if config.ref.path is not None and not config.algorithm.kl_coef:
+        notes.append(f"ref.path = {config.ref.path}: without effect, there is no KL term")
     return notes

@@ -38,6 +38,9 @@ WITH_CRITIC = ("ppo",)
 KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "ppo")
 """Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
 
+REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
+WORKFLOW_NAMES = ("single_turn",)
+
 ALIASES = {
     "I1F1B": "Interleaved1F1B",
     "IZB": "InterleavedZeroBubble",
@@ -301,7 +304,8 @@ class DatasetConfig(Section):
 
 class RewardConfig(Section):
     fn: str | None = None
-    """Name of a built-in reward (exact_match, gsm8k, math, code), or `package.module:function`."""
+    """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), or your own:
+    `package.module:function` or `path/to/file.py:function`."""
     timeout_s: Positive = 10.0
     """After this long the process of a reward is ended and the sample counts as failed."""
     num_workers: Count | None = None

@@ -1,16 +1,18 @@
-"""The torch-free config and the algorithms themselves say the same: what passes `plan` trains."""
+"""The torch-free config and the parts themselves say the same: what passes `plan` trains."""
 
 import pytest
 from config_values import values_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pentad.config.checks import NEUTRAL, READERS, check
+from pentad.config.algorithm_rules import NEUTRAL, READERS
+from pentad.config.checks import check
 from pentad.config.resolve import resolve
 from pentad.config.schema import (
     ALGORITHM_NAMES,
     GROUP_RELATIVE,
     KL_IN_REWARD,
+    REWARD_NAMES,
     WITH_CRITIC,
     AlgorithmConfig,
     Config,
@@ -18,10 +20,15 @@ from pentad.config.schema import (
 from pentad.core.errors import UserError
 from pentad.rl import settings as rl
 from pentad.rl.algorithms import ALGORITHMS, settings_for, unused_settings
+from pentad.rollout.rewards import BUILT_IN
 
 
 def test_the_names_are_those_of_the_table():
     assert set(ALGORITHM_NAMES) == set(ALGORITHMS)
+
+
+def test_the_rewards_are_those_that_are_built_in():
+    assert set(REWARD_NAMES) == set(BUILT_IN)
 
 
 def test_the_overrides_are_the_tunables():
@@ -36,6 +43,8 @@ def test_the_facts_are_those_of_the_table(name):
     assert chosen.needs_critic == (name in WITH_CRITIC)
     assert chosen.needs_teacher == (name == "distill")
     assert (chosen.kl_in == "reward") == (name in KL_IN_REWARD)
+    assert (chosen.kl_coef, chosen.correction) == (0, "none"), "what an unset switch means"
+    assert (chosen.overlong_penalty > 0) == (name == "dapo")
     unread = {key for key, (readers, _) in READERS.items() if name not in readers}
     assert unread == set(unused_settings(ALGORITHMS[name]))
 

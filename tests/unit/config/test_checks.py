@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pentad.config.checks import RULES, check
+from pentad.config.checks import all_rules, check
 from pentad.config.load import prepare
 from pentad.config.resolve import resolve
 from pentad.config.schema import Config
@@ -108,6 +108,41 @@ BROKEN = [
     ),
     ("held_out_data_exists", "train", ["valid_dataset.limit=3"], "valid_dataset.path", "not set"),
     ("answers_are_scored", "train", ["reward.fn="], "reward.fn", "grpo needs rewards"),
+    (
+        "the_reward_can_be_found",
+        "plan",
+        ["reward.fn=exact"],
+        "reward.fn = exact",
+        "is neither exact_match, numeric, gsm8k, sort_digits, math or code nor a place",
+    ),
+    (
+        "the_reward_can_be_found",
+        "train",
+        ["reward.fn={root}/nope.py:score"],
+        "reward.fn = {root}/nope.py:score",
+        "no file {root}/nope.py",
+    ),
+    (
+        "the_workflow_can_be_found",
+        "train",
+        ["rollout.workflow=multi"],
+        "rollout.workflow = multi",
+        "is neither single_turn",
+    ),
+    (
+        "names_can_be_folders",
+        "sft",
+        ["trial_name=a/b"],
+        "trial_name = a/b",
+        "names a folder",
+    ),
+    (
+        "names_can_be_folders",
+        "train",
+        ["experiment_name='..'"],
+        "experiment_name = ..",
+        "names a folder",
+    ),
     (
         "evaluation_has_prompts",
         "train",
@@ -232,7 +267,14 @@ BROKEN = [
         "train",
         ["ref_update_interval=5", "algorithm.kl_coef=0"],
         "ref_update_interval = 5",
-        "nothing reads the reference",
+        "nothing reads the reference model with algorithm.kl_coef = 0",
+    ),
+    (
+        "a_refreshed_reference_is_used",
+        "train",
+        ["ref_update_interval=5"],
+        "ref_update_interval = 5",
+        "nothing reads the reference model with algorithm.kl_coef = null",
     ),
     (
         "the_tis_switch_agrees",
@@ -348,19 +390,19 @@ def test_each_rule_catches_what_it_is_for(folders, name, command, overrides, whe
         prepare(None, overrides_for(folders, overrides), command)
     (problem,) = caught.value.problems
     assert problem.where == where.format(root=folders)
-    assert said in str(problem)
+    assert said.format(root=folders) in str(problem)
     assert problem.remedy
 
 
 def test_every_rule_is_broken_above():
-    assert {rule.check.__name__ for rule in RULES} == {name for name, *_ in BROKEN}
+    assert {rule.check.__name__ for rule in all_rules()} == {name for name, *_ in BROKEN}
 
 
 @pytest.mark.parametrize(("name", "command", "overrides", "where", "said"), BROKEN)
 def test_a_rule_is_silent_when_a_key_it_reads_is_known_to_be_wrong(
     folders, name, command, overrides, where, said
 ):
-    (rule,) = [rule for rule in RULES if rule.check.__name__ == name]
+    (rule,) = [rule for rule in all_rules() if rule.check.__name__ == name]
     keys = {override.partition("=")[0] for override in overrides}
     touched = {key for key in keys if any(key == k or key.startswith(f"{k}.") for k in rule.keys)}
     assert touched, "the rule must name the keys it reads"
@@ -373,9 +415,23 @@ def test_a_rule_is_silent_when_a_key_it_reads_is_known_to_be_wrong(
     assert check(config, command, skip=frozenset(touched)) == []
 
 
+def test_a_rule_reports_everything_it_finds():
+    overrides = ["algorithm.lam=0.9", "algorithm.gamma=0.9", "algorithm.kl_in=loss", "user=a/b"]
+    overrides += ["algorithm.correction_cap=2", "algorithm.correction_level=token", "trial_name=."]
+    with pytest.raises(UserError) as caught:
+        prepare(None, ["actor.path=Qwen/Qwen3-0.6B", *overrides])
+    found = {problem.where.split(" = ")[0] for problem in caught.value.problems}
+    assert found == {override.partition("=")[0] for override in overrides}
+
+
 def test_rules_for_rollout_do_not_stop_sft(folders):
     overrides = overrides_for(folders, ["gconfig.temperature=0", "reward.fn="])
     prepare(None, overrides, "sft")
+
+
+@pytest.mark.parametrize("fn", ["math", "my.rewards:score", "{root}/data.jsonl:x", "a.b:c.d"])
+def test_rewards_of_ones_own_are_taken(folders, fn):
+    prepare(None, overrides_for(folders, [f"reward.fn={fn}"]), "train")
 
 
 def test_plan_needs_no_files():

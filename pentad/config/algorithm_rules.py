@@ -1,0 +1,162 @@
+"""Rules between the parts of an algorithm: switches that contradict, details that nobody reads.
+
+They say without torch what `pentad.rl` would say when the run starts; a test holds the two
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pentad.config.describe import show
+from pentad.config.rule import Rules
+from pentad.config.schema import (
+    ALGORITHM_NAMES,
+    GROUP_RELATIVE,
+    WITH_CRITIC,
+    AlgorithmConfig,
+    Config,
+)
+from pentad.core.errors import Problem
+
+RULES = Rules()
+
+
+@RULES.add("use_kl_loss", "algorithm.kl_coef", "algorithm.kl_in", "algorithm.name")
+def the_kl_switch_agrees(config: Config) -> Problem | None:
+    coef, place = config.algorithm.kl_coef, config.algorithm.kl_in
+    where = f"use_kl_loss = {show(config.use_kl_loss)}"
+    if config.use_kl_loss and coef == 0:
+        return Problem(where, "algorithm.kl_coef = 0 switches it off", "leave one of the two out")
+    if config.use_kl_loss and place == "reward":
+        rule = "algorithm.kl_in = reward takes the KL term out of the loss"
+        return Problem(where, rule, "leave one of the two out")
+    if config.use_kl_loss is False and coef and place != "reward":
+        rule = f"algorithm.kl_coef = {coef:g} asks for a KL term"
+        return Problem(where, rule, "set algorithm.kl_coef=0, or algorithm.kl_in=reward")
+    return None
+
+
+@RULES.add("ref_update_interval", "algorithm.kl_coef", "use_kl_loss")
+def a_refreshed_reference_is_used(config: Config) -> Problem | None:
+    if config.ref_update_interval is None or config.algorithm.kl_coef:
+        return None
+    where = f"ref_update_interval = {config.ref_update_interval}"
+    coef = show(config.algorithm.kl_coef)
+    rule = f"nothing reads the reference model with algorithm.kl_coef = {coef}"
+    return Problem(where, rule, "leave it out, or give a coefficient")
+
+
+@RULES.add("use_tis", "algorithm.correction")
+def the_tis_switch_agrees(config: Config) -> Problem | None:
+    correction = config.algorithm.correction
+    if config.use_tis is None or correction is None or config.use_tis == (correction == "tis"):
+        return None
+    where = f"use_tis = {show(config.use_tis)}"
+    rule = f"algorithm.correction = {correction} says otherwise"
+    return Problem(where, rule, "leave one of the two out")
+
+
+@RULES.add("algorithm", "use_kl_loss", "use_tis")
+def details_belong_to_something(config: Config) -> list[Problem]:
+    """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
+    given = dict(config.algorithm)
+    return [
+        Problem(
+            f"algorithm.{name} = {show(given[name])}",
+            f"has no effect while algorithm.{switch} is not set",
+            remedy,
+        )
+        for switch, details, is_implied, remedy in DETAILS
+        if given[switch] is None and not is_implied(config.algorithm)
+        for name in details
+        if given[name] is not None
+    ]
+
+
+DETAILS: tuple[tuple[str, tuple[str, ...], Callable[[AlgorithmConfig], bool | None], str], ...] = (
+    ("kl_coef", ("kl_estimator", "kl_in"), lambda _: False, "give it, for instance 0.001"),
+    (
+        "correction",
+        ("correction_level", "correction_cap", "correction_floor"),
+        lambda algorithm: algorithm.decoupled,
+        "set it to tis or mis",
+    ),
+    (
+        "overlong_penalty",
+        ("overlong_buffer",),
+        lambda algorithm: algorithm.name == "dapo",
+        "give it, for instance 1.0",
+    ),
+)
+"""(switch, what it governs, whether it is on by itself, how to turn it on)."""
+
+
+@RULES.add("algorithm.decoupled", "algorithm.correction", "use_tis")
+def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
+    if not config.algorithm.decoupled or config.algorithm.correction != "none":
+        return None
+    rule = "needs the weight that algorithm.correction = none drops"
+    return Problem("algorithm.decoupled = true", rule, "set it to tis or mis, or leave it out")
+
+
+@RULES.add("algorithm")
+def every_override_is_read(config: Config) -> list[Problem]:
+    given = dict(config.algorithm)
+    name = config.algorithm.name
+    return [
+        Problem(
+            f"algorithm.{key} = {show(given[key])}",
+            f"has no effect with algorithm.name = {name}: {why}",
+            "leave it out",
+        )
+        for key, (readers, why) in READERS.items()
+        if name not in readers and given[key] not in (None, NEUTRAL.get(key))
+    ]
+
+
+def _but(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in ALGORITHM_NAMES if name not in names)
+
+
+READERS = {
+    "eps_clip": (_but("reinforce"), "its loss has no ratio"),
+    "eps_clip_higher": (_but("reinforce"), "its loss has no ratio"),
+    "decoupled": (_but("reinforce"), "its loss has no ratio"),
+    "c_clip": (_but("reinforce", "cispo"), "its loss has no ratio to bound this way"),
+    "lam": (WITH_CRITIC, "it has no critic"),
+    "value_coef": (WITH_CRITIC, "it has no critic"),
+    "eps_clip_value": (WITH_CRITIC, "it has no critic"),
+    "gamma": (("ppo", "reinforce_plus_plus", "distill"), "it does not discount"),
+    "dynamic_filter": (GROUP_RELATIVE, "a group of equal rewards still carries signal"),
+    "reward_scale": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "reward_clip": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "overlong_penalty": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "overlong_buffer": (_but("distill"), "it learns from a teacher, not from rewards"),
+}
+"""Overrides that some algorithms do not read: who does, and why not the others."""
+NEUTRAL: dict[str, object] = {
+    "gamma": 1.0,
+    "reward_scale": 1.0,
+    "overlong_penalty": 0.0,
+    "decoupled": False,
+    "dynamic_filter": False,
+}
+"""Values that ask for nothing."""
+
+
+@RULES.add("algorithm.reward_scale")
+def rewards_are_not_wiped_out(config: Config) -> Problem | None:
+    if config.algorithm.reward_scale != 0:
+        return None
+    return Problem("algorithm.reward_scale = 0", "would make all rewards equal", "use 1")
+
+
+@RULES.add("algorithm.overlong_buffer", "gconfig.max_new_tokens")
+def the_overlong_buffer_fits(config: Config) -> Problem | None:
+    buffer, longest = config.algorithm.overlong_buffer, config.gconfig.max_new_tokens
+    if buffer is None or buffer <= longest:
+        return None
+    where = f"algorithm.overlong_buffer = {buffer}"
+    rule = f"must be at most gconfig.max_new_tokens = {longest}"
+    return Problem(where, rule, "a fifth of it is usual")

@@ -1,0 +1,159 @@
+"""Rules on what a command cannot do without: models, data, rewards, names for folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pentad.config.describe import join_or, show
+from pentad.config.rule import Rules
+from pentad.config.schema import REWARD_NAMES, WITH_CRITIC, WORKFLOW_NAMES, Config
+from pentad.core.errors import Problem
+
+RULES = Rules()
+
+
+@RULES.add("actor.path", commands=("train", "sft", "plan"))
+def a_model_is_named(config: Config) -> Problem | None:
+    if config.actor.path is not None:
+        return None
+    return Problem("actor.path", "is not set", "give the folder of the model to train")
+
+
+@RULES.add("actor.path", "actor.init_from_scratch", commands=("train", "sft"))
+def the_actor_is_a_model_folder(config: Config) -> Problem | None:
+    return _model_folder("actor.path", config.actor.path, config.actor.init_from_scratch)
+
+
+@RULES.add("critic.path", "critic.init_from_scratch", "algorithm.name", commands=("train",))
+def the_critic_is_a_model_folder(config: Config) -> Problem | None:
+    if config.algorithm.name not in WITH_CRITIC or config.critic.path == config.actor.path:
+        return None
+    return _model_folder("critic.path", config.critic.path, config.critic.init_from_scratch)
+
+
+@RULES.add("ref.path", "algorithm.kl_coef", commands=("train",))
+def the_reference_is_a_model_folder(config: Config) -> Problem | None:
+    return _model_folder("ref.path", config.ref.path) if config.algorithm.kl_coef else None
+
+
+@RULES.add("teacher.path", "algorithm.name")
+def distillation_has_a_teacher(config: Config) -> Problem | None:
+    if config.algorithm.name != "distill" or config.teacher.path is not None:
+        return None
+    return Problem(
+        "teacher.path", "algorithm.name = distill needs a teacher", "give the folder of its model"
+    )
+
+
+@RULES.add("teacher.path", "algorithm.name", commands=("train",))
+def the_teacher_is_a_model_folder(config: Config) -> Problem | None:
+    if config.algorithm.name != "distill":
+        return None
+    return _model_folder("teacher.path", config.teacher.path)
+
+
+def _model_folder(key: str, path: str | None, from_scratch: bool = False) -> Problem | None:
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    where = f"{key} = {path}"
+    if not folder.is_dir():
+        return Problem(where, "there is no such folder", "download the model and give its folder")
+    if not (folder / "config.json").is_file():
+        return Problem(where, "the folder has no config.json", "give the folder of a HF model")
+    if not from_scratch and not any(folder.glob("*.safetensors")):
+        remedy = f"save the model as safetensors, or set {key.split('.')[0]}.init_from_scratch"
+        remedy = remedy if key in ("actor.path", "critic.path") else "save it as safetensors"
+        return Problem(where, "the folder has no *.safetensors", remedy)
+    return None
+
+
+@RULES.add("train_dataset.path", commands=("train", "sft"))
+def there_is_training_data(config: Config) -> Problem | None:
+    if config.train_dataset.path is None:
+        return Problem("train_dataset.path", "is not set", "give a JSONL or Parquet file")
+    return _data_path("train_dataset.path", config.train_dataset.path)
+
+
+@RULES.add("valid_dataset", commands=("train", "sft"))
+def held_out_data_exists(config: Config) -> Problem | None:
+    if config.valid_dataset is None:
+        return None
+    if config.valid_dataset.path is None:
+        remedy = "give a JSONL or Parquet file, or leave valid_dataset out"
+        return Problem("valid_dataset.path", "is not set", remedy)
+    return _data_path("valid_dataset.path", config.valid_dataset.path)
+
+
+def _data_path(key: str, path: str) -> Problem | None:
+    if Path(path).expanduser().exists():
+        return None
+    return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
+
+
+@RULES.add("reward.fn", "algorithm.name", commands=("train",))
+def answers_are_scored(config: Config) -> Problem | None:
+    if config.reward.fn is not None or config.algorithm.name == "distill":
+        return None
+    remedy = "name a built-in reward or give package.module:function"
+    return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
+
+
+@RULES.add("reward.fn")
+def the_reward_can_be_found(config: Config) -> Problem | None:
+    remedy = "for your own, give package.module:function or path/to/file.py:function"
+    return _part_problem("reward.fn", config.reward.fn, REWARD_NAMES, remedy)
+
+
+@RULES.add("rollout.workflow")
+def the_workflow_can_be_found(config: Config) -> Problem | None:
+    remedy = "for your own, give package.module:Class or path/to/file.py:Class"
+    return _part_problem("rollout.workflow", config.rollout.workflow, WORKFLOW_NAMES, remedy)
+
+
+def _part_problem(
+    key: str, name: str | None, known: tuple[str, ...], remedy: str
+) -> Problem | None:
+    """A part is one of ours, or a place and a name in it; what is in a module shows later."""
+    if name is None or name in known:
+        return None
+    where = f"{key} = {name}"
+    place, colon, part = name.rpartition(":")
+    if not (place and part):
+        return Problem(where, f"is neither {join_or(list(known))} nor a place with a :", remedy)
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        return Problem(where, f"there is no file {place}", "check the path")
+    return None
+
+
+@RULES.add("experiment_name", "trial_name", "user", commands=("train", "sft", "plan"))
+def names_can_be_folders(config: Config) -> list[Problem]:
+    names = {
+        "experiment_name": config.experiment_name,
+        "trial_name": config.trial_name,
+        "user": config.user or "somebody",
+    }
+    return [
+        Problem(
+            f"{key} = {show(name)}", "names a folder of the run", "use letters, digits, - and _"
+        )
+        for key, name in names.items()
+        if name in ("", ".", "..") or set(name) & set("/\\\0\n")
+    ]
+
+
+@RULES.add("evaluator", "valid_dataset", commands=("train", "plan", "sft"))
+def evaluation_has_prompts(config: Config) -> Problem | None:
+    evaluator = config.evaluator
+    given = [
+        f"evaluator.{name} = {show(value)}"
+        for name, value in (
+            ("freq_epochs", evaluator.freq_epochs),
+            ("freq_steps", evaluator.freq_steps),
+            ("freq_secs", evaluator.freq_secs),
+        )
+        if value is not None
+    ]
+    if not given or config.valid_dataset is not None:
+        return None
+    return Problem(given[0], "there is no valid_dataset", "give valid_dataset.path")
