@@ -12,6 +12,7 @@ from pentad.core.errors import RunError
 from pentad.core.types import Row, TokenOutputs
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.engine.wrap import apply_to_block
 from pentad.models.decoder import causal_attend
 
 VOCAB = 37
@@ -538,3 +539,32 @@ def test_deterministic_mode_is_torchs_own_refusal():
         assert not train(engine, make_rows()).skipped
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_compiled_blocks_share_one_graph_over_layers_and_lengths(monkeypatch):
+    """Recompiling per layer or length would hit dynamo's limit and fall back in silence."""
+    import torch._dynamo
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs: list[object] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compile_ = torch.compile
+    # The default backend needs a GPU to be worth its minutes; the graphs are the same.
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **kw: compile_(f, backend=backend, fullgraph=True, **kw)
+    )
+    torch._dynamo.reset()
+    eager, compiled = make_engine().decoder, make_engine().decoder
+    for i, block in enumerate(compiled.layers.values()):
+        apply_to_block(block, i, EngineSettings(compile=True), torch.device("cuda"))
+    for length in (9, 20):
+        ids = torch.arange(length)
+        for model in (eager, compiled):
+            model(ids, ids, causal_attend).square().sum().backward()
+    assert len(graphs) == 1
+    for mine, true in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, true.grad)
