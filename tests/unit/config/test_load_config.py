@@ -247,3 +247,11 @@ def test_any_config_survives_dump_resolve_and_load(tmp_path_factory, values):
     again, notes_again = resolve(load_config(path))
     assert again == resolved
     assert set(notes_again) <= set(notes)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("on", True), ("off", False), ("yes", True), (0, False)]
+)
+def test_words_of_yes_and_no_are_booleans_where_a_boolean_is_wanted(word, value):
+    assert load_config(None, [f"balance_data={word}"]).balance_data is value
+    assert load_config(None, [f"experiment_name={word}"]).experiment_name == str(word)
