@@ -1,0 +1,101 @@
+"""What this machine is and what this process uses of it, without loading torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "pentad",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "tokenizers",
+    "triton",
+    "pyarrow",
+    "ray",
+    "vllm",
+    "sglang",
+)
+
+
+def versions() -> dict[str, str]:
+    """Python and every package of the list that is installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """The machine. What cannot be read is null."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "gpus": _gpu_names(),
+    }
+
+
+def rss_gb() -> float | None:
+    """Resident memory of this process; null where /proc does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether files differ from it; null if `folder` is not the root of a checkout.
+    (An installed package may lie inside someone else's repository: that commit is not ours.)"""
+    if not (folder / ".git").exists():
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    if commit is None:
+        return None
+    return {"commit": commit, "is_modified": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str | None:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _gpu_names() -> list[str]:
+    """From the NVIDIA driver's own files; empty where there is no driver."""
+    names = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        found = re.search(r"^Model:\s*(.+)$", file.read_text(), re.M)
+        names.append(found[1] if found else "unknown")
+    return names

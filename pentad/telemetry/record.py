@@ -1,0 +1,279 @@
+"""The record of a step: every field that steps.jsonl has, what it means and in which unit.
+
+The classes below are the schema: docs/telemetry.md is written from them. A field that does not
+apply, or that nobody measured, is null. Numbers that are not finite cannot be written as JSON:
+they become null too, and `nonfinite` says which they were and what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+
+def about(meaning: str, unit: str = "", *, varies: bool = False) -> Any:
+    """A field of the schema, null unless given. `varies`: differs between two equal runs, because
+    it measures the machine and not the training."""
+    return field(default=None, metadata={"meaning": meaning, "unit": unit, "varies": varies})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The mixture-of-experts router and its kernel; null for dense models."""
+
+    sram_bytes_per_block: int | None = about("shared memory one block of the kernel uses", "bytes")
+    achieved_bw_gbps: float | None = about(
+        "memory bandwidth the kernel reached", "GB/s", varies=True
+    )
+    tokens_per_expert_mean: float | None = about("mean tokens routed to an expert", "tokens")
+    tokens_per_expert_std: float | None = about("standard deviation over experts", "tokens")
+    used_triton: bool | None = about("whether the Triton kernel ran, not its torch reference")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Expert parallelism's exchange of tokens; null without it."""
+
+    all_to_all_dispatch_ms: float | None = about("sending tokens to experts", "ms", varies=True)
+    all_to_all_combine_ms: float | None = about("bringing them back", "ms", varies=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of the process that writes the record."""
+
+    peak_allocated_gb: float | None = about(
+        "most device memory in use in the step", "GB", varies=True
+    )
+    reserved_gb: float | None = about("device memory the allocator holds", "GB", varies=True)
+    leak_delta_gb: float | None = about(
+        "device memory in use after the step, less that after the step before", "GB", varies=True
+    )
+    host_rss_gb: float | None = about("resident host memory", "GB", varies=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infra:
+    async_ckpt_commit_ms: float | None = about(
+        "time the last checkpoint took from snapshot to commit, in the background",
+        "ms",
+        varies=True,
+    )
+    active_nodes: int | None = about("machines at work", "nodes")
+    ep_world_size: int | None = about("ranks that share the experts", "ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rl:
+    """Reinforcement learning; null for sft and pretraining. Ratios compare trainer and sampler."""
+
+    reward_mean: float | None = about("mean reward of the trained samples")
+    reward_std: float | None = about("standard deviation over samples")
+    reward_min: float | None = about("lowest")
+    reward_max: float | None = about("highest")
+    reward_parts: dict[str, float] | None = about("mean of each named part of the reward")
+    groups_without_variance: float | None = about("groups whose rewards are all equal", "share")
+    advantage_mean: float | None = about("mean advantage of trained tokens")
+    advantage_std: float | None = about("standard deviation over tokens")
+    length_mean: float | None = about("mean sampled tokens of a sample", "tokens")
+    length_min: float | None = about("fewest", "tokens")
+    length_max: float | None = about("most", "tokens")
+    prompt_length_mean: float | None = about("mean tokens of a prompt", "tokens")
+    truncated_share: float | None = about("samples that ended at the length limit", "share")
+    kl_ref: float | None = about("divergence from the reference policy, k3", "nats/token")
+    kl_sampler: float | None = about("divergence of the trainer from the sampler, k3", "nats/token")
+    entropy: float | None = about("mean entropy of the policy at trained tokens", "nats/token")
+    clip_fraction: float | None = about("tokens whose gradient the clip cut off", "share")
+    ratio_mean: float | None = about("importance ratio of a token, mean")
+    ratio_p95: float | None = about("importance ratio, 95th percentile")
+    ratio_max: float | None = about("importance ratio, largest")
+    outside_clip_share: float | None = about("tokens with a ratio outside the clip band", "share")
+    effective_sample_size: float | None = about("of the ratios, over the tokens trained", "share")
+    corrected_share: float | None = about("tokens the off-policy correction changed", "share")
+    correction_weight_mean: float | None = about("mean weight of the off-policy correction")
+    logprob_diff_mean: float | None = about("mean |trainer - sampler| log-prob of a token", "nats")
+    logprob_diff_p95: float | None = about("95th percentile of it", "nats")
+    logprob_diff_max: float | None = about("largest", "nats")
+    staleness: dict[str, int] | None = about(
+        "histogram: versions between sampling and training -> sampled tokens", "tokens"
+    )
+    critic_loss: float | None = about("value loss; null without a critic")
+    critic_grad_norm: float | None = about("norm of the critic's gradient before clipping")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Funnel:
+    """Where all prompts drawn so far went: drawn = trained + dropped by reason + in flight."""
+
+    drawn: int | None = about("prompts drawn from the stream", "groups")
+    trained: int | None = about("groups trained", "groups")
+    dropped: dict[str, int] | None = about("groups dropped, by reason", "groups")
+    in_flight: int | None = about("groups planned, running, ready or leased", "groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    step: int = about("optimizer steps done, this one included: the first record has 1", "steps")
+    generation: int = about("counts how often the run went back to a checkpoint; 0 at first")
+    superseded: bool = about("true once the step was redone by a later generation")
+    epoch: int | None = about("epoch of the data, from 0")
+    version: int | None = about("version of the weights after the step")
+    time_s: float | None = about("when the record was written, Unix time", "s", varies=True)
+    loss: float | None = about("mean of the loss as the optimizer saw it")
+    grad_norm: float | None = about("norm of the gradient before clipping")
+    lr: float | None = about("learning rate of the step")
+    update_skipped: bool | None = about("true if the gradient was not finite and nothing moved")
+    num_groups: int | None = about("prompts trained in the step", "groups")
+    num_samples: int | None = about("sequences trained", "sequences")
+    num_tokens: int | None = about("tokens the model was run on, prompts included", "tokens")
+    num_microbatches: int | None = about("forward and backward passes", "passes")
+    tokens_per_sec: float | None = about("num_tokens over the wall clock", "tokens/s", varies=True)
+    wall_clock_ms: float | None = about("duration of the step", "ms", varies=True)
+    phases: dict[str, float] | None = about(
+        "duration of each phase; they exclude each other and sum to wall_clock_ms",
+        "ms",
+        varies=True,
+    )
+    mfu: float | None = about(
+        "share of the devices' peak reached, attention counted as causal; null on a CPU",
+        "share",
+        varies=True,
+    )
+    mfu_full_attention: float | None = about(
+        "the same with attention counted as full, as some papers do", "share", varies=True
+    )
+    peak_tflops: float | None = about("peak of one device that mfu refers to", "TFLOP/s")
+    kernel: Kernel | None = about("")
+    collective: Collective | None = about("")
+    memory: Memory | None = about("")
+    infra: Infra | None = about("")
+    rl: Rl | None = about("")
+    funnel: Funnel | None = about("")
+    evals: list[dict[str, Any]] | None = about(
+        "evaluations finished since the record before, each as its line in evals.jsonl"
+    )
+
+    def as_json(self) -> dict[str, Any]:
+        """Ready to be written: every field present, plain values, no NaN or infinity."""
+        record = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        record["generation"] = self.generation or 0
+        record["superseded"] = bool(self.superseded)
+        for block in BLOCKS:
+            record[block] = record[block] or dict.fromkeys(_names(BLOCKS[block]))
+        return plain_json(record)
+
+
+BLOCKS: dict[str, type] = {
+    "kernel": Kernel,
+    "collective": Collective,
+    "memory": Memory,
+    "infra": Infra,
+    "rl": Rl,
+    "funnel": Funnel,
+}
+
+
+def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with null for what is not finite, and `nonfinite` naming it."""
+    nonfinite: dict[str, str] = {}
+    return {**_finite(dict(value), "", nonfinite), "nonfinite": nonfinite or None}
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record by path, `rl/reward_mean`, for sinks that draw curves."""
+    found = {}
+    for path, value in _leaves(record, ""):
+        if isinstance(value, bool | int | float) and path not in ("schema", "step", "superseded"):
+            found[path] = float(value)
+    return found
+
+
+def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record without what differs between two equal runs: timings and memory."""
+    kept = {name: value for name, value in record.items() if name not in _varying(StepRecord)}
+    for block, cls in BLOCKS.items():
+        if isinstance(kept.get(block), dict):
+            kept[block] = {k: v for k, v in kept[block].items() if k not in _varying(cls)}
+    if kept.get("evals"):
+        kept["evals"] = [{k: v for k, v in e.items() if k != "seconds"} for e in kept["evals"]]
+    return kept
+
+
+def reference() -> str:
+    """docs/telemetry.md."""
+    lines = [HEAD, *_table("", StepRecord)]
+    for block, cls in BLOCKS.items():
+        lines += [f"\n## `{block}`\n"]
+        if cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("):
+            lines += [cls.__doc__ + "\n"]
+        lines += _table(f"{block}.", cls)
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """# What a step record says
+
+`steps.jsonl` in the run folder has one JSON object a line, one line a step. Every field below is
+in every record; what does not apply or was not measured is `null`. This page is written from the
+classes in `pentad/telemetry/record.py` by `make docs`.
+
+`pentad.telemetry.steps.read_steps(path)` reads the file. A line that a crash tore off at the end of
+it is passed over, and removed when the run goes on. Records of steps that were redone after a
+return to a checkpoint are kept and marked `superseded`; the function leaves them out.
+
+Two runs of one seed give the same records apart from the fields marked *varies*, which measure
+the machine.
+
+| field | meaning | unit | varies |
+|---|---|---|---|
+| `schema` | version of this format, 1 | | |
+| `nonfinite` | fields that are null because they were NaN or infinite, with what they were | | |"""
+
+
+def _table(prefix: str, cls: type) -> list[str]:
+    head = ["| field | meaning | unit | varies |", "|---|---|---|---|"] if prefix else []
+    rows = []
+    for entry in dataclasses.fields(cls):
+        meaning, unit = entry.metadata["meaning"], entry.metadata["unit"]
+        if entry.name in BLOCKS:
+            meaning = "see below"
+        varies = "yes" if entry.metadata["varies"] else ""
+        rows.append(f"| `{prefix}{entry.name}` | {meaning} | {unit} | {varies} |")
+    return [*head, *rows]
+
+
+def _names(cls: type) -> list[str]:
+    return [entry.name for entry in dataclasses.fields(cls)]
+
+
+def _varying(cls: type) -> set[str]:
+    return {entry.name for entry in dataclasses.fields(cls) if entry.metadata["varies"]}
+
+
+def _finite(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
+    if isinstance(value, numbers.Real) and not isinstance(value, int):
+        # numpy's scalars are Real too, and JSON knows none of them.
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite[path] = str(value)
+        return None
+    if isinstance(value, dict):
+        return {
+            k: _finite(v, f"{path}.{k}" if path else str(k), nonfinite) for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [_finite(v, f"{path}.{i}", nonfinite) for i, v in enumerate(value)]
+    return value
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}/{key}" if path else str(key))
+    else:
+        yield path, value

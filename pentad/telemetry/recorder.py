@@ -1,0 +1,129 @@
+"""The recorder: takes what happened in a run to its files, sinks and screen. It never stops a run.
+
+What fails here (a full disk, a closed terminal, a logger's bug) is reported once and counted;
+training goes on. The files are tried again at the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pentad.telemetry.record import StepRecord, plain_json, scalars
+from pentad.telemetry.runfolder import RunFolder
+from pentad.telemetry.samples import pick_samples
+from pentad.telemetry.screen import Screen
+from pentad.telemetry.sinks import BackgroundSink
+from pentad.telemetry.steps import LineWriter, read_steps
+
+if TYPE_CHECKING:
+    from pentad.core.types import Group
+
+log = logging.getLogger(__name__)
+
+RECORDS_KEPT = 50
+"""Latest records that alarms are looked for in; an alarm is repeated after as many steps."""
+
+FindAlarms = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[str]]
+"""(latest `rl` blocks, the first one) -> sentences."""
+
+
+class Recorder:
+    def __init__(
+        self,
+        folder: RunFolder,
+        screen: Screen | None = None,
+        sinks: Sequence[BackgroundSink] = (),
+        *,
+        samples_per_step: int = 4,
+        seed: int = 0,
+        find_alarms: FindAlarms | None = None,
+    ) -> None:
+        self.screen = screen
+        self.sinks = sinks
+        self.samples_per_step = samples_per_step
+        self.seed = seed
+        self.find_alarms = find_alarms
+        self.failures: dict[str, int] = {}
+        """What could not be done, and how often."""
+        self._steps = LineWriter(folder.file("steps.jsonl"))
+        self._samples = LineWriter(folder.file("samples.jsonl"))
+        self._evals = LineWriter(folder.file("evals.jsonl"))
+        self._new_evals: list[dict[str, Any]] = []
+        before = [record["rl"] for record in read_steps(folder.file("steps.jsonl"))]
+        self._first: Mapping[str, Any] | None = before[0] if before else None
+        self._recent: list[Mapping[str, Any]] = before[-RECORDS_KEPT:]
+        self._alarmed: dict[str, int] = {}
+
+    def step(self, record: StepRecord, groups: Sequence[Group] = ()) -> dict[str, Any]:
+        """Records one step and some samples of its groups; returns the record as written."""
+        line = record.as_json()
+        line["evals"] = self._new_evals or None
+        self._new_evals = []
+        self._try("steps.jsonl", lambda: self._steps.append(line))
+        picks: list[dict[str, Any]] = []
+        self._try("samples.jsonl", lambda: picks.extend(self._write_samples(record.step, groups)))
+        values = scalars(line)
+        for sink in self.sinks:
+            sink.write(record.step, values)
+        self._show(lambda screen: screen.samples(picks))
+        self._show(lambda screen: screen.step(line))
+        self._try("alarms", lambda: self._raise_alarms(line))
+        return line
+
+    def evaluation(self, result: Mapping[str, Any]) -> None:
+        """Records one evaluation; `result` has at least `version`."""
+        line = plain_json(result)
+        self._new_evals.append(line)
+        self._try("evals.jsonl", lambda: self._evals.append(line))
+        values = {f"eval/{path}": value for path, value in scalars(line).items()}
+        for sink in self.sinks:
+            sink.write(int(result["version"]), values)
+        self._show(lambda screen: screen.evaluation(line))
+
+    def close(self) -> None:
+        self._show(lambda screen: screen.close())
+        for sink in self.sinks:
+            sink.close()
+        for writer in (self._steps, self._samples, self._evals):
+            writer.close()
+        for what, count in self.failures.items():
+            log.warning("%s failed %d times in this run", what, count)
+
+    def _write_samples(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        picks = pick_samples(groups, self.samples_per_step, step=step, seed=self.seed)
+        lines = [plain_json(pick) for pick in picks]
+        for line in lines:
+            self._samples.append(line)
+        return lines
+
+    def _raise_alarms(self, line: Mapping[str, Any]) -> None:
+        if self.find_alarms is None:
+            return
+        self._first = self._first or line["rl"]
+        self._recent = [*self._recent, line["rl"]][-RECORDS_KEPT:]
+        for sentence in self.find_alarms(self._recent, self._first):
+            kind = re.sub(r"[0-9.]+", "", sentence)
+            if line["step"] - self._alarmed.get(kind, -RECORDS_KEPT) >= RECORDS_KEPT:
+                self._alarmed[kind] = line["step"]
+                log.warning("step %d: %s", line["step"], sentence)
+
+    def _show(self, act: Callable[[Screen], None]) -> None:
+        """A screen that fails is not tried again."""
+        screen = self.screen
+        if screen is None:
+            return
+        if not self._try("the screen", lambda: act(screen)):
+            self.screen = None
+
+    def _try(self, what: str, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except Exception as error:  # whatever a record's way meets, the run goes on without it
+            self.failures[what] = self.failures.get(what, 0) + 1
+            if self.failures[what] == 1:
+                log.warning("%s: %s: %s; training goes on", what, type(error).__name__, error)
+            return False
+        return True

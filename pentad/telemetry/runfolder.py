@@ -1,0 +1,213 @@
+"""The folder of a run's records: its layout, its lock, and the checks before anything starts.
+
+`{fileroot}/logs/{user}/{experiment_name}/{trial_name}/` belongs to one run with one config. A
+second program on the same folder, a folder of another config, and a folder that already has steps
+(unless the run resumes) are refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pentad.core.errors import Problem, UserError
+from pentad.telemetry.manifest import build_manifest, write_json
+from pentad.telemetry.steps import read_steps, supersede
+
+FILES = {
+    "config.yaml": "The config with every value filled in; `pentad train` on it repeats the run.",
+    "manifest.json": "What the run is made of: config digest, seed, and for every start the time, "
+    "the command, package versions, git commit and hardware.",
+    "steps.jsonl": "One JSON record a step: loss, rewards, lengths, ratios, timings, memory, where "
+    "the prompts went. Every field is explained in docs/telemetry.md.",
+    "evals.jsonl": "One JSON record an evaluation: which version of the weights, accuracy with its "
+    "95% interval, mean reward and length. Version 0 is the baseline before the first step.",
+    "samples.jsonl": "A few samples of each step, the best, the worst and random ones: prompt, "
+    "answer, reward and its parts, token ids, and the weight versions that sampled them.",
+    "log.txt": "Messages and warnings of all starts, with times.",
+    "tensorboard/": "The numbers of steps.jsonl as curves, if telemetry.tensorboard is true: "
+    "`tensorboard --logdir` on this folder.",
+    "run.lock": "Held by the running program, so that no second one writes here; empty otherwise.",
+    "earlier/": "Records of former runs of this name that were started anew with --fresh.",
+    "README.md": "This explanation.",
+}
+"""Every file a run can leave in its folder."""
+
+README = """\
+# Records of one run
+
+{table}
+
+Lines of the .jsonl files are written as things happen, so they can be read while the run goes on
+and after a crash. Weights are not here but in {checkpoints}.
+"""
+
+
+class RunFolder:
+    """An open run folder. Holds the lock until it is closed or the process ends."""
+
+    def __init__(self, path: Path, lock: int, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._lock = lock
+
+    def file(self, name: str) -> Path:
+        assert name in FILES, f"{name} is not a file of a run folder"
+        return self.path / name
+
+    @property
+    def last_step(self) -> int:
+        """The highest step recorded and not superseded; 0 if there is none."""
+        return max((r["step"] for r in read_steps(self.file("steps.jsonl"))), default=0)
+
+    def add_start(self, start: Mapping[str, Any]) -> None:
+        self.manifest["starts"].append(dict(start))
+        write_json(self.file("manifest.json"), self.manifest)
+
+    def roll_back(self, step: int) -> int:
+        """Marks everything recorded beyond `step` as superseded; how many steps that were."""
+        supersede(self.file("samples.jsonl"), after=step)
+        supersede(self.file("evals.jsonl"), after=step, key="version")
+        return supersede(self.file("steps.jsonl"), after=step)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def run_path(fileroot: str, experiment_name: str, trial_name: str, user: str | None = None) -> Path:
+    """Where the records of a run lie; by default under the login name."""
+    return (
+        Path(fileroot).expanduser()
+        / "logs"
+        / (user or getpass.getuser())
+        / (experiment_name)
+        / trial_name
+    )
+
+
+def open_run_folder(
+    path: Path,
+    *,
+    config: Mapping[str, Any],
+    config_yaml: str,
+    config_digest: str,
+    seed: int,
+    resume: bool,
+    fresh: bool = False,
+    checkpoints: str = "the run's checkpoint folder",
+) -> RunFolder:
+    """Makes or reopens the folder, or raises UserError. `resume`: recorded steps may be continued.
+    `fresh`: what is there is moved to earlier/ first."""
+    lock = _take_lock(path)
+    try:
+        if fresh:
+            _set_aside(path)
+        manifest = _read_manifest(path)
+        _check_same_config(path, manifest, config, config_digest)
+        _check_steps(path, resume)
+        (path / "config.yaml").write_text(config_yaml)
+        (path / "README.md").write_text(readme(checkpoints))
+        manifest = manifest or build_manifest(config, config_digest, seed)
+        write_json(path / "manifest.json", manifest)
+    except BaseException:
+        os.close(lock)
+        raise
+    return RunFolder(path, lock, manifest)
+
+
+def readme(checkpoints: str) -> str:
+    return README.format(table=file_table(), checkpoints=checkpoints)
+
+
+def file_table() -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in FILES.items()]
+    return "\n".join(["| file | what it is |", "|---|---|", *rows])
+
+
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of everything that differs."""
+    for key in [*old, *(key for key in new if key not in old)]:
+        here = f"{path}.{key}" if path else str(key)
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from changed_keys(before, after, here)
+        elif before != after:
+            yield here, before, after
+
+
+def _take_lock(path: Path) -> int:
+    where = f"run folder = {path}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        remedy = "set fileroot to a folder you may write to"
+        rule = f"cannot be written ({error.strerror})"
+        raise UserError(Problem(where, rule, remedy)) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        remedy = "wait for it, or choose another trial_name"
+        raise UserError(Problem(where, f"another program runs in it ({holder})", remedy)) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    return lock
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    file = path / "manifest.json"
+    if not file.exists():
+        return None
+    try:
+        value = json.loads(file.read_text())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or not {"config_digest", "config", "starts"} <= value.keys():
+        remedy = "choose another trial_name, or start anew with --fresh"
+        raise UserError(Problem(str(file), "not the manifest of a run", remedy))
+    return value
+
+
+def _check_same_config(
+    path: Path, manifest: Mapping[str, Any] | None, config: Mapping[str, Any], digest: str
+) -> None:
+    if manifest is None or manifest["config_digest"] == digest:
+        return
+    changes = [f"{k} was {a!r}, is {b!r}" for k, a, b in changed_keys(manifest["config"], config)]
+    said = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if changes[5:] else "")
+    rule = f"belongs to a run with another config ({said})"
+    remedy = "choose another trial_name, restore the config, or start anew with --fresh"
+    raise UserError(Problem(f"run folder = {path}", rule, remedy))
+
+
+def _check_steps(path: Path, resume: bool) -> None:
+    steps = [r["step"] for r in read_steps(path / "steps.jsonl")]
+    if steps and not resume:
+        remedy = "set recover.mode: auto to continue it, or --fresh to start anew"
+        rule = f"already holds a run of {max(steps)} steps"
+        raise UserError(Problem(f"run folder = {path}", rule, remedy))
+
+
+def _set_aside(path: Path) -> None:
+    """Moves all records into earlier/001, 002, ..."""
+    keep = {"run.lock", "earlier"}
+    old = [entry for entry in path.iterdir() if entry.name not in keep]
+    if not old:
+        return
+    numbers = [int(entry.name) for entry in (path / "earlier").glob("[0-9]*")]
+    target = path / "earlier" / f"{max(numbers, default=0) + 1:03d}"
+    target.mkdir(parents=True)
+    for entry in old:
+        entry.rename(target / entry.name)

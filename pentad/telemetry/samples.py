@@ -1,0 +1,80 @@
+"""Which samples of a step people get to see, and how one is written down in samples.jsonl.
+
+    {"step": 3, "pick": "best", "gid": 17, "index": 2, "epoch": 0, "attempt": 0,
+     "prompt": "52341>", "text": "12345", "reward": 1.0, "reward_parts": {"correct": 1.0},
+     "finish": "stop", "num_sampled": 6, "min_version": 2, "max_version": 2,
+     "ids": [...], "trained_spans": [[6, 12]]}
+
+`ids` are all token ids, prompt included; `trained_spans` are the half-open ranges of them that the
+policy sampled.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pentad.core.seeds import derive_seed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pentad.core.types import Group
+
+
+def pick_samples(
+    groups: Sequence[Group], num: int, *, step: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """The best, the worst, then random others, `num` in all; the same for the same seed and step.
+    Samples without a reward can be drawn but are neither best nor worst."""
+    places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.samples))]
+    rewards = {place: groups[place[0]].samples[place[1]].reward for place in places}
+    scored = {place: reward for place, reward in rewards.items() if reward is not None}
+    picks: dict[tuple[int, int], str] = {}
+    if scored and num > 0:
+        picks[max(scored, key=scored.__getitem__)] = "best"
+    if scored and num > 1:
+        # Among equals the last one, so that two picks are two samples where there are two.
+        worst = min(reversed(scored), key=scored.__getitem__)
+        picks.setdefault(worst, "worst")
+    others = [place for place in places if place not in picks]
+    chosen = random.Random(derive_seed(seed, "samples", step))
+    for place in chosen.sample(others, min(max(0, num - len(picks)), len(others))):
+        picks[place] = "random"
+    return [_line(groups[g], i, step, pick) for (g, i), pick in picks.items()]
+
+
+def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
+    sample, prompt = group.samples[index], group.prompt
+    versions = sample.versions[sample.mask].tolist()
+    return {
+        "step": step,
+        "pick": pick,
+        "gid": group.gid,
+        "index": index,
+        "epoch": prompt.epoch,
+        "attempt": group.attempt,
+        "prompt": prompt.text,
+        "text": sample.text,
+        "reward": sample.reward,
+        "reward_parts": dict(sample.reward_parts),
+        "finish": sample.finish,
+        "num_sampled": sample.num_sampled,
+        "min_version": min(versions, default=None),
+        "max_version": max(versions, default=None),
+        "ids": sample.ids.tolist(),
+        "trained_spans": _spans(sample.mask),
+    }
+
+
+def _spans(mask: np.ndarray) -> list[list[int]]:
+    spans: list[list[int]] = []
+    for position, is_trained in enumerate(mask.tolist()):
+        if not is_trained:
+            continue
+        if spans and spans[-1][1] == position:
+            spans[-1][1] = position + 1
+        else:
+            spans.append([position, position + 1])
+    return spans

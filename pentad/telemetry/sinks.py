@@ -1,0 +1,142 @@
+"""Where records go besides the run folder: TensorBoard, Weights & Biases. None can stop a run.
+
+Each sink lives on a thread of its own. One that raises, or does not keep up, is switched off and
+reported once; steps.jsonl has everything in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pentad.core.errors import Problem, UserError
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 256
+"""Records a slow sink may be behind."""
+MAX_WRITE_S = 120.0
+"""A single write (or the sink's start) may take this long."""
+CLOSE_S = 10.0
+"""What a sink gets at the end to write what is left."""
+
+
+class Sink(Protocol):
+    """Takes numbers by path, `rl/reward_mean`, at a step; steps may come again after a resume."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbSettings:
+    project: str
+    entity: str | None = None
+    mode: str = "online"
+
+
+class BackgroundSink:
+    """A sink made and fed on its own daemon thread."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Sink],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_waiting: int = MAX_WAITING,
+        max_write_s: float = MAX_WRITE_S,
+    ) -> None:
+        self.name = name
+        self.clock = clock
+        self.max_write_s = max_write_s
+        self.is_off = False
+        self._make = make
+        self._busy_since: float | None = clock()
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(
+            max_waiting
+        )
+        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Returns at once, whatever the sink does."""
+        if self.is_off:
+            return
+        since = self._busy_since
+        if since is not None and self.clock() - since > self.max_write_s:
+            self._switch_off(f"it has not answered for {self.max_write_s:.0f} s")
+            return
+        try:
+            self._waiting.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._switch_off(f"it is {self._waiting.maxsize} records behind")
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Lets the sink finish, for a while."""
+        if self.is_off:
+            return
+        try:
+            self._waiting.put(None, timeout=timeout_s)
+        except queue.Full:
+            self._switch_off(f"it did not finish within {timeout_s:.0f} s")
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._switch_off(f"it did not finish within {timeout_s:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            sink = self._make()
+            while not self.is_off:
+                self._busy_since = None
+                item = self._waiting.get()
+                self._busy_since = self.clock()
+                if item is None:
+                    sink.close()
+                    return
+                sink.write(*item)
+        except Exception as error:  # any fault of a logger ends the logger, not the run
+            self._switch_off(f"{type(error).__name__}: {error}")
+
+    def _switch_off(self, why: str) -> None:
+        if not self.is_off:
+            self.is_off = True
+            log.warning("%s is switched off: %s; training goes on", self.name, why)
+
+
+def build_sinks(
+    folder: Path,
+    *,
+    tensorboard: bool = False,
+    wandb: WandbSettings | None = None,
+    run_name: str = "",
+    from_step: int = 0,
+) -> Sequence[BackgroundSink]:
+    """The sinks that were asked for. One whose library is missing is a UserError, at the start."""
+    sinks = []
+    if tensorboard:
+        try:
+            from pentad.telemetry.tensorboard_sink import TensorBoardSink
+        except ImportError as error:
+            raise _missing("telemetry.tensorboard = true", "tensorboard") from error
+        events = folder / "tensorboard"
+        sinks.append(BackgroundSink("tensorboard", lambda: TensorBoardSink(events, from_step)))
+    if wandb is not None:
+        try:
+            from pentad.telemetry.wandb_sink import WandbSink
+        except ImportError as error:
+            raise _missing(f"telemetry.wandb.project = {wandb.project}", "wandb") from error
+        sinks.append(BackgroundSink("wandb", lambda: WandbSink(wandb, folder, run_name)))
+    return sinks
+
+
+def _missing(where: str, extra: str) -> UserError:
+    return UserError(Problem(where, f"{extra} is not installed", f"pip install pentad[{extra}]"))

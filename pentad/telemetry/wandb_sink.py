@@ -1,0 +1,37 @@
+"""Weights & Biases; the only place that imports wandb."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import wandb
+
+from pentad.telemetry.sinks import WandbSettings
+
+
+class WandbSink:
+    """One run there for one run folder: its id follows from the folder's path, so a resumed run
+    goes on in the same curves. Steps are a field, since wandb drops its own steps that come again.
+    """
+
+    def __init__(self, settings: WandbSettings, folder: Path, name: str) -> None:
+        path = str(folder.resolve()).encode()
+        self.run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            mode=settings.mode,
+            id=hashlib.blake2b(path, digest_size=8).hexdigest(),
+            name=name or folder.name,
+            dir=str(folder),
+            resume="allow",
+        )
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self.run.finish()

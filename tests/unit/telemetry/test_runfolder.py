@@ -1,0 +1,182 @@
+"""One run, one config, one program a folder; every file in it is explained."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentad.core.errors import UserError
+from pentad.telemetry.host import git_state, hardware, rss_gb, versions
+from pentad.telemetry.manifest import describe_start
+from pentad.telemetry.runfolder import FILES, file_table, open_run_folder, run_path
+from pentad.telemetry.steps import LineWriter, read_lines
+
+CONFIG = {"seed": 1, "actor": {"path": "m", "lr": 1e-4}}
+
+
+def open_folder(path, config=CONFIG, digest="d1", *, resume=True, fresh=False):
+    return open_run_folder(
+        path,
+        config=config,
+        config_yaml="seed: 1\n",
+        config_digest=digest,
+        seed=1,
+        resume=resume,
+        fresh=fresh,
+        checkpoints="runs/checkpoints",
+    )
+
+
+def write_steps(path, num):
+    writer = LineWriter(path / "steps.jsonl")
+    for step in range(1, num + 1):
+        writer.append({"step": step, "superseded": False})
+    writer.close()
+
+
+def test_the_path_is_that_of_the_seed(monkeypatch):
+    assert run_path("runs", "exp", "trial-0", "ann") == Path("runs/logs/ann/exp/trial-0")
+    monkeypatch.setenv("LOGNAME", "bob")
+    assert run_path("runs", "exp", "t") == Path("runs/logs/bob/exp/t")
+
+
+def test_a_new_folder_holds_config_manifest_and_explanation(tmp_path):
+    folder = open_folder(tmp_path / "a" / "b")
+    folder.add_start(describe_start(self_test={"packed": 1e-7}))
+    manifest = json.loads((tmp_path / "a" / "b" / "manifest.json").read_text())
+    assert (manifest["config_digest"], manifest["seed"], manifest["config"]) == ("d1", 1, CONFIG)
+    (start,) = manifest["starts"]
+    assert start["versions"]["python"] == sys.version.split()[0]
+    assert start["versions"]["torch"] and start["hardware"]["num_cpus"] >= 1
+    assert start["self_test"] == {"packed": 1e-7}
+    assert (folder.path / "config.yaml").read_text() == "seed: 1\n"
+    text = (folder.path / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in FILES) and "runs/checkpoints" in text
+    assert {entry.name for entry in folder.path.iterdir()} <= set(FILES)
+
+
+def test_a_resumed_run_adds_a_start(tmp_path):
+    for from_step in (0, 5):
+        folder = open_folder(tmp_path)
+        folder.add_start(describe_start(from_step=from_step, generation=from_step // 5))
+        folder.close()
+    starts = json.loads((tmp_path / "manifest.json").read_text())["starts"]
+    assert [(s["from_step"], s["generation"]) for s in starts] == [(0, 0), (5, 1)]
+
+
+def test_another_config_is_refused_with_the_keys_that_differ(tmp_path):
+    open_folder(tmp_path).close()
+    other = {"seed": 1, "actor": {"path": "m", "lr": 2e-4}, "mode": "async"}
+    with pytest.raises(UserError) as caught:
+        open_folder(tmp_path, other, "d2")
+    assert str(caught.value) == (
+        f"run folder = {tmp_path}: belongs to a run with another config (actor.lr was 0.0001, is "
+        "0.0002; mode was None, is 'async'); choose another trial_name, restore the config, or "
+        "start anew with --fresh."
+    )
+    open_folder(tmp_path).close()  # the refusal left the folder as it was, and unlocked
+
+
+def test_a_folder_with_steps_is_not_overwritten(tmp_path):
+    open_folder(tmp_path).close()
+    write_steps(tmp_path, 3)
+    with pytest.raises(UserError, match="already holds a run of 3 steps; set recover.mode: auto"):
+        open_folder(tmp_path, resume=False)
+    assert open_folder(tmp_path, resume=True).last_step == 3
+
+
+def test_starting_anew_keeps_the_earlier_records(tmp_path):
+    for number in (1, 2):
+        open_folder(tmp_path, fresh=True, resume=False).close()
+        write_steps(tmp_path, number)
+    folder = open_folder(tmp_path, {"seed": 9}, "d9", fresh=True, resume=False)
+    assert folder.last_step == 0
+    kept = [len(read_lines(tmp_path / "earlier" / n / "steps.jsonl")) for n in ("001", "002")]
+    assert kept == [1, 2]
+
+
+def test_going_back_marks_steps_samples_and_evaluations(tmp_path):
+    folder = open_folder(tmp_path)
+    write_steps(tmp_path, 5)
+    for name, key in (("samples.jsonl", "step"), ("evals.jsonl", "version")):
+        writer = LineWriter(tmp_path / name)
+        for value in range(6):
+            writer.append({key: value})
+        writer.close()
+    assert folder.roll_back(3) == 2
+    assert folder.last_step == 3
+    for name in ("samples.jsonl", "evals.jsonl"):
+        marks = [line.get("superseded", False) for line in read_lines(tmp_path / name)]
+        assert marks == [False] * 4 + [True] * 2
+
+
+def test_a_second_program_is_refused_and_the_lock_ends_with_its_holder(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "from pentad.telemetry.runfolder import open_run_folder\n"
+        f"f = open_run_folder(pathlib.Path({str(tmp_path)!r}), config={{}}, config_yaml='',"
+        " config_digest='d1', seed=1, resume=True)\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(UserError, match=f"another program runs in it .process {other.pid} on"):
+            open_folder(tmp_path)
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close(), other.stdout.close()
+    open_folder(tmp_path).close()
+
+
+def test_an_unwritable_folder_is_refused():
+    # Not even root makes folders in /proc.
+    with pytest.raises(
+        UserError, match="^run folder = /proc/x/y: cannot be written .*set fileroot"
+    ):
+        open_folder(Path("/proc/x/y"))
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(UserError, match="cannot be written .(File exists|Not a directory)"):
+        open_folder(tmp_path / "x")
+
+
+def test_a_foreign_manifest_is_refused(tmp_path):
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match="manifest.json: not the manifest of a run"):
+            open_folder(tmp_path)
+
+
+def test_the_documentation_explains_every_file():
+    page = (Path(__file__).parents[3] / "docs" / "run-files.md").read_text()
+    assert file_table() in page
+
+
+def test_the_machine_is_described():
+    assert versions()["torch"].startswith("2.")
+    assert hardware()["memory_gb"] > 0
+    assert 0.01 < rss_gb() < hardware()["memory_gb"]
+
+
+def test_a_commit_is_reported_only_for_the_root_of_a_checkout(tmp_path):
+    assert git_state(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "f").write_text("1")
+    subprocess.run([*git, "add", "f"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
+    state = git_state(tmp_path)
+    assert len(state["commit"]) == 40 and state["is_modified"] is False
+    (tmp_path / "f").write_text("2")
+    assert git_state(tmp_path)["is_modified"] is True
+    (tmp_path / "inside").mkdir()
+    assert git_state(tmp_path / "inside") is None

@@ -1,0 +1,89 @@
+"""Lines survive crashes and full disks; redone steps are marked."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from pentad.core.errors import UserError
+from pentad.telemetry.steps import LineWriter, read_lines, read_steps, supersede
+
+
+def test_every_line_can_be_read_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    writer = LineWriter(path)
+    for step in range(1, 4):
+        writer.append({"step": step, "text": "a\nb"})
+        assert [r["step"] for r in read_steps(path)] == list(range(1, step + 1))
+    writer.close()
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3', b'{"step": 3}', b"\x00" * 70000])
+def test_a_torn_last_line_is_passed_over_and_cut_off_on_resume(tmp_path, torn):
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert [r["step"] for r in read_steps(path)] == [1, 2]
+    writer = LineWriter(path)
+    writer.append({"step": 3})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_file_of_one_torn_line_starts_anew(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"st')
+    assert read_lines(path) == []
+    LineWriter(path).append({"step": 1})
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_broken_line_inside_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"steps.jsonl:2: not JSON"):
+        read_steps(path)
+
+
+def test_no_file_means_no_records(tmp_path):
+    assert read_steps(tmp_path / "steps.jsonl") == []
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    path = tmp_path / "steps.jsonl"
+    writer = LineWriter(path)
+    writer.append({"step": 1})
+    real = os.pwrite
+
+    def half_then_full(file, data, offset):
+        if len(data) > 4:
+            return real(file, data[:4], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", lambda f, d, o: half_then_full(f, d[:9], o))
+    with pytest.raises(OSError, match="No space left"):
+        writer.append({"step": 2})
+    monkeypatch.undo()
+    writer.append({"step": 3})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+
+
+def test_redone_steps_are_marked_and_kept(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    writer = LineWriter(path)
+    for step in range(1, 6):
+        writer.append({"step": step, "generation": 0, "superseded": False})
+    writer.close()
+    assert supersede(path, after=3) == 2
+    assert supersede(path, after=3) == 0, "marked once"
+    writer = LineWriter(path)
+    writer.append({"step": 4, "generation": 1, "superseded": False})
+    assert [(r["step"], r["generation"]) for r in read_steps(path)] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (4, 1),
+    ]
+    everything = read_steps(path, with_superseded=True)
+    assert [r["superseded"] for r in everything] == [False, False, False, True, True, False]
+    assert len(json.loads(path.read_text().splitlines()[3])) == 3
