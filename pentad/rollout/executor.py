@@ -47,6 +47,8 @@ class ExecutorSettings:
     """Further tries, elsewhere if possible, after the machinery failed."""
     replica_patience_s: float = 60.0
     """How long to wait for a healthy replica when there is none."""
+    replica_backoff_s: float = 0.5
+    """Pause before a failing replica is asked for its health again; doubles each time."""
 
     def __post_init__(self) -> None:
         limits = (
@@ -76,7 +78,7 @@ class Executor:
         settings: ExecutorSettings,
         tokenizer: Tokenizer,
     ) -> None:
-        self.fleet = Fleet(samplers, settings.replica_patience_s)
+        self.fleet = Fleet(samplers, settings.replica_patience_s, settings.replica_backoff_s)
         self.workflow = workflow
         self.reward = reward
         self.settings = settings

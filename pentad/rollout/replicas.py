@@ -64,9 +64,12 @@ class Replica:
 class Fleet:
     """The replicas that serve now. May change while groups are under way."""
 
-    def __init__(self, samplers: Mapping[str, Sampler], patience_s: float) -> None:
+    def __init__(
+        self, samplers: Mapping[str, Sampler], patience_s: float, backoff_s: float
+    ) -> None:
         self.replicas = {name: Replica(name, sampler) for name, sampler in samplers.items()}
         self.patience_s = patience_s
+        self.backoff_s = backoff_s
 
     def add(self, name: str, sampler: Sampler) -> None:
         assert name not in self.replicas, f"replica {name} exists"
@@ -104,7 +107,8 @@ class Fleet:
     async def _probe(self, replica: Replica, *, at_once: bool) -> bool:
         """Asks a suspect for its health; after the first time it is left alone for a while."""
         if not at_once or replica.num_failures > 1:
-            await asyncio.sleep(min(MAX_BACKOFF_S, 0.5 * 2 ** min(replica.num_failures, 10)))
+            pause_s = self.backoff_s * 2 ** min(replica.num_failures - 1, 10)
+            await asyncio.sleep(min(MAX_BACKOFF_S, pause_s))
         healthy = await replica.is_healthy()
         replica.probe = None
         return healthy

@@ -21,6 +21,7 @@ from pentad.core.types import Group, Prompt, Sample
 from pentad.rollout import code_tests, verifiers
 from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.rollout.sandbox import JobFailed, Sandbox, SandboxSettings, Signature
+from pentad.rollout.specs import absolute
 
 PARAMETERS = {
     "completion": "the sampled text",
@@ -62,7 +63,7 @@ class RewardScorer:
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
-        self.spec = POOLED.get(settings.fn, settings.fn)
+        self.spec = absolute(POOLED.get(settings.fn, settings.fn))
         self.wanted: set[str] = {"completion", "answer"}
         self.needs_answer = True
         self.sandbox: Sandbox | None = None

@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import errno
 import gc
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -29,10 +27,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
 from pentad.rollout import confine
+from pentad.rollout.specs import describe, load
 
 FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
@@ -47,48 +45,6 @@ class Ended:
     failure: str | None
     detail: str = ""
     body: bytes = b""
-
-
-def load(spec: str) -> Callable[..., Any]:
-    """`package.module:function` or `path/to/file.py:function`."""
-    where, _, name = spec.rpartition(":")
-    found: Any = _module_of_file(where) if where.endswith(".py") else importlib.import_module(where)
-    for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{spec} is not a function")
-    return found
-
-
-def _module_of_file(path: str) -> ModuleType:
-    """The module of a file; files beside it can be imported, as if it were run as a script."""
-    file = Path(path).resolve()
-    name = f"_pentad_file_{file.stem}_{abs(hash(str(file))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    origin = importlib.util.spec_from_file_location(name, file)
-    if origin is None or origin.loader is None or not file.is_file():
-        raise FileNotFoundError(f"no Python file {path}")
-    sys.path.insert(0, str(file.parent))
-    module = sys.modules[name] = importlib.util.module_from_spec(origin)
-    try:
-        origin.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def describe(spec: str) -> dict[str, Any]:
-    """The parameters of a function: those it must be given, those it may, whether it takes any."""
-    parameters = inspect.signature(load(spec)).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {
-        "required": [p.name for p in named if p.default is p.empty]
-        + [f"{p.name} (positional only)" for p in parameters if p.kind is p.POSITIONAL_ONLY],
-        "optional": [p.name for p in named if p.default is not p.empty],
-        "takes_any": any(p.kind is p.VAR_KEYWORD for p in parameters),
-    }
 
 
 # --- in the child ----------------------------------------------------------------------------

@@ -7,16 +7,19 @@ rendered and encoded once, as a suffix, and masked; nothing sampled is ever enco
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
+from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.rollout.environments import Environment, Tokenizer, observation_ids
 from pentad.rollout.failures import DataFailure
+from pentad.rollout.specs import load
 
 
 class Generator(Protocol):
@@ -180,3 +183,23 @@ class MultiTurn:
         if parts:
             sample.reward, sample.reward_parts = sum(parts.values()), parts
         return sample
+
+
+def load_workflow(spec: str) -> Workflow:
+    """`single_turn`, or a class or function of no arguments that makes a workflow of your own."""
+    if spec == "single_turn":
+        return SingleTurn()
+    where = f"rollout.workflow = {spec}"
+    if ":" not in spec:
+        remedy = "use single_turn, or give package.module:Class or path/to/file.py:Class"
+        raise UserError(Problem(where, "there is no built-in workflow of that name", remedy))
+    try:
+        workflow = load(spec)()
+    except Exception as failure:
+        rule = f"it cannot be made ({type(failure).__name__}: {failure})"
+        raise UserError(Problem(where, rule)) from failure
+    run = getattr(workflow, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        rule = f"{type(workflow).__name__} has no coroutine `run`"
+        raise UserError(Problem(where, rule, "write async def run(self, prompt, sampler, context)"))
+    return cast(Workflow, workflow)

@@ -1,0 +1,60 @@
+"""Functions and classes named by a string: `package.module:name` or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load(spec: str) -> Callable[..., Any]:
+    """Imports what the string names. Whatever the import raises is passed on."""
+    where, _, name = spec.rpartition(":")
+    found: Any = _module_of_file(where) if where.endswith(".py") else importlib.import_module(where)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{spec} is not a function")
+    return found
+
+
+def absolute(spec: str) -> str:
+    """The same name, valid in any working folder."""
+    where, _, name = spec.rpartition(":")
+    return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else spec
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """The module of a file. Files beside it can be imported too, where no other has their name."""
+    file = Path(path).resolve()
+    name = f"_pentad_file_{file.stem}_{abs(hash(str(file))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    origin = importlib.util.spec_from_file_location(name, file)
+    if origin is None or origin.loader is None or not file.is_file():
+        raise FileNotFoundError(f"no Python file {path}")
+    sys.path.append(str(file.parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(origin)
+    try:
+        origin.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def describe(spec: str) -> dict[str, Any]:
+    """The parameters of a function: those it must be given, those it may, whether it takes any."""
+    parameters = inspect.signature(load(spec)).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {
+        "required": [p.name for p in named if p.default is p.empty]
+        + [f"{p.name} (positional only)" for p in parameters if p.kind is p.POSITIONAL_ONLY],
+        "optional": [p.name for p in named if p.default is not p.empty],
+        "takes_any": any(p.kind is p.VAR_KEYWORD for p in parameters),
+    }

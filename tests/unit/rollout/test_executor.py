@@ -1,0 +1,386 @@
+"""The executor: what enters a batch was sampled as it says, and every failure has one end."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pentad.core.errors import RunError, UserError
+from pentad.core.seeds import derive_seed
+from pentad.core.types import Generation, Group, Prompt, SamplingParams
+from pentad.rollout.environments import Step
+from pentad.rollout.executor import DataFailure, Executor, ExecutorSettings, InfraFailure
+from pentad.rollout.rewards import RewardScorer, RewardSettings
+from pentad.rollout.workflows import MultiTurn, SingleTurn, Transcript
+
+VOCAB = 40
+
+
+def draw(request, i) -> list[int]:
+    """Three tokens that depend on the seed and the position only, as the contract says."""
+    start = len(request.prompt_ids)
+    return [derive_seed(request.seeds[i], t) % VOCAB for t in range(start, start + 3)]
+
+
+class Half:
+    """Scores by the parity of the first sampled id; remembers the groups."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+
+    async def score(self, group: Group) -> Group:
+        self.groups.append(group)
+        for sample in group.samples:
+            if sample.reward is None:
+                sample.reward = float(sample.ids[sample.mask][0] % 2)
+        return group
+
+
+def settings(**changes) -> ExecutorSettings:
+    base = ExecutorSettings(
+        params=SamplingParams(max_new_tokens=8),
+        num_samples=4,
+        run_seed=5,
+        vocab_size=VOCAB,
+        replica_patience_s=0.5,
+        replica_backoff_s=0.01,
+    )
+    return replace(base, **changes)
+
+
+@pytest.fixture
+def build(plain_tokenizer):
+    def make(samplers, workflow=None, reward=None, **changes) -> Executor:
+        named = {f"r{i}": sampler for i, sampler in enumerate(samplers)}
+        workflow = workflow or SingleTurn()
+        return Executor(named, workflow, reward or Half(), settings(**changes), plain_tokenizer)
+
+    return make
+
+
+def prompt(gid: int, *ids: int) -> Prompt:
+    return Prompt(gid, ids or (1, 2, gid % VOCAB), {"answer": "a"})
+
+
+def drawn(group: Group) -> list[list[int]]:
+    return [sample.ids.tolist() for sample in group.samples]
+
+
+def test_a_group_is_a_function_of_seed_gid_and_attempt(scripted, build):
+    one = asyncio.run(build([scripted(draw)]).rollout(prompt(3), 0))
+    same = asyncio.run(build([scripted(draw), scripted(draw)]).rollout(prompt(3), 0))
+    later = asyncio.run(build([scripted(draw)]).rollout(prompt(3), 1))
+    expected = [
+        [1, 2, 3, *(derive_seed(derive_seed(5, "sample", 3, 0, i), t) % VOCAB for t in (3, 4, 5))]
+        for i in range(4)
+    ]
+    assert drawn(one) == expected == drawn(same)
+    assert drawn(later) != expected and later.attempt == 1 and later.gid == 3
+    assert [s.reward for s in one.samples] == [float(ids[3] % 2) for ids in expected]
+
+
+GARBAGE = {
+    "a log-prob is missing": lambda g: g.logprobs.pop(),
+    "a version is missing": lambda g: g.versions.pop(),
+    "no tokens": lambda g: (g.ids.clear(), g.logprobs.clear(), g.versions.clear()),
+    "too many tokens": lambda g: (
+        (g.ids.extend([1] * 9), g.logprobs.extend([-1.0] * 9)) and g.versions.extend([3] * 9)
+    ),
+    "an id outside the vocabulary": lambda g: g.ids.__setitem__(1, VOCAB),
+    "a negative id": lambda g: g.ids.__setitem__(0, -1),
+    "a log-prob that is no number": lambda g: g.logprobs.__setitem__(0, float("nan")),
+    "an infinite log-prob": lambda g: g.logprobs.__setitem__(0, float("-inf")),
+    "a log-prob above zero": lambda g: g.logprobs.__setitem__(2, 0.01),
+    "versions that go back": lambda g: g.versions.__setitem__(2, 1),
+    "a version below zero": lambda g: g.versions.__setitem__(0, -1),
+    "an unknown finish": lambda g: setattr(g, "finish", "tired"),
+    "an abort": lambda g: setattr(g, "finish", "abort"),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_never_enters_a_batch(scripted, build, kind):
+    def spoil(answers: list[Generation]) -> list[Generation]:
+        GARBAGE[kind](answers[2])
+        return answers
+
+    bad, good = scripted(draw), scripted(draw)
+    bad.spoil = spoil
+    reward = Half()
+    with pytest.raises(InfraFailure, match="prompt 3 failed 4 times .*generation 2"):
+        asyncio.run(build([bad], reward=reward).rollout(prompt(3), 0))
+    assert reward.groups == []
+    clean = asyncio.run(build([scripted(draw)]).rollout(prompt(3), 0))
+    elsewhere = asyncio.run(build([bad, good]).rollout(prompt(3), 0))
+    assert drawn(elsewhere) == drawn(clean)
+
+
+def test_a_wrong_number_of_generations_is_garbage(scripted, build):
+    sampler = scripted(draw)
+    sampler.spoil = lambda answers: answers[:3]
+    with pytest.raises(InfraFailure, match="3 generations came for 4 seeds"):
+        asyncio.run(build([sampler]).rollout(prompt(3), 0))
+
+
+def test_a_sure_token_in_low_precision_is_no_garbage(scripted, build):
+    sampler = scripted(draw)
+    sampler.spoil = lambda answers: [replace(a, logprobs=[1e-6, -0.5, 0.0]) for a in answers]
+    group = asyncio.run(build([sampler]).rollout(prompt(3), 0))
+    np.testing.assert_allclose(group.samples[0].rollout_logprobs[3:], [1e-6, -0.5, 0.0], rtol=1e-6)
+
+
+def test_a_dead_replica_is_left_alone_until_it_is_well(scripted, build):
+    dead, well = scripted(draw), scripted(draw)
+    dead.error, dead.is_healthy = ConnectionError("refused"), False
+    executor = build([dead, well])
+
+    async def run() -> list[Group]:
+        groups = [await executor.rollout(prompt(gid), 0) for gid in range(12)]
+        before = len(dead.requests)
+        dead.error, dead.is_healthy = None, True
+        async with asyncio.timeout(10):
+            while executor.stats()["suspect_replicas"]:
+                await asyncio.sleep(0.05)
+        groups += [await executor.rollout(prompt(gid), 0) for gid in range(12, 24)]
+        assert before == 1 and len(dead.requests) > 1
+        executor.close()
+        return groups
+
+    groups = asyncio.run(run())
+    lone = build([scripted(draw)])
+    assert [drawn(g) for g in groups] == [
+        drawn(asyncio.run(lone.rollout(prompt(gid), 0))) for gid in range(24)
+    ]
+    assert executor.stats()["infra_failures"] == 1 and executor.stats()["groups"] == 24
+
+
+def test_no_healthy_replica_is_a_bounded_failure_with_the_reason(scripted, build):
+    sampler = scripted(draw)
+    sampler.error, sampler.is_healthy = ConnectionError("refused"), False
+    started = time.monotonic()
+    with pytest.raises(InfraFailure, match="no replica can serve .r0: RunError: the replica is"):
+        asyncio.run(build([sampler]).rollout(prompt(0), 0))
+    assert time.monotonic() - started < 5
+
+
+def test_users_errors_are_not_retried(scripted, build):
+    sampler = scripted(draw)
+    sampler.error = UserError("temperature = -1: must be at least 0")
+    with pytest.raises(UserError, match="temperature"):
+        asyncio.run(build([sampler]).rollout(prompt(0), 0))
+    assert len(sampler.requests) == 1
+
+
+def test_replicas_share_the_load_and_a_prompt_keeps_its_replica(scripted, build):
+    samplers = [scripted(draw) for _ in range(3)]
+    for sampler in samplers:
+        sampler.delay_s = 0.02
+    executor = build(samplers)
+
+    async def run() -> None:
+        await asyncio.gather(*(executor.rollout(prompt(gid), 0) for gid in range(30)))
+
+    asyncio.run(run())
+    shares = [len(sampler.requests) for sampler in samplers]
+    assert sum(shares) == 30 and max(shares) - min(shares) <= 2
+    assert all(load == 0 for name, load in executor.stats().items() if name.startswith("load/"))
+    for _ in range(4):
+        asyncio.run(executor.rollout(prompt(99, 8, 8, 8), 0))
+    homes = [[r.prompt_ids for r in s.requests].count((8, 8, 8)) for s in samplers]
+    assert sorted(homes) == [0, 0, 4]
+
+
+def test_replicas_come_and_go_while_groups_are_under_way(scripted, build):
+    slow, fresh = scripted(draw), scripted(draw)
+    slow.delay_s = 30.0
+    executor = build([slow])
+
+    async def run() -> list[Group]:
+        tasks = [asyncio.create_task(executor.rollout(prompt(gid), 0)) for gid in range(3)]
+        await asyncio.sleep(0.05)
+        executor.fleet.add("new", fresh)
+        executor.fleet.remove("r0")
+        async with asyncio.timeout(5):
+            return await asyncio.gather(*tasks)
+
+    groups = asyncio.run(run())
+    assert [g.gid for g in groups] == [0, 1, 2]
+    assert len(fresh.requests) == 3 and len(slow.aborted) == 3 and slow.num_finished == 0
+
+
+def test_a_deadline_stops_the_work_and_not_only_the_waiting(scripted, build):
+    sampler = scripted(draw)
+    sampler.delay_s = 30.0
+    executor = build([sampler], deadline_s=0.1, max_infra_retries=1)
+    with pytest.raises(InfraFailure, match=r"not done after 0\.1 s, waiting for tokens"):
+        asyncio.run(executor.rollout(prompt(0), 0))
+    assert sampler.aborted == [request.id for request in sampler.requests]
+    assert len(sampler.aborted) == 2 and sampler.num_finished == 0
+    assert executor.stats()["deadlines"] == 2
+
+
+class Endless:
+    """An environment that never answers."""
+
+    closed = 0
+
+    async def reset(self, fields) -> None:
+        pass
+
+    async def step(self, text: str) -> Step:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def close(self) -> None:
+        Endless.closed += 1
+
+
+def test_an_environment_that_hangs_is_a_data_failure_and_is_closed(scripted, build):
+    Endless.closed = 0
+    executor = build([scripted(draw)], MultiTurn(Endless), deadline_s=0.1, max_retries=1)
+    with pytest.raises(DataFailure, match="in the workflow") as caught:
+        asyncio.run(executor.rollout(prompt(0), 0))
+    assert caught.value.reason == "deadline"
+    assert Endless.closed == 8  # two attempts of four samples
+    assert executor.stats()["dropped/deadline"] == 1 and executor.stats()["data_retries"] == 1
+
+
+def test_a_cancelled_rollout_aborts_its_requests(scripted, build):
+    sampler = scripted(draw)
+    sampler.delay_s = 30.0
+    executor = build([sampler])
+
+    async def run() -> None:
+        task = asyncio.create_task(executor.rollout(prompt(0), 0))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert sampler.aborted == [sampler.requests[0].id]
+    stats = executor.stats()
+    assert stats["under_way"] == 0 and stats["load/r0"] == 0 and stats["suspect_replicas"] == 0
+
+
+def test_data_failures_draw_fresh_samples_then_the_group_is_given_up(scripted, build):
+    class Failing:
+        async def score(self, group: Group) -> Group:
+            raise DataFailure("reward_timeout", "longer than 1 s")
+
+    sampler = scripted(draw)
+    executor = build([sampler], reward=Failing(), max_retries=2)
+    with pytest.raises(DataFailure, match="reward_timeout"):
+        asyncio.run(executor.rollout(prompt(0), 1))
+    assert len({request.seeds for request in sampler.requests}) == 3
+    assert sampler.requests[0].seeds[0] == derive_seed(5, "sample", 0, 1, 0)
+    assert executor.stats()["dropped/reward_timeout"] == 1
+
+
+def test_a_prompt_that_is_too_long_is_not_tried_again(scripted, build):
+    sampler = scripted(draw)
+    executor = build([sampler], max_total_tokens=3)
+    with pytest.raises(DataFailure, match="too_long"):
+        asyncio.run(executor.rollout(prompt(0), 0))
+    assert sampler.requests == [] and executor.stats()["dropped/too_long"] == 1
+
+
+class Custom:
+    """A workflow of one's own that goes wrong as told."""
+
+    def __init__(self, wrong) -> None:
+        self.wrong = wrong
+
+    async def run(self, prompt, sampler, context):
+        samples = []
+        for i in range(context.num_samples):
+            request = context.request(prompt.ids, [context.seed(prompt.gid, i)])
+            [generation] = await sampler.generate(request)
+            transcript = Transcript(prompt.ids)
+            transcript.add_sampled(generation)
+            samples.append(transcript.finished(generation.finish, "x"))
+        return self.wrong(samples) or samples
+
+
+def put(name, index, value):
+    return lambda samples: getattr(samples[1], name).__setitem__(index, value)
+
+
+STRAY = "token {} is trained, but was not sampled there"
+BREACHES = [
+    (STRAY.format(3), put("ids", 4, 39)),  # nothing was drawn that begins like this
+    (STRAY.format(4), put("rollout_logprobs", 4, -0.3)),
+    (STRAY.format(5), put("versions", 5, 4)),
+    (STRAY.format(2), put("mask", 2, True)),
+    ("a token that is not trained has a log-prob", put("mask", 3, False)),
+    ("its ids do not begin with those of the prompt", put("ids", 0, 7)),
+    ("no token of it is trained", put("mask", slice(None), False)),
+    ("mask has shape", lambda samples: setattr(samples[1], "mask", samples[1].mask[:-1])),
+    ("its reward is nan", lambda samples: setattr(samples[1], "reward", float("nan"))),
+    ("returned 3 samples where 4 were asked for", lambda samples: samples[:3]),
+]
+
+
+@pytest.mark.parametrize(("sentence", "wrong"), BREACHES)
+def test_a_workflow_that_breaks_its_contract_stops_the_run(scripted, build, sentence, wrong):
+    executor = build([scripted(draw)], Custom(wrong))
+    with pytest.raises(UserError, match=sentence):
+        asyncio.run(executor.rollout(prompt(3), 0))
+
+
+def test_a_workflow_may_train_a_part_of_what_was_sampled(scripted, build):
+    def only_last(samples) -> None:
+        for sample in samples:
+            sample.mask[:5], sample.versions[:5], sample.rollout_logprobs[:5] = False, -1, 0.0
+
+    group = asyncio.run(build([scripted(draw)], Custom(only_last)).rollout(prompt(3), 0))
+    assert [sample.num_sampled for sample in group.samples] == [1] * 4
+
+
+def test_a_workflow_that_raises_drops_its_group_with_the_error(scripted, build):
+    def raising(samples):
+        raise LookupError("no such tool")
+
+    executor = build([scripted(draw)], Custom(raising), max_retries=0)
+    with pytest.raises(DataFailure, match="workflow_error: LookupError: no such tool"):
+        asyncio.run(executor.rollout(prompt(3), 0))
+
+
+def test_an_error_of_the_run_inside_a_workflow_is_passed_on(scripted, build):
+    def raising(samples):
+        raise ExceptionGroup("tasks", [RunError("the disk is full")])
+
+    with pytest.raises(RunError, match="the disk is full"):
+        asyncio.run(build([scripted(draw)], Custom(raising)).rollout(prompt(3), 0))
+
+
+def test_rewards_of_the_workflow_are_kept_and_missing_ones_named(scripted, plain_tokenizer):
+    def scored(samples) -> None:
+        for sample in samples:
+            sample.reward = 0.5
+
+    sampler = {"r": scripted(draw)}
+    executor = Executor(sampler, Custom(scored), None, settings(), plain_tokenizer)
+    group = asyncio.run(executor.rollout(prompt(3), 0))
+    assert [sample.reward for sample in group.samples] == [0.5] * 4
+    executor = Executor(sampler, SingleTurn(), None, settings(), plain_tokenizer)
+    with pytest.raises(UserError, match="none is set, and the workflow gave its samples no reward"):
+        asyncio.run(executor.rollout(prompt(3), 0))
+
+
+def test_a_built_in_reward_scores_the_group(scripted, build, plain_tokenizer):
+    letters = [plain_tokenizer.convert_tokens_to_ids(c) for c in "ab"]
+    sampler = scripted(lambda request, i: letters[: 1 + i % 2])
+    reward = RewardScorer(RewardSettings(fn="sort_digits"))
+    executor = build([sampler], reward=reward)
+    group = asyncio.run(executor.rollout(Prompt(0, (1,), {"answer": "ab"}), 0))
+    assert [sample.text for sample in group.samples] == ["a", "ab", "a", "ab"]
+    assert [sample.reward for sample in group.samples] == [0.25, 1.0, 0.25, 1.0]
+    assert [sample.reward_parts["correct"] for sample in group.samples] == [0, 1, 0, 1]
+
+
+def test_settings_outside_their_range_are_named_together():
+    with pytest.raises(UserError, match=r"num_samples = 0.*\n.*max_retries = -1"):
+        settings(num_samples=0, max_retries=-1)
