@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/: the configuration reference and the map of the code."""
+"""Writes the generated pages of docs/: the configuration reference, the map, the step records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from pentad.config.reference import configuration_page
+from pentad.telemetry.record import reference as telemetry_page
 
 PACKAGE = Path(__file__).parents[1]
 ROWS = (
@@ -50,7 +51,11 @@ def _line(path: Path) -> str:
     return f"- `{path.relative_to(PACKAGE).as_posix()}`: {sentence}"
 
 
-PAGES = {"configuration.md": configuration_page, "map.md": map_page}
+PAGES = {
+    "configuration.md": configuration_page,
+    "map.md": map_page,
+    "telemetry.md": telemetry_page,
+}
 
 
 def main() -> None:

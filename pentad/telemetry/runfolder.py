@@ -32,6 +32,7 @@ FILES = {
     "log.txt": "Messages and warnings of all starts, with times.",
     "tensorboard/": "The numbers of steps.jsonl as curves, if telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
+    "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
     "run.lock": "Held by the running program, so that no second one writes here; empty otherwise.",
     "earlier/": "Records of former runs of this name that were started anew with --fresh.",
     "README.md": "This explanation.",

@@ -26,6 +26,8 @@ class WandbSink:
             name=name or folder.name,
             dir=str(folder),
             resume="allow",
+            # Its own lines on the terminal would run through the live table.
+            settings=wandb.Settings(console="off", silent=True),
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")

@@ -1,0 +1,183 @@
+"""The recorder writes everything where it belongs, and no failure of its own reaches the run."""
+
+import errno
+import logging
+import os
+import warnings as python_warnings
+
+import numpy as np
+import pytest
+
+from pentad.core.types import Group, Prompt, Sample
+from pentad.rl.health import find_alarms
+from pentad.telemetry.log import log_to
+from pentad.telemetry.record import Rl, StepRecord
+from pentad.telemetry.recorder import Recorder
+from pentad.telemetry.runfolder import open_run_folder
+from pentad.telemetry.steps import read_lines, read_steps
+
+
+@pytest.fixture
+def folder(tmp_path):
+    opened = open_run_folder(
+        tmp_path / "run", config={}, config_yaml="", config_digest="d", seed=1, resume=True
+    )
+    yield opened
+    opened.close()
+
+
+def make_groups(rewards=(0.0, 1.0)):
+    samples = [
+        Sample(
+            ids=np.array([5, 7]),
+            mask=np.array([False, True]),
+            rollout_logprobs=np.zeros(2, np.float32),
+            versions=np.array([-1, 0]),
+            finish="stop",
+            text=f"says {reward}",
+            reward=reward,
+        )
+        for reward in rewards
+    ]
+    return [Group(Prompt(3, (5,), {}, "asks"), samples)]
+
+
+class Spy:
+    """A screen that notes what it is shown."""
+
+    def __init__(self, fails_on=None):
+        self.seen = []
+        self.fails_on = fails_on
+
+    def _note(self, name, value):
+        self.seen.append((name, value))
+        if name == self.fails_on:
+            raise RuntimeError("terminal gone")
+
+    def step(self, record):
+        self._note("step", record["step"])
+
+    def samples(self, lines):
+        self._note("samples", [line["pick"] for line in lines])
+
+    def evaluation(self, record):
+        self._note("evaluation", record["version"])
+
+    def close(self):
+        self._note("close", None)
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_steps_samples_and_evaluations_go_to_their_files_and_the_screen(folder):
+    screen = Spy()
+    recorder = Recorder(folder, screen, samples_per_step=2)
+    recorder.evaluation({"version": 0, "accuracy": 0.25, "reward_mean": float("nan")})
+    line = recorder.step(StepRecord(step=1, loss=0.5), make_groups())
+    recorder.step(StepRecord(step=2, loss=0.25))
+    recorder.close()
+    steps = read_steps(folder.file("steps.jsonl"))
+    assert [(s["step"], s["loss"]) for s in steps] == [(1, 0.5), (2, 0.25)]
+    assert steps[0] == line
+    assert [e["version"] for e in steps[0]["evals"]] == [0] and steps[1]["evals"] is None
+    (evaluated,) = read_lines(folder.file("evals.jsonl"))
+    assert evaluated["accuracy"] == 0.25 and evaluated["nonfinite"] == {"reward_mean": "nan"}
+    samples = read_lines(folder.file("samples.jsonl"))
+    assert [(s["step"], s["pick"], s["text"]) for s in samples] == [
+        (1, "best", "says 1.0"),
+        (1, "worst", "says 0.0"),
+    ]
+    assert screen.seen == [
+        ("evaluation", 0),
+        ("samples", ["best", "worst"]),
+        ("step", 1),
+        ("samples", []),
+        ("step", 2),
+        ("close", None),
+    ]
+
+
+def test_a_full_disk_costs_records_not_the_run(folder, monkeypatch, caplog):
+    recorder = Recorder(folder)
+    recorder.step(StepRecord(step=1, loss=0.5), make_groups())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for step in (2, 3):
+        recorder.step(StepRecord(step=step, loss=0.5), make_groups())
+    monkeypatch.undo()
+    recorder.step(StepRecord(step=4, loss=0.5))
+    recorder.close()
+    assert [r["step"] for r in read_steps(folder.file("steps.jsonl"))] == [1, 4]
+    said = [text for text in warnings(caplog) if text.startswith("steps.jsonl")]
+    assert said == [
+        "steps.jsonl: OSError: [Errno 28] No space left on device; training goes on",
+        "steps.jsonl failed 2 times in this run",
+    ]
+
+
+def test_a_screen_that_fails_is_left_alone_afterwards(folder, caplog):
+    screen = Spy(fails_on="step")
+    recorder = Recorder(folder, screen)
+    for step in (1, 2):
+        recorder.step(StepRecord(step=step))
+    recorder.close()
+    assert [name for name, _ in screen.seen] == ["samples", "step"]
+    assert [text for text in warnings(caplog) if "screen" in text] == [
+        "the screen: RuntimeError: terminal gone; training goes on",
+        "the screen failed 1 times in this run",
+    ]
+    assert len(read_steps(folder.file("steps.jsonl"))) == 2
+
+
+def test_alarms_are_raised_once_in_a_while(folder, caplog):
+    recorder = Recorder(folder, find_alarms=find_alarms)
+    for step in range(1, 70):
+        rl = Rl(reward_mean=0.5, reward_std=0.3, truncated_share=0.6 + step / 1000)
+        recorder.step(StepRecord(step=step, rl=rl))
+    said = warnings(caplog)
+    assert [text.split(":")[0] for text in said] == ["step 5", "step 55"]
+    assert "of answers are cut at the length limit" in said[0]
+
+
+def test_a_resumed_run_knows_its_first_step(folder, caplog):
+    first = Recorder(folder, find_alarms=find_alarms)
+    first.step(StepRecord(step=1, rl=Rl(entropy=2.0)))
+    first.close()
+    again = Recorder(folder, find_alarms=find_alarms)
+    for step in range(2, 8):
+        again.step(StepRecord(step=step, rl=Rl(entropy=0.01)))
+    again.close()
+    assert any("entropy has fallen from 2 to 0.01" in text for text in warnings(caplog))
+
+
+def test_an_alarm_finder_that_fails_is_no_alarm(folder, caplog):
+    def broken(recent, first):
+        raise ZeroDivisionError("0/0")
+
+    recorder = Recorder(folder, find_alarms=broken)
+    assert recorder.step(StepRecord(step=1))["step"] == 1
+    assert warnings(caplog) == ["alarms: ZeroDivisionError: 0/0; training goes on"]
+
+
+def test_messages_go_to_the_file_and_warnings_to_the_screen_as_well(tmp_path, capsys):
+    path = tmp_path / "log.txt"
+    for _ in range(2):
+        with log_to(path):
+            logging.getLogger("pentad.trainer").info("step %d done", 3)
+            logging.getLogger("pentad.trainer").debug("too much detail")
+            logging.getLogger("someone.else").info("chatter")
+            logging.getLogger("someone.else").warning("their trouble")
+            python_warnings.warn("old way", stacklevel=1)
+    logging.getLogger("pentad.trainer").error("after the run")
+    shown = capsys.readouterr().err
+    assert shown.count("warning: their trouble\n") == 2
+    assert "step 3 done" not in shown and "old way" not in shown
+    lines = path.read_text()
+    assert lines.count("INFO    pentad.trainer: step 3 done") == 2, "a resumed run appends"
+    assert "WARNING someone.else: their trouble" in lines and "old way" in lines
+    assert "chatter" not in lines and "detail" not in lines and "after the run" not in lines

@@ -1,0 +1,192 @@
+"""Sinks get what they are given and cannot stop, slow or crash a run."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pentad.telemetry.sinks import BackgroundSink, build_sinks
+
+
+class Listed:
+    def __init__(self):
+        self.seen = []
+        self.closed = False
+
+    def write(self, step, values):
+        self.seen.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+def wait_until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_records_arrive_in_order_and_all_before_the_end():
+    sink = Listed()
+    background = BackgroundSink("listed", lambda: sink)
+    for step in range(100):
+        background.write(step, {"loss": float(step)})
+    background.close()
+    assert sink.seen == [(step, {"loss": float(step)}) for step in range(100)]
+    assert sink.closed and not background.is_off
+
+
+@pytest.mark.parametrize("where", ["start", "write", "close"])
+def test_a_sink_that_raises_is_reported_once_and_switched_off(caplog, where):
+    class Broken(Listed):
+        def write(self, step, values):
+            if where == "write":
+                raise RuntimeError("no connection")
+
+        def close(self):
+            if where == "close":
+                raise RuntimeError("no connection")
+
+    def make():
+        if where == "start":
+            raise RuntimeError("no connection")
+        return Broken()
+
+    background = BackgroundSink("broken", make)
+    for step in range(3):
+        background.write(step, {})
+    if where != "close":
+        wait_until(lambda: background.is_off)
+    background.write(4, {})
+    background.close()
+    wait_until(lambda: warnings(caplog))
+    said = ["broken is switched off: RuntimeError: no connection; training goes on"]
+    assert warnings(caplog) == said
+
+
+def test_a_sink_that_blocks_delays_nobody(caplog):
+    gate, entered = threading.Event(), threading.Event()
+
+    class Stuck(Listed):
+        def write(self, step, values):
+            entered.set()
+            gate.wait()
+
+    clock = [0.0]
+    background = BackgroundSink("stuck", Stuck, clock=lambda: clock[0], max_write_s=60)
+    start = time.monotonic()
+    background.write(1, {})
+    entered.wait(5)
+    background.write(2, {})
+    assert not background.is_off, "a slow write is given its time"
+    clock[0] = 61.0
+    background.write(3, {})
+    assert background.is_off
+    background.close()
+    assert time.monotonic() - start < 2, "nobody waited for it"
+    assert warnings(caplog) == [
+        "stuck is switched off: it has not answered for 60 s; training goes on"
+    ]
+    gate.set()
+
+
+def test_a_sink_that_falls_behind_is_switched_off(caplog):
+    gate = threading.Event()
+
+    class Slow(Listed):
+        def write(self, step, values):
+            gate.wait()
+
+    background = BackgroundSink("slow", Slow, max_waiting=8)
+    for step in range(12):
+        background.write(step, {})
+    assert background.is_off
+    assert warnings(caplog) == ["slow is switched off: it is 8 records behind; training goes on"]
+    gate.set()
+
+
+def test_the_end_of_a_run_does_not_wait_for_ever(caplog):
+    gate = threading.Event()
+
+    class Slow(Listed):
+        def close(self):
+            gate.wait()
+
+    background = BackgroundSink("slow", Slow)
+    background.close(timeout_s=0.05)
+    assert "did not finish within 0 s" in warnings(caplog)[0]
+    gate.set()
+
+
+def read_curves(folder):
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    tags = found.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags}
+
+
+def test_tensorboard_files_hold_the_curves(tmp_path):
+    (sink,) = build_sinks(tmp_path, tensorboard=True)
+    for step in (1, 2, 3):
+        sink.write(step, {"loss": 0.5 * step, "rl/reward_mean": float(step)})
+    sink.close()
+    assert read_curves(tmp_path / "tensorboard") == {
+        "loss": [(1, 0.5), (2, 1.0), (3, 1.5)],
+        "rl/reward_mean": [(1, 1.0), (2, 2.0), (3, 3.0)],
+    }
+
+
+def test_tensorboard_forgets_the_points_a_resumed_run_draws_again(tmp_path):
+    for from_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4))):
+        (sink,) = build_sinks(tmp_path, tensorboard=True, from_step=from_step)
+        for step in steps:
+            sink.write(step, {"loss": from_step + step / 8})
+        sink.close()
+    curve = read_curves(tmp_path / "tensorboard")["loss"]
+    assert curve == [(1, 0.125), (2, 0.25), (3, 2.375), (4, 2.5)]
+
+
+def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "sys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
+        "from pentad.core.errors import UserError\n"
+        "from pentad.telemetry.sinks import WandbSettings, build_sinks\n"
+        "for asked in ({'tensorboard': True}, {'wandb': WandbSettings(project='p')}):\n"
+        "    try: build_sinks(pathlib.Path('x'), **asked)\n"
+        "    except UserError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "telemetry.tensorboard = true: tensorboard is not installed; "
+        "pip install pentad[tensorboard].",
+        "telemetry.wandb.project = p: wandb is not installed; pip install pentad[wandb].",
+    ]
+
+
+@pytest.mark.optional
+def test_wandb_keeps_an_offline_run(tmp_path):
+    pytest.importorskip("wandb")
+    code = (
+        "import sys, pathlib\n"
+        "from pentad.telemetry.sinks import WandbSettings, build_sinks\n"
+        "settings = WandbSettings(project='p', mode='offline')\n"
+        "(sink,) = build_sinks(pathlib.Path(sys.argv[1]), wandb=settings)\n"
+        "for step in (1, 2): sink.write(step, {'loss': 1.0 / step})\n"
+        "sink.close(timeout_s=60)\n"
+        "assert not sink.is_off\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "", "nothing runs through the live table"
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert file.read_bytes().count(b"loss") >= 2
