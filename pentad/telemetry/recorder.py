@@ -1,13 +1,15 @@
 """The recorder: takes what happened in a run to its files, sinks and screen. It never stops a run.
 
 What fails here (a full disk, a closed terminal, a logger's bug) is reported once and counted;
-training goes on. The files are tried again at the next step.
+training goes on. The files are tried again at the next step. Steps and evaluations may be reported
+from different threads.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +58,23 @@ class Recorder:
         self._first: Mapping[str, Any] | None = before[0] if before else None
         self._recent: list[Mapping[str, Any]] = before[-RECORDS_KEPT:]
         self._alarmed: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def step(self, record: StepRecord, groups: Sequence[Group] = ()) -> dict[str, Any]:
         """Records one step and some samples of its groups; returns the record as written."""
+        with self._lock:
+            return self._step(record, groups)
+
+    def evaluation(self, result: Mapping[str, Any]) -> None:
+        """Records one evaluation; `result` has at least `version`."""
+        with self._lock:
+            self._evaluation(result)
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _step(self, record: StepRecord, groups: Sequence[Group]) -> dict[str, Any]:
         line = record.as_json()
         line["evals"] = self._new_evals or None
         self._new_evals = []
@@ -73,8 +89,7 @@ class Recorder:
         self._try("alarms", lambda: self._raise_alarms(line))
         return line
 
-    def evaluation(self, result: Mapping[str, Any]) -> None:
-        """Records one evaluation; `result` has at least `version`."""
+    def _evaluation(self, result: Mapping[str, Any]) -> None:
         line = plain_json(result)
         self._new_evals.append(line)
         self._try("evals.jsonl", lambda: self._evals.append(line))
@@ -83,7 +98,7 @@ class Recorder:
             sink.write(int(result["version"]), values)
         self._show(lambda screen: screen.evaluation(line))
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._show(lambda screen: screen.close())
         for sink in self.sinks:
             sink.close()

@@ -196,7 +196,7 @@ def _check_same_config(
 def _check_steps(path: Path, resume: bool) -> None:
     steps = [r["step"] for r in read_steps(path / "steps.jsonl")]
     if steps and not resume:
-        remedy = "set recover.mode: auto to continue it, or --fresh to start anew"
+        remedy = "choose another trial_name, or start anew with --fresh"
         rule = f"already holds a run of {max(steps)} steps"
         raise UserError(Problem(f"run folder = {path}", rule, remedy))
 

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 import warnings as python_warnings
 
 import numpy as np
@@ -132,6 +133,23 @@ def test_a_screen_that_fails_is_left_alone_afterwards(folder, caplog):
         "the screen failed 1 times in this run",
     ]
     assert len(read_steps(folder.file("steps.jsonl"))) == 2
+
+
+def test_evaluations_of_another_thread_are_all_kept_once(folder):
+    recorder = Recorder(folder, Spy())
+    versions = range(200)
+    other = threading.Thread(target=lambda: [recorder.evaluation({"version": v}) for v in versions])
+    other.start()
+    for step in range(1, 101):
+        recorder.step(StepRecord(step=step))
+    other.join()
+    recorder.step(StepRecord(step=101))
+    recorder.close()
+    steps = read_steps(folder.file("steps.jsonl"))
+    seen = [e["version"] for step in steps for e in step["evals"] or ()]
+    assert seen == list(versions)
+    assert [e["version"] for e in read_lines(folder.file("evals.jsonl"))] == list(versions)
+    assert recorder.failures == {}
 
 
 def test_alarms_are_raised_once_in_a_while(folder, caplog):

@@ -82,7 +82,7 @@ def test_another_config_is_refused_with_the_keys_that_differ(tmp_path):
 def test_a_folder_with_steps_is_not_overwritten(tmp_path):
     open_folder(tmp_path).close()
     write_steps(tmp_path, 3)
-    with pytest.raises(UserError, match="already holds a run of 3 steps; set recover.mode: auto"):
+    with pytest.raises(UserError, match="already holds a run of 3 steps; choose another"):
         open_folder(tmp_path, resume=False)
     assert open_folder(tmp_path, resume=True).last_step == 3
 
