@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError
 from pentad.rollout import confine
-from pentad.rollout.warden import FRAME
+from pentad.rollout.warden import FRAME, remove
 
 FailureKind = Literal[
     "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost"
@@ -31,6 +30,7 @@ MAX_HEADER_BYTES = 1 << 16
 GRACE_S = 10.0
 """How much later than the worker the pool itself gives up on a job."""
 CLOSE_PATIENCE_S = 2.0
+CLEANING_S = 60.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rollout.warden import main; main()"
 GIB, MIB = 1 << 30, 1 << 20
@@ -151,15 +151,15 @@ class Worker:
         """Asks the warden to end its job at once; the answer comes to the one who waits for it."""
         await self._send({"kind": "cancel"}, b"")
 
-    async def end(self) -> None:
-        """Ends the warden and everything below it."""
+    async def end(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
+        """Ends the warden and everything below it; within the patience it may do so itself."""
         process, self.process = self.process, None
         if process is None:
             return
         if process.stdin is not None:
             process.stdin.close()
         try:
-            async with asyncio.timeout(CLOSE_PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 await process.wait()
         except TimeoutError:
             await asyncio.to_thread(confine.end_all, process.pid, with_root=True)
@@ -223,6 +223,7 @@ class Sandbox:
             said = await first.start()
             self._check(said)
         except WorkerLost as failure:
+            await first.end(patience_s=0.0)
             await self.close()
             names = ", ".join(self.preload)
             rule = f"the worker that imports it did not start: {failure}"
@@ -290,7 +291,7 @@ class Sandbox:
         await asyncio.gather(*self.chores, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self.workers))
         if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            await asyncio.to_thread(remove, self.folder, CLEANING_S)
 
     def _later(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore)
@@ -303,11 +304,11 @@ class Sandbox:
             await worker.cancel()
             await task
         except WorkerLost:
-            await worker.end()
+            await worker.end(patience_s=0.0)
         self.idle.put_nowait(worker)
 
     async def _replace(self, worker: Worker) -> None:
-        await worker.end()
+        await worker.end(patience_s=0.0)
         self.idle.put_nowait(worker)
 
 

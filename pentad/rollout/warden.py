@@ -36,6 +36,7 @@ FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
 MAX_DETAIL = 1000
+CLEANING_S = 2.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -231,7 +232,7 @@ class Warden:
             os.close(read_end)
             if self.limits.allow_processes:
                 confine.end_all(os.getpid(), keep=before)
-            _remove(job["scratch"])
+            remove(job["scratch"])
         return _judge(ended, status, job["capture"])
 
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
@@ -293,17 +294,25 @@ def _judge(ended: Ended, status: int, capture: str) -> Ended:
     return Ended(None, body=ended.body[1:])
 
 
-def _remove(folder: str) -> None:
-    """Empties a job's folder, however deep, many or unreadable its files are."""
-    with contextlib.suppress(OSError):
+def remove(folder: str, timeout_s: float = CLEANING_S) -> None:
+    """Removes a folder, however deep or closed its files are; what takes too long stays for now.
+
+    The pool removes the rest when it closes.
+    """
+    with contextlib.suppress(OSError):  # not empty
         Path(folder).rmdir()
         return
-    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            quiet = subprocess.DEVNULL
+            subprocess.run([*command, "--", folder], stderr=quiet, timeout=timeout_s, check=False)
 
 
 def main() -> None:
     config = json.loads(sys.argv[1])
     warden = Warden(confine.Limits(**config["limits"]), config["folder"])
-    warden.hello(config["preload"])
-    warden.serve()
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        warden.hello(config["preload"])
+        warden.serve()
+    with contextlib.suppress(OSError):  # others may still use it; the last one removes it
+        Path(config["folder"]).rmdir()
