@@ -1,0 +1,129 @@
+"""Weights by name: tags, state that a run continues from, folders."""
+
+import copy
+
+import pytest
+import torch
+from engine_toys import (
+    CONFIG,
+    PolicyLoss,
+    make_engine,
+    make_rows,
+    train,
+    weights_of,
+)
+
+from pentad.core.errors import RunError
+from pentad.engine.engine import build_engine
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+
+
+def test_tags_are_used_and_left_again():
+    engine, rows = make_engine(), make_rows()
+    first = engine.forward(rows)
+    engine.save_tag("ref")
+    train(engine, rows, steps=3)
+    trained = weights_of(engine)
+    now, then = engine.forward(rows), engine.forward(rows, "ref")
+    for a, b, c in zip(first, then, now, strict=True):
+        assert torch.equal(a["logprobs"], b["logprobs"])
+        assert len(a["logprobs"]) < 3 or not torch.equal(a["logprobs"], c["logprobs"])
+    with pytest.raises(ZeroDivisionError), engine.use("ref"):
+        raise ZeroDivisionError
+    with engine.use("ref"):
+        with pytest.raises(RunError, match="those of ref are used"), engine.use("ref"):
+            pass
+        for deed in (engine.begin_step, engine.state_dict, lambda: engine.save_tag("x")):
+            with pytest.raises(RunError, match="those of ref are used"):
+                deed()
+    with pytest.raises(RunError, match="no weights were saved as teacher; there are actor, ref"):
+        engine.forward(rows, "teacher")
+    with pytest.raises(RunError, match="the tag actor is what is trained"):
+        engine.save_tag("actor")
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weight, trained[name]), name
+
+
+def test_scoring_a_tag_between_two_accumulates_leaves_the_gradient_alone():
+    rows = make_rows()
+    engines = [make_engine(), make_engine()]
+    for engine, interrupts in zip(engines, (False, True), strict=True):
+        engine.save_tag("ref")
+        train(engine, rows)
+        engine.begin_step()
+        engine.accumulate(rows[:5], PolicyLoss(), last=False)
+        if interrupts:
+            engine.forward(rows, "ref")
+        engine.accumulate(rows[5:], PolicyLoss())
+        engine.end_step()
+    for name, weight in weights_of(engines[0]).items():
+        assert torch.equal(weight, weights_of(engines[1])[name])
+
+
+def test_a_tag_can_hold_other_weights_than_ever_trained():
+    engine, rows = make_engine(), make_rows()
+    before = weights_of(engine)
+    teacher = build_engine(CONFIG, EngineSettings(), init_from_scratch=True, seed=77)
+    engine.load_tag("teacher", list(teacher.iter_weights()))
+    for mine, theirs in zip(engine.forward(rows, "teacher"), teacher.forward(rows), strict=True):
+        assert torch.equal(mine["logprobs"], theirs["logprobs"])
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_a_run_continues_from_its_state_bitwise():
+    rows, loss = make_rows(), PolicyLoss()
+    optimizer = OptimizerSettings(
+        lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.5, total_steps=6
+    )
+    straight = make_engine(optimizer=optimizer)
+    straight.save_tag("ref")
+    train(straight, rows, loss, steps=3)
+    state = copy.deepcopy(straight.state_dict())
+    expected = train(straight, rows, loss, steps=3)
+
+    resumed = build_engine(
+        CONFIG, EngineSettings(optimizer=optimizer), init_from_scratch=True, seed=99
+    )
+    resumed.save_tag("stale")
+    resumed.load_state_dict(state)
+    assert resumed.num_steps == 3 and list(resumed.tags.copies) == ["ref"]
+    assert train(resumed, rows, loss, steps=3) == expected
+    for name, weight in weights_of(straight).items():
+        assert torch.equal(weight, weights_of(resumed)[name])
+    for a, b in zip(straight.forward(rows, "ref"), resumed.forward(rows, "ref"), strict=True):
+        assert torch.equal(a["logprobs"], b["logprobs"])
+
+
+def test_a_state_of_another_model_is_refused_before_anything_changes():
+    engine = make_engine()
+    before = weights_of(engine)
+    state = copy.deepcopy(make_engine(lr=1.0).state_dict())
+    state["model"]["norm.weight"] += 1
+    del state["optimizer"]["exp_avg"]["norm.weight"]
+    with pytest.raises(RunError, match=r"optimizer state \(exp_avg\).*norm.weight missing"):
+        engine.load_state_dict(state)
+    state["model"]["norm.weight"] = torch.zeros(5)
+    with pytest.raises(RunError, match=r"norm.weight is \(5,\), not \(24,\)"):
+        engine.load_state_dict(state)
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_weights_leave_under_their_hf_names_and_load_in_transformers(tmp_path):
+    import transformers
+
+    engine, rows = make_engine(), make_rows()
+    train(engine, rows)
+    engine.save_hf(str(tmp_path / "out"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    names = dict(engine.iter_weights())
+    assert names.keys() == {n for n, _ in theirs.named_parameters()}
+    ids = rows[0].ids
+    with torch.no_grad():
+        logp = torch.log_softmax(theirs(ids[None]).logits[0], -1)
+    expected = logp[:-1].gather(1, ids[1:, None])[:, 0]
+    mine = engine.forward(rows[:1])[0]["logprobs"][1:]
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    half = make_engine(publish_dtype="bfloat16")
+    assert {w.dtype for _, w in half.iter_weights()} == {torch.bfloat16}

@@ -1,0 +1,195 @@
+"""What is laid around the model changes memory and speed, not numbers."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_toys import (
+    CONFIG,
+    PolicyLoss,
+    make_engine,
+    make_rows,
+    train,
+    weights_of,
+)
+from torch import Tensor
+
+from pentad.engine.settings import EngineSettings
+from pentad.engine.wrap import apply_to_block
+from pentad.models import qwen3_moe
+from pentad.models.decoder import causal_attend
+from pentad.models.families import REGISTERED
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ac_mode": "full"},
+        {"ac_mode": "selective", "ac_selective": "op"},
+        {"ac_mode": "selective", "ac_selective": 2},
+    ],
+    ids=["full", "op", "stride"],
+)
+def test_recomputation_saves_memory_and_changes_nothing(how):
+    rows = make_rows()
+    grads, kept = [], []
+    for settings in ({}, how, {**how, "gradient_checkpointing": False}):
+        engine = make_engine(**settings)
+        sizes: list[int] = []
+
+        def pack(x: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(x.numel())
+            return x
+
+        engine.begin_step()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            engine.accumulate(rows, PolicyLoss(0.1))
+        kept.append(sum(sizes))
+        grads.append({n: p.grad.clone() for n, p in engine.parameters.items()})
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]) and torch.equal(grad, grads[2][name]), name
+    assert kept[2] == kept[0]
+    if how.get("ac_selective") != "op":  # kept products are not saved through autograd's hooks
+        assert kept[1] < kept[0]
+
+
+@pytest.fixture
+def no_process_group():
+    """Mixed precision makes a process group of one; leave none behind."""
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_path):
+    """The path of a GPU (fp32 masters, bf16 compute) with fp64 masters and fp32 compute."""
+    rows = make_rows()
+    plain = make_engine(max_tokens_per_mb=60)
+    mixed = make_engine(param_dtype="float64", max_tokens_per_mb=60)
+    assert mixed.settings.is_mixed
+    assert {p.dtype for p in mixed.parameters.values()} == {torch.float64}
+    for a, b in zip(mixed.forward(rows), plain.forward(rows), strict=True):
+        assert torch.equal(a["logprobs"], b["logprobs"])
+    mixed.save_tag("ref")
+    for engine in (mixed, plain):
+        engine.begin_step()
+        engine.accumulate(rows[:5], PolicyLoss(), last=False)
+        engine.accumulate(rows[5:], PolicyLoss())
+    results = [engine.end_step() for engine in (mixed, plain)]
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
+    weights = dict(plain.iter_weights())
+    for name, weight in mixed.iter_weights():
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-4)
+    state = copy.deepcopy(mixed.state_dict())
+    before = weights_of(mixed)
+    train(mixed, rows)
+    mixed.load_state_dict(state)
+    for name, weight in weights_of(mixed).items():
+        assert torch.equal(weight, before[name])
+    for a, b in zip(mixed.forward(rows, "ref"), make_engine().forward(rows), strict=True):
+        torch.testing.assert_close(a["logprobs"], b["logprobs"], rtol=1e-4, atol=1e-4)
+    mixed.save_hf(str(tmp_path / "out"))
+
+
+def test_steps_smaller_than_the_compute_dtype_can_hold_are_not_lost(no_process_group):
+    engine, rows = make_engine(param_dtype="float64", lr=1e-12), make_rows()
+    before, seen = weights_of(engine), dict(engine.iter_weights())
+    train(engine, rows)
+    moved = weights_of(engine)
+    for name, weight in engine.iter_weights():
+        if weight.ndim == 1:  # norms start at 1, where fp32 cannot hold such a step
+            assert torch.equal(weight, seen[name]), name
+    for name in moved:
+        step = (moved[name] - before[name]).abs().mean()
+        assert 1e-13 < step < 1e-11, name
+
+
+def test_bf16_compute_stays_near_fp32(no_process_group):
+    rows = make_rows(6)
+    exact, rough = make_engine(), make_engine(compute_dtype="bfloat16")
+    for a, b in zip(exact.forward(rows), rough.forward(rows), strict=True):
+        # bf16 keeps 8 bits; log-probs of this model reach -20.
+        assert (a["logprobs"] - b["logprobs"]).abs().max() < 0.5
+    one, two = train(exact, rows), train(rough, rows)
+    assert two.loss == pytest.approx(one.loss, rel=0.05)
+    assert two.grad_norm == pytest.approx(one.grad_norm, rel=0.1)
+    assert {p.dtype for p in rough.parameters.values()} == {torch.float32}
+
+
+def test_deterministic_mode_is_torchs_own_refusal():
+    try:
+        engine = make_engine(deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not train(engine, make_rows()).skipped
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_compiled_blocks_share_one_graph_over_layers_and_lengths(monkeypatch):
+    """Recompiling per layer or length would hit dynamo's limit and fall back in silence."""
+    import torch._dynamo
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs: list[object] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compile_ = torch.compile
+    # The default backend needs a GPU to be worth its minutes; the graphs are the same.
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **kw: compile_(f, backend=backend, fullgraph=True, **kw)
+    )
+    torch._dynamo.reset()
+    eager, compiled = make_engine().decoder, make_engine().decoder
+    for i, block in enumerate(compiled.layers.values()):
+        apply_to_block(block, i, EngineSettings(compile=True), torch.device("cuda"))
+    for length in (9, 20):
+        ids = torch.arange(length)
+        for model in (eager, compiled):
+            model(ids, ids, causal_attend).square().sum().backward()
+    assert len(graphs) == 1
+    for mine, true in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, true.grad)
+
+
+ROUTER_IN_FP32 = dataclasses.replace(
+    qwen3_moe.SPEC,
+    rules=tuple(
+        dataclasses.replace(rule, dtype="float32") if "router" in rule.target else rule
+        for rule in qwen3_moe.SPEC.rules
+    ),
+)
+
+
+def test_a_mixture_trains_with_its_router_in_the_dtype_its_map_names(no_process_group, monkeypatch):
+    monkeypatch.setitem(REGISTERED, "qwen3_moe", f"{__name__}:ROUTER_IN_FP32")
+    config = CONFIG | {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    rows = make_rows()
+    exact = make_engine(config=config)
+    rough = make_engine(config=config, compute_dtype="bfloat16")
+    seen: dict[str, torch.dtype] = {}
+    block = rough.decoder.layers["1"]
+    for name in ("ffn.router", "attn.q"):
+        module = block.get_submodule(name)
+        module.register_forward_pre_hook(
+            lambda module, _, name=name: seen.update({name: module.weight.dtype})
+        )
+    one, two = train(exact, rows), train(rough, rows)
+    assert seen == {"ffn.router": torch.float32, "attn.q": torch.bfloat16}
+    # bf16 may send a token to another expert, so the two differ by more than rounding.
+    assert two.loss == pytest.approx(one.loss, rel=0.1)
+    for name, parameter in rough.parameters.items():
+        assert parameter.dtype == torch.float32, name
