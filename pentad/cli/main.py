@@ -71,7 +71,14 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
 @app.command()
 @reporting
 @takes_recipe
-def plan(recipe: Recipe) -> None:
+def plan(
+    recipe: Recipe,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=1, help="GiB of each GPU, instead of what is found here.", metavar="GIB"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
     """Check a recipe, draw its layout, estimate its memory.
 
     Needs no GPU and no download: public models are known by name.
@@ -79,7 +86,7 @@ def plan(recipe: Recipe) -> None:
     config, notes = recipe.prepare("plan")
     from pentad.cli.plan import run_plan
 
-    run_plan(config, notes)
+    raise typer.Exit(run_plan(config, notes, gpu_memory, json))
 
 
 @app.command()

@@ -38,8 +38,13 @@ LOGIT_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 LOGIT_COPIES = 3
 """How many arrays of logits that room is cut for (ops.logprob.LOGIT_COPIES)."""
 DEFAULT_MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
-"""Largest microbatch where mb_spec.max_tokens_per_mb is unset."""
+"""Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
 PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish", "checkpoint")
+
+
+def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
+    """Largest microbatch where none is given: about as many are in flight as there are stages."""
+    return max(longest, DEFAULT_MICROBATCH_TOKENS[device] // num_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,16 +386,16 @@ def rule_of_thumb(training: Training, batch_tokens: float) -> dict[str, float]:
     cells = layout.tp * layout.ep
     per_microbatch = batch_tokens / training.num_microbatches
     return {
-        "sharded parameters, bf16": 2 * size / (layout.dp_shard * cells),
-        "unsharded gradients, fp32": 4 * size / (cells * layout.pp),
-        "optimizer states, fp32": 2 * 4 * size / (layout.dp_shard * cells),
+        "parameters": 2 * size / (layout.dp_shard * cells),
+        "gradients": 4 * size / (cells * layout.pp),
+        "optimizer": 2 * 4 * size / (layout.dp_shard * cells),
         "activations": training.num_stages * per_microbatch * training.dims.hidden_size * 2,
     }
 
 
 RULE_OMITS = (
-    "it leaves pp out of items 1 and 3, fp32 masters, gathered weights (A.3), what a layer keeps "
-    "besides its input, logits and overhead; it divides dense weights by ep, too"
+    "it divides parameters and optimizer by neither pp nor cp and dense weights by ep, and leaves "
+    "out fp32 masters, gathered weights, what layers keep besides their input, logits, overhead"
 )
 
 

@@ -79,14 +79,35 @@ def check_layout(
     if config.actor.path is not None and "actor.path" not in skip:
         try:
             dims = dims_of(config.actor.path)
-            if (Path(config.actor.path) / "config.json").is_file():
+            if command != "sft" and (Path(config.actor.path) / "config.json").is_file():
                 problems += context_fits(config, dims)
         except UserError as error:
             if command == "plan":  # a run complains about a missing folder by itself
                 problems += problems_of(error)
+    if command == "plan":
+        problems += unknown_models(config, skip)
     if "allocation_mode" in skip:
         return problems
     return problems + layout_problems(config, dims, count_devices(config))
+
+
+def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
+    """Further models whose dimensions cannot be found out."""
+    has_critic = config.algorithm.name in WITH_CRITIC
+    paths = {
+        "critic.path": config.critic.path if has_critic else None,
+        "ref.path": config.ref.path if config.algorithm.kl_coef else None,
+        "teacher.path": config.teacher.path if config.algorithm.name == "distill" else None,
+    }
+    problems: list[Problem] = []
+    for key, path in paths.items():
+        if path is None or path == config.actor.path or key in skip:
+            continue
+        try:
+            dims_of(path, key)
+        except UserError as error:
+            problems += problems_of(error)
+    return problems
 
 
 def count_devices(config: Config) -> int | None:

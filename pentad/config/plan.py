@@ -1,0 +1,486 @@
+"""Turns a checked config into a plan: who stands where, how much memory, how many tokens and files.
+
+No torch and no GPU. `build_plan` computes figures; `pentad.cli.plan` prints them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pentad.config.activations import Keeping
+from pentad.config.catalog import dims_of
+from pentad.config.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
+from pentad.config.memory import (
+    OVERHEAD_BYTES,
+    Phase,
+    Sampling,
+    Training,
+    default_microbatch_tokens,
+    export_bytes,
+    kv_token_bytes,
+    recover_bytes,
+    rule_of_thumb,
+    sampler_weights,
+    training_phases,
+)
+from pentad.config.rules import Case, cases
+from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Allocation, Component, Layout, parse_allocation
+from pentad.core.stages import is_interleaved
+
+DEFAULT_GPU_GIB = 80.0
+ASSUMED_PROMPT_TOKENS = 1024
+BYTES = {"float32": 4, "bfloat16": 2}
+SERVER_SHARE = 0.9
+"""Share of a device that vLLM and SGLang take for themselves by default."""
+EMBEDDED_SHARE = 0.5
+"""Share of the free memory the embedded sampler gives its cache (infer.engine)."""
+EMBEDDED_CPU_BYTES = 1 * GIB
+TIGHT = 0.9
+"""Above this share of the device a plan is called tight: the estimate is no better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What each rank computes on."""
+
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    source: str
+    """How that is known, for people."""
+    is_here: bool = True
+    """Whether it is this machine's, so that its disk is the run's."""
+
+    @property
+    def word(self) -> str:
+        return "GPU" if self.kind == "cuda" else "CPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The arithmetic of one step and of the run."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    prompt_is_assumed: bool
+    answer_tokens: int
+    num_rows: int | None
+    """Prompts in the dataset, where it could be read."""
+    steps_per_epoch: int | None
+    total_steps: int | None
+    flops: float
+    """Of a step's training at full lengths, causal attention counted once."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens a step trains on."""
+        return self.samples * self.sequence_tokens
+
+
+@dataclass(slots=True)
+class TrainPlan:
+    """A training component: its settings, and the memory of each pipeline rank by phase."""
+
+    role: str
+    component: Component
+    devices: range
+    training: Training
+    batch_tokens: float
+    """Tokens of one data-parallel rank and step."""
+    phases: list[dict[str, Phase]]
+
+    @property
+    def peak(self) -> tuple[int, Phase]:
+        """(pipeline rank, phase) with the most device memory."""
+        found = [(rank, phase) for rank, row in enumerate(self.phases) for phase in row.values()]
+        return max(found, key=lambda item: item[1].device_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.peak[1].device_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """A sampling component: one replica's device."""
+
+    component: Component
+    devices: range
+    sampling: Sampling
+    weights_bytes: float
+    kv_bytes: float
+    is_alone: bool
+    """Whether nobody trains on its devices."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of full length the cache has room for."""
+        each = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
+        return int(self.kv_bytes / each)
+
+    @property
+    def device_bytes(self) -> float:
+        return OVERHEAD_BYTES[self.sampling.device] + self.weights_bytes + self.kv_bytes
+
+    @property
+    def needed_bytes(self) -> float:
+        """With a cache for one sequence; what is there beyond it makes it faster."""
+        least = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
+        return self.device_bytes - self.kv_bytes + least
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a run writes, against what is free where it writes."""
+
+    export_bytes: float
+    num_exports: int
+    recover_bytes: float
+    free_bytes: int
+    folder: str
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.export_bytes * self.num_exports
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything `pentad plan` says."""
+
+    config: Config
+    allocation: Allocation
+    dims: ModelDims
+    device: Device
+    batch: Batch
+    trainers: list[TrainPlan]
+    samplers: list[SamplePlan]
+    files: Files
+    host_bytes: dict[str, float]
+    """Per node and phase."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> tuple[float, str]:
+        """Most memory any one device (on a CPU: this machine) needs, and where that is."""
+        if self.device.kind == "cpu":
+            name = max(self.host_bytes, key=lambda phase: self.host_bytes[phase])
+            return self.host_bytes[name], name
+        found = [(s.needed_bytes, s.component.role) for s in self.samplers if s.is_alone]
+        for trainer in self.trainers:
+            rank, phase = trainer.peak
+            at = f", pipeline rank {rank}" if trainer.training.layout.pp > 1 else ""
+            found.append((phase.device_bytes, f"{trainer.role}, {phase.name}{at}"))
+        return max(found)
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.peak[0]
+
+    @property
+    def lacks(self) -> list[str]:
+        """Why it does not fit; empty when it does."""
+        found = []
+        need, where = self.peak
+        if need > self.device.memory_bytes:
+            have = self.device.memory_bytes / GIB
+            word = self.device.word
+            found.append(
+                f"{need / GIB:.1f} GiB of {word} memory needed ({where}), {have:.1f} there"
+            )
+        for sampler in self.samplers:
+            if sampler.num_running < 1:
+                length = sampler.sampling.sequence_tokens
+                found.append(f"{sampler.component}: no room for one sequence of {length} tokens")
+        files = self.files
+        if self.device.is_here and files.needed_bytes > files.free_bytes:
+            need, have = files.needed_bytes / GIB, files.free_bytes / GIB
+            found.append(f"{need:.1f} GiB of exports, {have:.1f} GiB free at {files.folder}")
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    @property
+    def is_tight(self) -> bool:
+        return self.fits and self.peak_bytes > TIGHT * self.device.memory_bytes
+
+
+def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:
+    """The GPU that was named, or found, or assumed; the CPU where no GPU is spoken of."""
+    if gpu_memory_gib is not None:
+        return Device("cuda", int(gpu_memory_gib * GIB), "as given by --gpu-memory", False)
+    why = "no GPU found here"
+    try:
+        gpus = find_gpus()
+    except GpuQueryError as error:
+        gpus, why = (), str(error)
+    if gpus:
+        smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+        return Device("cuda", smallest.memory_bytes, f"{len(gpus)} x {smallest.name} found")
+    if config.cluster.n_gpus_per_node is None:
+        return Device("cpu", host_memory()[1], f"{why}: planned for this machine's CPU and memory")
+    source = f"{why}: {DEFAULT_GPU_GIB:.0f} GiB each are assumed, --gpu-memory says otherwise"
+    return Device("cuda", int(DEFAULT_GPU_GIB * GIB), source, False)
+
+
+def build_plan(config: Config, device: Device, num_rows: int | None = None) -> Plan:
+    """The plan of a config that passed all checks; `num_rows` of its dataset, if known."""
+    assert config.actor.path is not None and config.allocation_mode is not None, "checked before"
+    dims = dims_of(config.actor.path)
+    allocation = parse_allocation(config.allocation_mode)
+    batch = plan_batch(config, dims, num_rows)
+    found = cases(config, allocation, dims)
+    trainers = [
+        plan_trainer(case, allocation, batch, device)
+        for case in found
+        if not case.component.is_inference
+    ]
+    samplers = [
+        plan_sampler(case, allocation, trainers, batch, device)
+        for case in found
+        if case.component.is_inference
+    ]
+    leaves = [resident(trainer.phases, "rollout") for trainer in trainers]
+    for index, trainer in enumerate(trainers):
+        others = [
+            size
+            for i, size in enumerate(leaves)
+            if i != index and trainers[i].devices.start == trainer.devices.start
+        ]
+        add_neighbours(trainer, sum(others), samplers, config)
+    files = plan_files(config, dims, batch, device)
+    hosts = host_phases(config, trainers, samplers, dims, device)
+    plan = Plan(config, allocation, dims, device, batch, trainers, samplers, files, hosts)
+    if batch.prompt_is_assumed:
+        plan.notes.append(
+            f"train_dataset.max_length is unset: prompts of {batch.prompt_tokens} tokens assumed"
+        )
+    if max(files.needed_bytes, files.recover_bytes) > files.free_bytes:
+        plan.notes.append(f"files are larger than what is free at {files.folder} on this machine")
+    return plan
+
+
+def plan_batch(config: Config, dims: ModelDims, num_rows: int | None) -> Batch:
+    given = config.train_dataset.max_length
+    answer = config.gconfig.max_new_tokens
+    prompts = config.train_dataset.batch_size
+    samples = prompts * config.gconfig.n_samples
+    prompt = given or ASSUMED_PROMPT_TOKENS
+    per_epoch = total = None
+    if num_rows is not None:
+        per_epoch = math.ceil(num_rows / prompts)
+        total = per_epoch * config.total_train_epochs
+    if config.total_train_steps is not None:
+        total = min(total or config.total_train_steps, config.total_train_steps)
+    return Batch(
+        prompts=prompts,
+        samples=samples,
+        prompt_tokens=prompt,
+        prompt_is_assumed=given is None,
+        answer_tokens=answer,
+        num_rows=num_rows,
+        steps_per_epoch=per_epoch,
+        total_steps=total,
+        flops=samples * dims.train_flops(prompt + answer),
+    )
+
+
+def compute_bytes(model: ModelConfig, device: Device) -> int:
+    if model.dtype == "auto":
+        return 2 if device.kind == "cuda" else 4
+    return BYTES[model.dtype]
+
+
+def microbatches(case: Case, layout: Layout, batch: Batch, device: Device) -> tuple[int, int]:
+    """(number, tokens of the largest) that one data-parallel rank runs in one accumulate call."""
+    config, spec = case.config, case.model.mb_spec
+    calls = config.updates_per_batch * config.num_iters_per_train_update
+    rows = math.ceil(batch.samples / calls / layout.dp)
+    length = batch.sequence_tokens
+    stages = layout.pp * case.stages_per_rank if layout.pp > 1 else 1
+    budget = spec.max_tokens_per_mb or default_microbatch_tokens(length, device.kind, stages)
+    each = min(max(1, budget // length), math.ceil(rows / spec.n_mbs))
+    number = max(math.ceil(rows / each), spec.n_mbs)
+    if layout.pp > 1 and is_interleaved(case.model.archon.pp_schedule):
+        number = -(-number // layout.pp) * layout.pp
+    return number, each * length
+
+
+def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Device) -> TrainPlan:
+    config, model, component = case.config, case.model, case.component
+    assert case.dims is not None, "unknown models are refused before"
+    archon = model.archon
+    layout = component.layout(archon.dp_replicate)
+    number, tokens = microbatches(case, layout, batch, device)
+    compiles = archon.enable_compile is True or archon.enable_compile == "auto"
+    trains = case.key == "critic" or component.role in ("actor", "critic")
+    training = Training(
+        dims=case.dims,
+        layout=layout,
+        keeping=Keeping(
+            mode=archon.ac_mode if archon.ac_mode != "auto" else "selective",
+            selective=archon.ac_selective or "op",
+            budget=archon.ac_memory_budget,
+            is_compiled=compiles and device.kind == "cuda",
+            compute_bytes=compute_bytes(model, device),
+        ),
+        schedule=archon.pp_schedule,
+        stages_per_rank=case.stages_per_rank,
+        num_microbatches=number,
+        microbatch_tokens=tokens,
+        param_bytes=BYTES[model.param_dtype],
+        reduce_bytes=BYTES[model.reduce_dtype],
+        reshard=reshards(archon.reshard_after_forward_policy, layout.pp),
+        offload=archon.offload_params,
+        num_tags=num_tags(config, allocation) if case.key == "actor" else 0,
+        tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
+        device=device.kind,
+        with_optimizer=trains,
+    )
+    phases = [training_phases(training, rank) for rank in range(layout.pp)]
+    role = "critic" if case.key == "critic" else component.role
+    devices = allocation.devices(component)
+    per_rank = batch.tokens / config.updates_per_batch / layout.dp
+    return TrainPlan(role, component, devices, training, per_rank, phases)
+
+
+def reshards(policy: str, pp: int) -> bool:
+    return pp == 1 if policy == "default" else policy == "always"
+
+
+def num_tags(config: Config, allocation: Allocation) -> int:
+    """Copies of further models that are swapped into the actor's place."""
+    wanted = {"ref": bool(config.algorithm.kl_coef), "teacher": config.algorithm.name == "distill"}
+    return sum(need and allocation.find(role) is None for role, need in wanted.items())
+
+
+def plan_sampler(
+    case: Case, allocation: Allocation, trainers: list[TrainPlan], batch: Batch, device: Device
+) -> SamplePlan:
+    config, component = case.config, case.component
+    assert case.dims is not None, "unknown models are refused before"
+    given = config.rollout.kv_cache_gb
+    replicas = component.size("d")
+    sampling = Sampling(
+        dims=case.dims,
+        tp=component.size("t"),
+        pp=component.size("p"),
+        weight_bytes=compute_bytes(config.actor, device),
+        sequence_tokens=batch.sequence_tokens,
+        num_sequences=min(config.rollout.max_running, math.ceil(batch.samples / replicas)),
+        kv_cache_bytes=None if given is None else int(given * GIB),
+        device=device.kind,
+    )
+    near = [t for t in trainers if allocation.shares_devices(t.component, component)]
+    weights = sampler_weights(sampling)
+    if given is not None:
+        cache = given * GIB
+    elif component.backend == "embedded":
+        cache = embedded_cache(sampling, near, config, device)
+    else:
+        used = sum(resident(t.phases, "rollout") for t in near)
+        cache = SERVER_SHARE * device.memory_bytes - weights - OVERHEAD_BYTES[device.kind] - used
+    devices = allocation.devices(component)
+    return SamplePlan(component, devices, sampling, weights, max(cache, 0.0), not near)
+
+
+def embedded_cache(
+    sampling: Sampling, near: list[TrainPlan], config: Config, device: Device
+) -> float:
+    """What the engine takes where no size is given: all it can use, within its share."""
+    wanted = kv_token_bytes(sampling) * config.rollout.max_running * sampling.dims.max_position
+    if device.kind == "cpu":
+        return min(wanted, EMBEDDED_CPU_BYTES)
+    # It is built when weights are loaded and the optimizer has no state yet.
+    loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
+    free = device.memory_bytes - max(loaded, OVERHEAD_BYTES["cuda"]) - sampler_weights(sampling)
+    return min(wanted, EMBEDDED_SHARE * max(free, 0.0))
+
+
+def resident(phases: list[dict[str, Phase]], name: str) -> float:
+    """What a trainer leaves on a device while others work there, the fullest pipeline rank."""
+    return max(row[name].device_bytes - row[name].device["overhead"] for row in phases)
+
+
+def add_neighbours(
+    trainer: TrainPlan, others: float, samplers: list[SamplePlan], config: Config
+) -> None:
+    """Adds what else lies on the same devices to every phase; `others`: bytes of other models."""
+    near = [s for s in samplers if s.devices.start == trainer.devices.start]
+    for row in trainer.phases:
+        for name, phase in row.items():
+            if name == "load":
+                continue
+            if others:
+                phase.device["other models"] = others
+            if name == "rollout" and config.offload_train:
+                _move_to_host(phase)
+            sleeps = config.offload_rollout and name not in ("rollout", "publish")
+            for sampler in [] if sleeps else near:
+                phase.device["sampler weights"] = sampler.weights_bytes
+                phase.device["kv cache"] = sampler.kv_bytes
+
+
+def _move_to_host(phase: Phase) -> None:
+    for part in [part for part in phase.device if part != "overhead"]:
+        phase.host[part] = phase.host.get(part, 0.0) + phase.device.pop(part)
+
+
+def host_phases(
+    config: Config,
+    trainers: list[TrainPlan],
+    samplers: list[SamplePlan],
+    dims: ModelDims,
+    device: Device,
+) -> dict[str, float]:
+    """Host memory of the fullest node by phase; on a CPU the devices' part lies there, too."""
+    per_node = config.cluster.n_gpus_per_node
+    totals: dict[str, float] = {}
+    for trainer in trainers:
+        ranks = trainer.component.world
+        local = min(ranks, per_node) if per_node and device.kind == "cuda" else ranks
+        for name in trainer.phases[0]:
+            worst = max(row[name].host_bytes for row in trainer.phases)
+            if device.kind == "cpu":
+                worst = max(row[name].host_bytes + row[name].device_bytes for row in trainer.phases)
+            totals[name] = totals.get(name, 0.0) + local * worst
+    if config.mode in ("hybrid", "async") and device.kind == "cuda":
+        # The snapshot on its way to the samplers, whole, on the node of rank 0.
+        totals["publish"] += compute_bytes(config.actor, device) * dims.num_params
+    if device.kind == "cpu":
+        alone = [s for s in samplers if s.is_alone]
+        extra = sum(s.component.world * s.device_bytes for s in alone)
+        totals = {name: size + extra for name, size in totals.items()}
+    return totals
+
+
+def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) -> Files:
+    """Exports at every frequency that can be counted beforehand, and the one at the end."""
+    saver, count = config.saver, 1
+    if batch.total_steps is not None and saver.freq_steps is not None:
+        count += (batch.total_steps - 1) // saver.freq_steps
+    elif saver.freq_epochs is not None:
+        count += (config.total_train_epochs - 1) // saver.freq_epochs
+    with_critic = 2 if config.algorithm.name in WITH_CRITIC else 1
+    free, folder = free_disk(config.fileroot)
+    return Files(
+        export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device)),
+        num_exports=count,
+        recover_bytes=with_critic * recover_bytes(dims, BYTES[config.actor.param_dtype]),
+        free_bytes=free,
+        folder=folder,
+    )
+
+
+def thumb_of(trainer: TrainPlan) -> dict[str, float]:
+    return rule_of_thumb(trainer.training, trainer.batch_tokens)

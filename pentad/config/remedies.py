@@ -1,0 +1,191 @@
+"""What would make a plan fit: the Archon tutorial's steps in its order, each with its figure.
+
+More microbatches, resharding after forward, more recomputation, then expert or tensor
+parallelism. Each step is tried on top of those before it, and only those that help are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pentad.config.plan import Plan, build_plan
+from pentad.config.rules import count_devices, layout_problems
+from pentad.config.schema import Config
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Allocation, Component, Dims, parse_allocation
+from pentad.core.stages import splits_backward
+
+MAX_TP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One step: the overrides it adds to those before it, and what the plan then needs."""
+
+    overrides: tuple[str, ...]
+    peak_bytes: float
+    fits: bool
+    num_devices: int
+
+
+def propose(plan: Plan) -> list[Remedy]:
+    """Steps until it fits or none is left; empty when the memory of the devices is not the lack."""
+    found: list[Remedy] = []
+    config, best = plan.config, plan.peak_bytes
+    for step in (cache_steps, microbatch_steps, reshard_steps, recompute_steps, cut_steps):
+        if best <= plan.device.memory_bytes:
+            break
+        tried = _best_of(step(config, plan.dims), config, plan, best)
+        if tried is None:
+            continue
+        changes, config, remedy = tried
+        best = remedy.peak_bytes
+        found.append(remedy)
+    return found
+
+
+Changes = dict[str, Any]
+
+
+def _best_of(
+    candidates: Iterator[Changes], config: Config, plan: Plan, best: float
+) -> tuple[Changes, Config, Remedy] | None:
+    """The first candidate that fits, else the one that needs least; None if none helps."""
+    winner: tuple[Changes, Config, Remedy] | None = None
+    for changes in candidates:
+        changed = with_values(config, changes)
+        if layout_problems(changed, plan.dims, count_devices(changed)):
+            continue
+        tried = build_plan(changed, plan.device, plan.batch.num_rows)
+        if tried.peak_bytes >= 0.99 * best:
+            continue
+        remedy = Remedy(
+            tuple(f"{key}={_text(value)}" for key, value in changes.items()),
+            tried.peak_bytes,
+            tried.peak_bytes <= plan.device.memory_bytes,
+            tried.allocation.num_devices,
+        )
+        if remedy.fits:
+            return changes, changed, remedy
+        if winner is None or remedy.peak_bytes < 0.99 * winner[2].peak_bytes:
+            winner = changes, changed, remedy
+    return winner
+
+
+def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    """On shared devices the sampler's cache is the first thing that can give way."""
+    if config.mode != "colocate":
+        return
+    yield {"offload_rollout": True}
+    yield {"offload_rollout": True, "offload_train": True}
+
+
+def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    """n_mbs doubled until a microbatch is a single sequence."""
+    calls = config.updates_per_batch * config.num_iters_per_train_update
+    samples = config.train_dataset.batch_size * config.gconfig.n_samples
+    rows = samples // calls // actor_of(config).size("d")
+    count = config.actor.mb_spec.n_mbs
+    while count < rows:
+        count *= 2
+        yield {"actor.mb_spec.n_mbs": count}
+
+
+def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    archon = config.actor.archon
+    pp = actor_of(config).size("p")
+    is_split = pp > 1 and splits_backward(archon.pp_schedule)
+    if archon.reshard_after_forward_policy != "always" and not is_split:
+        yield {"actor.archon.reshard_after_forward_policy": "always"}
+
+
+def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    archon = config.actor.archon
+    switch = {} if config.actor.gradient_checkpointing else {"actor.gradient_checkpointing": True}
+    if archon.ac_mode == "none":
+        yield {**switch, "actor.archon.ac_mode": "selective", "actor.archon.ac_selective": 2}
+    if archon.ac_mode != "full":
+        yield {**switch, "actor.archon.ac_mode": "full"}
+
+
+def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    """More ep (mixtures) or tp at the same number of devices, then with more of them."""
+    actor = actor_of(config)
+    nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
+        allocation = _with_actor(config, component)
+        changes: Changes = {"allocation_mode": str(allocation)}
+        if per_node is not None and allocation.num_devices > nodes * per_node:
+            changes["cluster.n_nodes"] = -(-allocation.num_devices // per_node)
+        yield changes
+
+
+def wider(actor: Component, dims: ModelDims, *, grow: bool) -> list[Component]:
+    """The actor with its expert or tensor axis doubled, again and again.
+
+    Without `grow` data parallelism pays for tensor parallelism; with it devices are added.
+    """
+    found: list[Component] = []
+    axis = "e" if dims.num_experts else "t"
+    sizes = dict(actor.dims)
+    if axis == "e" and actor.ffn is not None:
+        ffn = dict(actor.ffn)
+        while ffn.get("e", 1) < dims.num_experts:
+            ffn["e"] = ffn.get("e", 1) * 2
+            ffn.pop("d", None)
+            if grow:
+                sizes["d"] = sizes.get("d", 1) * 2
+            found.append(_made(actor, sizes, ffn))
+        return found
+    top = dims.num_experts if axis == "e" else MAX_TP
+    while sizes.get(axis, 1) < top:
+        sizes[axis] = sizes.get(axis, 1) * 2
+        if axis == "t" and not grow:
+            if sizes.get("d", 1) % 2:
+                break
+            sizes["d"] //= 2
+        if axis == "e" and grow:
+            sizes["d"] = sizes.get("d", 1) * 2
+        found.append(_made(actor, sizes, None))
+    return found
+
+
+def _made(actor: Component, sizes: dict[str, int], ffn: dict[str, int] | None) -> Component:
+    def ordered(values: dict[str, int]) -> Dims:
+        return tuple((letter, values[letter]) for letter in "dptce" if letter in values)
+
+    return Component(actor.backend, actor.name, ordered(sizes), ordered(ffn) if ffn else None)
+
+
+def actor_of(config: Config) -> Component:
+    assert config.allocation_mode is not None, "resolved before"
+    actor = parse_allocation(config.allocation_mode).find("actor")
+    assert actor is not None, "checked before"
+    return actor
+
+
+def _with_actor(config: Config, actor: Component) -> Allocation:
+    assert config.allocation_mode is not None, "resolved before"
+    groups = parse_allocation(config.allocation_mode).groups
+    return Allocation(
+        tuple(tuple(actor if c.role == "actor" else c for c in group) for group in groups)
+    )
+
+
+def with_values(config: Config, changes: Changes) -> Config:
+    """The config with dotted keys replaced."""
+    for key, value in changes.items():
+        config = _replaced(config, key.split("."), value)
+    return config
+
+
+def _replaced(section: Any, keys: list[str], value: object) -> Any:
+    head, *rest = keys
+    inner = _replaced(dict(section)[head], rest, value) if rest else value
+    return section.model_copy(update={head: inner})
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,301 @@
+"""`pentad plan`: figures that add up, output that fits the page, exit codes that mean something."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentad.cli import plan as cli
+from pentad.config.load import prepare
+from pentad.config.machine import GIB, Gpu
+from pentad.config.memory import PHASES, kv_token_bytes
+from pentad.config.plan import (
+    EMBEDDED_CPU_BYTES,
+    EMBEDDED_SHARE,
+    Device,
+    Plan,
+    build_plan,
+    choose_device,
+)
+from pentad.config.ranks import MAX_ROWS, inner_rows, span
+from pentad.config.remedies import propose
+from pentad.core.errors import UserError
+from pentad.core.layout import Layout, parse_allocation
+from pentad.infer import engine
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = {
+    "archon_qwen3_8b.yaml": ("sglang:d4t2+archon:d4p2t2", 24),
+    "archon_qwen3_moe.yaml": ("sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)", 32),
+}
+H100 = Device("cuda", 80 * GIB, "a test", False)
+
+
+def plan_of(*overrides: str, device: Device = H100, recipe: str | None = None, **extra) -> Plan:
+    path = ROOT / "examples" / recipe if recipe else None
+    config, _ = prepare(path, list(overrides), "plan")
+    return build_plan(config, device, **extra)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_tutorials_examples_plan_unmodified(name, monkeypatch, capsys):
+    monkeypatch.setattr("pentad.config.plan.find_gpus", lambda: ())
+    monkeypatch.setenv("COLUMNS", "100")
+    config, notes = prepare(ROOT / "examples" / name, [], "plan")
+    assert cli.run_plan(config, notes) == 0
+    out = capsys.readouterr().out
+    allocation, devices = EXAMPLES[name]
+    assert config.allocation_mode == allocation
+    assert f"{devices} of {devices} devices, mode hybrid" in out
+    assert "80 GiB each are assumed" in out
+    assert "raised from 1 to the number of pipeline stages" in out
+    assert out.splitlines()[-1].startswith("Fits: ")
+    assert [phase for phase in PHASES if f"\n{phase} " not in out] == []
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_keeps_to_its_width(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in EXAMPLES:
+        config, notes = prepare(ROOT / "examples" / name, [], "plan")
+        cli.run_plan(config, notes, gpu_memory=40.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line == line.rstrip() and line.isascii() for line in lines)
+
+
+def test_the_command_needs_no_torch_and_exits_with_what_it_found():
+    env = os.environ | {"PENTAD_TRACEBACK": "", "COLUMNS": "100"}
+    code = "import sys; sys.argv[0] = 'pentad'\nfrom pentad.cli.main import app\n"
+    code += "try:\n    app()\nfinally:\n"
+    code += "    print('HEAVY', sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", code, "plan", "examples/archon_qwen3_moe.yaml", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+
+    small = run("--gpu-memory", "20")
+    assert small.returncode == 1 and "HEAVY []" in small.stdout
+    assert "What would help" in small.stdout
+    wrong = run("allocation_mode=sglang:d4+archon:d1p2e2", "actor.archon.pp_schedul=ZBV")
+    assert wrong.returncode == 2
+    assert "use archon:d2p2e2 (4 devices)" in wrong.stderr and "pp_schedule" in wrong.stderr
+
+
+def test_json_carries_the_same_figures(capsys):
+    config, notes = prepare(ROOT / "examples" / "archon_qwen3_moe.yaml", [], "plan")
+    assert cli.run_plan(config, notes, gpu_memory=40.0, as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    plan = build_plan(config, Device("cuda", 40 * GIB, "", False))
+    assert found["peak_bytes"] == plan.peak_bytes
+    assert found["model"]["num_params"] == 30_532_122_624
+    (trainer,) = found["trainers"]
+    peaks = [
+        sum(phase["device"].values()) for row in trainer["pipeline_ranks"] for phase in row.values()
+    ]
+    assert max(peaks) == pytest.approx(plan.peak_bytes)
+    assert found["fits"] is False and found["remedies"][-1]["fits"] is True
+
+
+def test_remedies_come_in_the_tutorials_order_and_are_true():
+    plan = plan_of(recipe="archon_qwen3_moe.yaml", device=Device("cuda", 40 * GIB, "", False))
+    remedies = propose(plan)
+    keys = [remedy.overrides[0].split("=")[0] for remedy in remedies]
+    assert keys == [
+        "actor.mb_spec.n_mbs",
+        "actor.archon.reshard_after_forward_policy",
+        "actor.archon.ac_mode",
+        "allocation_mode",
+    ]
+    sizes = [plan.peak_bytes, *(remedy.peak_bytes for remedy in remedies)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [remedy.fits for remedy in remedies] == [False, False, False, True]
+    # What is proposed can be typed, passes every rule, and needs what was said.
+    typed = [text for remedy in remedies for text in remedy.overrides]
+    again = plan_of(*typed, recipe="archon_qwen3_moe.yaml", device=plan.device)
+    assert again.peak_bytes == remedies[-1].peak_bytes and again.fits
+    assert again.allocation.num_devices == remedies[-1].num_devices == 48
+
+
+def test_dense_models_get_tensor_parallelism_from_data_parallelism_first():
+    device = Device("cuda", 16 * GIB, "", False)
+    remedies = propose(plan_of(recipe="archon_qwen3_8b.yaml", device=device))
+    assert remedies[-1].overrides == ("allocation_mode=sglang:d4t2+archon:d2p2t4",)
+    assert remedies[-1].fits and remedies[-1].num_devices == 24
+
+
+def test_zero_bubble_is_never_told_to_reshard():
+    device = Device("cuda", 16 * GIB, "", False)
+    keys = ("actor.archon.pp_schedule=ZBV", "actor.archon.enable_compile=auto")
+    plan = plan_of(
+        *keys, "actor.archon.ac_selective=2", recipe="archon_qwen3_8b.yaml", device=device
+    )
+    assert not any("reshard" in text for r in propose(plan) for text in r.overrides)
+
+
+def test_a_plan_that_fits_has_no_remedies():
+    assert propose(plan_of("actor.path=Qwen/Qwen3-0.6B", "actor.mb_spec.n_mbs=64")) == []
+
+
+def test_batch_arithmetic():
+    plan = plan_of(
+        "actor.path=Qwen/Qwen3-0.6B",
+        "allocation_mode=archon:d4",
+        "train_dataset.batch_size=10",
+        "train_dataset.max_length=100",
+        "gconfig.n_samples=4",
+        "gconfig.max_new_tokens=28",
+        "actor.mb_spec.max_tokens_per_mb=300",
+        "total_train_epochs=3",
+        num_rows=95,
+    )
+    batch = plan.batch
+    assert (batch.samples, batch.tokens) == (40, 40 * 128)
+    assert (batch.steps_per_epoch, batch.total_steps) == (10, 30)
+    # Ten sequences a rank, two of 128 tokens in a microbatch of at most 300.
+    training = plan.trainers[0].training
+    assert (training.num_microbatches, training.microbatch_tokens) == (5, 256)
+    assert batch.flops == 40 * plan.dims.train_flops(128)
+    short = plan_of("actor.path=Qwen/Qwen3-0.6B", "total_train_steps=7", num_rows=10**6)
+    assert short.batch.total_steps == 7
+
+
+def test_shared_devices_hold_the_sampler_in_every_phase():
+    keys = ("actor.path=Qwen/Qwen3-0.6B", "rollout.kv_cache_gb=3")
+    plan = plan_of(*keys)
+    for name, phase in plan.trainers[0].phases[0].items():
+        assert ("kv cache" in phase.device) == (name != "load")
+    assert plan.trainers[0].phases[0]["backward"].device["kv cache"] == 3 * GIB
+    asleep = plan_of(*keys, "offload_rollout=true").trainers[0].phases[0]
+    assert "kv cache" not in asleep["backward"].device and "kv cache" in asleep["rollout"].device
+    away = plan_of(*keys, "offload_train=true", "offload_rollout=true").trainers[0].phases[0]
+    assert set(away["rollout"].device) == {"overhead", "sampler weights", "kv cache"}
+
+
+def test_the_embedded_cache_takes_what_the_engine_takes():
+    assert EMBEDDED_SHARE == engine.DEFAULT_GPU_SHARE
+    assert EMBEDDED_CPU_BYTES == engine.DEFAULT_CPU_BYTES
+    sampler = plan_of("actor.path=Qwen/Qwen3-0.6B").samplers[0]
+    load = plan_of("actor.path=Qwen/Qwen3-0.6B").trainers[0].phases[0]["load"].device_bytes
+    assert sampler.kv_bytes == pytest.approx((80 * GIB - load - sampler.weights_bytes) / 2)
+    each = kv_token_bytes(sampler.sampling) * sampler.sampling.sequence_tokens
+    assert sampler.num_running == int(sampler.kv_bytes / each)
+
+
+def test_a_critic_and_a_reference_are_counted():
+    keys = ("actor.path=Qwen/Qwen3-0.6B", "allocation_mode=archon:d2")
+    plain = plan_of(*keys)
+    both = plan_of(*keys, "algorithm.name=ppo")
+    assert [trainer.role for trainer in both.trainers] == ["actor", "critic"]
+    extra = both.peak_bytes - plain.peak_bytes
+    # Another model's weights and optimizer, 12 bytes a parameter over two ranks.
+    assert extra == pytest.approx(12 * plain.dims.num_params / 2, rel=0.01)
+    assert both.files.export_bytes == 2 * plain.files.export_bytes
+    with_ref = plan_of(*keys, "algorithm.kl_coef=0.01")
+    tags = with_ref.trainers[0].phases[0]["backward"].host["tags"]
+    assert tags == pytest.approx(2 * 4 * plain.dims.num_params / 2)
+
+
+def test_files_count_every_export():
+    plan = plan_of("actor.path=Qwen/Qwen3-0.6B", "saver.freq_steps=10", num_rows=32 * 35)
+    assert plan.files.num_exports == 4
+    assert plan.files.export_bytes == 2 * plan.dims.num_params
+    assert plan.files.recover_bytes == 12 * plan.dims.num_params
+
+
+def test_a_full_disk_is_a_lack_only_on_the_machine_of_the_run(monkeypatch):
+    monkeypatch.setattr("pentad.config.plan.free_disk", lambda folder: (GIB, "/x"))
+    key = "actor.path=Qwen/Qwen3-0.6B"
+    here = plan_of(key, "actor.mb_spec.n_mbs=64", device=Device("cuda", 80 * GIB, ""))
+    assert here.lacks == ["1.1 GiB of exports, 1.0 GiB free at /x"]
+    there = plan_of(key, "actor.mb_spec.n_mbs=64")
+    assert there.fits and "larger than what is free at /x" in there.notes[-1]
+
+
+def test_which_device_is_planned_for(monkeypatch):
+    config, _ = prepare(None, ["actor.path=Qwen/Qwen3-0.6B"], "plan")
+    cluster, _ = prepare(ROOT / "examples" / "archon_qwen3_8b.yaml", [], "plan")
+    monkeypatch.setattr("pentad.config.plan.find_gpus", lambda: ())
+    assert choose_device(config).kind == "cpu"
+    assert choose_device(config, 24.0).memory_bytes == 24 * GIB
+    assumed = choose_device(cluster)
+    assert assumed.memory_bytes == 80 * GIB and not assumed.is_here
+    gpus = (Gpu("A", 40 * GIB, 40 * GIB, "1", "8.0"), Gpu("B", 24 * GIB, 9, "1", "8.0"))
+    monkeypatch.setattr("pentad.config.plan.find_gpus", lambda: gpus)
+    assert choose_device(cluster).memory_bytes == 24 * GIB
+    assert choose_device(config).source == "2 x B found"
+
+
+def test_on_a_cpu_all_processes_share_the_memory():
+    cpu = Device("cpu", 16 * GIB, "")
+    key = "actor.path=Qwen/Qwen3-0.6B"
+    one = plan_of(key, "allocation_mode=archon:d1", device=cpu)
+    four = plan_of(key, "allocation_mode=archon:d4", device=cpu)
+    assert one.trainers[0].training.compute_bytes == 4
+    assert four.host_bytes["optimizer"] > one.host_bytes["optimizer"]
+    phase = four.trainers[0].phases[0]["optimizer"]
+    assert four.host_bytes["optimizer"] == 4 * (phase.device_bytes + phase.host_bytes)
+
+
+def test_rows_are_counted_where_the_data_is(tmp_path):
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    config, _ = prepare(None, ["actor.path=Qwen3-8B", f"train_dataset.path={data}"], "plan")
+    assert cli.count_rows(config.train_dataset) == (2, [])
+    data.unlink()
+    count, said = cli.count_rows(config.train_dataset)
+    assert count is None and str(data) in said[0]
+
+
+def test_an_unknown_critic_is_refused():
+    with pytest.raises(UserError, match="critic.path = Qwen/Qwen3-9B: no such folder"):
+        prepare(
+            None,
+            ["actor.path=Qwen3-8B", "algorithm.name=ppo", "critic.path=Qwen/Qwen3-9B"],
+            "plan",
+        )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "archon:d2t2",
+        "archon:d8p4t8",
+        "archon:(attn:d8p4t8|ffn:d4p4t8e2)",
+        "archon:d512",
+        "archon:(attn:d64t4c4|ffn:t2e8)",
+    ],
+)
+def test_rank_tables_stay_on_a_page(text):
+    (component,) = parse_allocation(text)
+    layout = component.layout()
+    rows, left_out = inner_rows(layout, 64, 128)
+    assert len(rows) <= MAX_ROWS
+    shown = [number for row in rows for number in numbers(row.offsets.removeprefix("+"))]
+    assert len(shown) == len(set(shown))
+    size = layout.world // layout.pp
+    assert shown == list(range(size)) if not left_out else shown[-1] == size - 1
+
+
+def numbers(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(", "):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def test_rank_rows_say_what_a_rank_holds():
+    layout = Layout(pp=4, tp=2, cp=2, ep=4)
+    rows, _ = inner_rows(layout, 32, 128)
+    cells = [(row.offsets, row.cp, row.tp, row.heads, row.ep, row.experts) for row in rows]
+    assert cells == [
+        ("+0", "0", "0", "0-15", "0", "0-31"),
+        ("+1", "0", "1", "16-31", "1", "32-63"),
+        ("+2", "1", "0", "0-15", "2", "64-95"),
+        ("+3", "1", "1", "16-31", "3", "96-127"),
+    ]
+    assert span([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
