@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,8 @@ class Engine:
             try:
                 for indices in self._microbatches(rows):
                     packed = pack_rows([rows[i] for i in indices], (), self.device)
-                    logprobs_T, _, values_T = self._predict(packed)
+                    with explain_memory("scoring", packed):
+                        logprobs_T, _, values_T = self._predict(packed)
                     parts.append((indices, packed.lengths, (logprobs_T, None, values_T)))
             finally:
                 reshard(self.predictor)
@@ -176,7 +177,8 @@ class Engine:
         sums: list[tuple[Tensor, dict[str, Tensor]]] = []
         for indices in self._microbatches(rows):
             packed = pack_rows([rows[i] for i in indices], loss.columns, self.device)
-            loss_sum, stats, predicted = self._backward(packed, loss)
+            with explain_memory("forward and backward", packed):
+                loss_sum, stats, predicted = self._backward(packed, loss)
             sums.append((loss_sum, stats))
             parts.append((indices, packed.lengths, predicted))
         loss_total, stats_total = _add_up(sums)
@@ -259,7 +261,10 @@ class Engine:
         self.tags.load(tag, write)
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter_hf(self._at_rest(), self._publish_dtype)
+        for name, tensor in iter_hf(self._at_rest(), self._publish_dtype):
+            # Asked anew each time: a generator may be read on while the weights are exchanged.
+            self.tags.require_actor("handing out weights")
+            yield name, tensor
 
     def save_hf(self, folder: str) -> None:
         self.tags.require_actor("saving")
@@ -320,6 +325,20 @@ class Engine:
         if self.device.type == "cuda" and "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
         self.step = None
+
+
+@contextmanager
+def explain_memory(phase: str, packed: PackedRows) -> Iterator[None]:
+    """Says where memory ran out, how much was asked for, and what would help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+        raise RunError(
+            f"out of device memory in {phase} of a microbatch of {packed.num_tokens} tokens"
+            + (f", asking for {asked} more" if asked else "")
+            + "; lower max_tokens_per_mb, or recompute more (ac_mode)"
+        ) from error
 
 
 def _per_row(parts: Sequence[Part], num_rows: int) -> list[dict[str, Tensor]]:

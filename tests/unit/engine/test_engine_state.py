@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from engine_toys import (
     CONFIG,
     PolicyLoss,
@@ -127,3 +128,29 @@ def test_weights_leave_under_their_hf_names_and_load_in_transformers(tmp_path):
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
     half = make_engine(publish_dtype="bfloat16")
     assert {w.dtype for _, w in half.iter_weights()} == {torch.bfloat16}
+
+
+def test_the_state_goes_through_torchs_distributed_checkpoint(tmp_path):
+    engine, rows = make_engine(), make_rows()
+    engine.save_tag("ref")
+    train(engine, rows, steps=2)
+    dcp.save(engine.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    expected = train(engine, rows)
+    other = build_engine(CONFIG, engine.settings, init_from_scratch=True, seed=8)
+    other.save_tag("ref")
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(state)
+    assert other.num_steps == 2
+    assert train(other, rows) == expected
+    for a, b in zip(engine.forward(rows, "ref"), other.forward(rows, "ref"), strict=True):
+        assert torch.equal(a["logprobs"], b["logprobs"])
+
+
+def test_weights_are_not_handed_out_while_others_are_in_place():
+    engine = make_engine()
+    engine.save_tag("ref")
+    weights = engine.iter_weights()
+    next(weights)
+    with engine.use("ref"), pytest.raises(RunError, match="handing out weights needs the actor"):
+        next(weights)
