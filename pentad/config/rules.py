@@ -422,6 +422,12 @@ def layout_notes(
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
     for case in cases(config, allocation, dims):
         notes += component_notes(case)
+    single = all(c.world == 1 and c.backend in ("archon", "embedded") for c in allocation)
+    if not single or config.scheduler.type != "local":
+        notes.append(
+            "this version runs one process, embedded and archon on one device: what lies beyond "
+            "that is planned here and refused by train"
+        )
     return notes
 
 

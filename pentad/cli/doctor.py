@@ -1,0 +1,55 @@
+"""Prints what `pentad.config.doctor` found on this machine."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+
+from rich.table import Table
+from rich.text import Text
+
+from pentad.cli.plan import make_console
+from pentad.config.doctor import Finding, examine, is_healthy
+
+MARKS = {
+    "ok": ("ok", "green"),
+    "info": ("-", ""),
+    "warn": ("!", "yellow"),
+    "fail": ("X", "bold red"),
+}
+
+
+def run_doctor(json: bool) -> int:
+    """0 when runs can start here, 1 when something must be mended first."""
+    findings = examine()
+    healthy = is_healthy(findings)
+    if json:
+        report = {"healthy": healthy, "findings": [asdict(finding) for finding in findings]}
+        print(jsonlib.dumps(report, indent=2))
+    else:
+        show(findings)
+    return 0 if healthy else 1
+
+
+def show(findings: list[Finding]) -> None:
+    console = make_console()
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for finding in findings:
+        mark, style = MARKS[finding.status]
+        text = Text(finding.text)
+        if finding.remedy:
+            text.append(f"\n-> {finding.remedy}", style="italic")
+        table.add_row(Text(mark, style=style), finding.name, text)
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    bad = [finding.name for finding in findings if finding.status == "fail"]
+    warned = [finding.name for finding in findings if finding.status == "warn"]
+    if bad:
+        print(f"\nRuns cannot start here: mend {', '.join(bad)}.")
+    elif warned:
+        print(f"\nRuns can start here; look at {', '.join(warned)}.")
+    else:
+        print("\nRuns can start here.")

@@ -1,0 +1,289 @@
+"""Examines this machine: what can run, what is missing, and what to do about each. No torch.
+
+Every check is a function that returns findings. A finding is `fail` when nothing can run until it
+is mended, `warn` when something will be slow or break later, `info` otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pentad.config.machine import (
+    GIB,
+    GpuQueryError,
+    find_gpus,
+    free_disk,
+    host_memory,
+    installed,
+    num_cores,
+)
+
+Status = Literal["ok", "info", "warn", "fail"]
+PYTHONS = ((3, 11), (3, 13))
+MIN_CAPABILITY = 8.0
+"""First GPUs that compute in bfloat16."""
+MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 8, 10, 1
+MIN_OPEN_FILES = 4096
+UNEQUAL_STAGES = (2, 13)
+"""First torch whose pipelines take microbatches of unequal length."""
+OPTIONAL = {
+    "pyarrow": ("Parquet and saved HF datasets", "pip install 'pentad[parquet]'"),
+    "tensorboard": ("curves in TensorBoard", "pip install 'pentad[tensorboard]'"),
+    "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
+    "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),
+}
+"""Distribution -> (what it gives, how to get it)."""
+UNUSED = {
+    "vllm": "rollout by vLLM",
+    "sglang": "rollout by SGLang",
+    "ray": "runs over several machines",
+    "boto3": "checkpoints on S3",
+}
+"""Stacks that have a place in a recipe and that this version does not drive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+def examine(fileroot: str = "runs") -> list[Finding]:
+    """Every finding, in the order of CHECKS."""
+    found = [finding for check in CHECKS for finding in check()]
+    return [*found, *check_disk(fileroot), *what_runs()]
+
+
+def is_healthy(findings: list[Finding]) -> bool:
+    return all(finding.status != "fail" for finding in findings)
+
+
+def check_python() -> Iterator[Finding]:
+    version = sys.version_info[:2]
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    low, high = PYTHONS
+    if version < low:
+        yield Finding("python", "fail", text, f"use Python {low[0]}.{low[1]} or later")
+    elif version > high:
+        remedy = f"versions up to {high[0]}.{high[1]} are tested"
+        yield Finding("python", "warn", text, remedy)
+    else:
+        yield Finding("python", "ok", text)
+
+
+def check_requirements() -> Iterator[Finding]:
+    """Every dependency of the package, at the version it asks for."""
+    try:
+        wanted = importlib.metadata.requires("pentad") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("pentad", "warn", "is not installed, only found", "pip install -e .")
+        return
+    missing = []
+    for line in wanted:
+        name, least = read_requirement(line)
+        if "extra ==" in line:
+            continue
+        have = installed(name)
+        if have is None or numbers(have) < numbers(least):
+            missing.append(f"{name} >= {least} ({have or 'missing'})")
+    if missing:
+        remedy = "pip install -c constraints.txt -e ."
+        yield Finding("packages", "fail", ", ".join(missing), remedy)
+    else:
+        yield Finding("packages", "ok", "all dependencies are there")
+
+
+def read_requirement(line: str) -> tuple[str, str]:
+    """(name, least version) of `name>=1.2; marker`."""
+    found = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?:[><=~!]*=\s*([0-9][0-9.]*))?", line)
+    assert found is not None, f"not a requirement: {line}"
+    return found.group(1), found.group(2) or "0"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.13.0+cpu gives (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def check_torch() -> Iterator[Finding]:
+    version = installed("torch")
+    if version is None:
+        return  # check_requirements has said so
+    cuda = torch_cuda()
+    text = f"{version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
+    try:
+        has_gpu = bool(find_gpus())
+    except GpuQueryError:
+        has_gpu = False
+    if has_gpu and not cuda:
+        remedy = "this machine has a GPU: install the CUDA build from https://pytorch.org"
+        yield Finding("torch", "fail", text, remedy)
+    elif numbers(version)[:2] < UNEQUAL_STAGES:
+        remedy = "pipelines pad their microbatches to equal length; torch 2.13 does not need that"
+        yield Finding("torch", "info", text, remedy)
+    else:
+        yield Finding("torch", "ok", text)
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version torch was built for, read from its files."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    found = re.search(r"^cuda[^=]*=\s*'([^']+)'", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def check_gpus() -> Iterator[Finding]:
+    try:
+        gpus = find_gpus()
+    except GpuQueryError as error:
+        remedy = "reload the NVIDIA driver, or reboot; until then runs use the CPU"
+        yield Finding("gpu", "fail", str(error), remedy)
+        return
+    if not gpus:
+        text = "none: everything runs on the CPU, in float32"
+        remedy = "leave dtype at auto: bfloat16 on a CPU can be hundreds of times slower"
+        yield Finding("gpu", "info", text, remedy)
+        return
+    for index, gpu in enumerate(gpus):
+        text = f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB ({gpu.free_bytes / GIB:.0f} free)"
+        text += f", driver {gpu.driver}"
+        name = f"gpu {index}"
+        if gpu.capability and float(gpu.capability) < MIN_CAPABILITY:
+            remedy = f"capability {gpu.capability} has no bfloat16: set actor.dtype=float32"
+            yield Finding(name, "warn", text, remedy)
+        elif gpu.free_bytes < 0.8 * gpu.memory_bytes:
+            yield Finding(name, "warn", text, "another program holds memory: see nvidia-smi")
+        else:
+            yield Finding(name, "ok", text)
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        remedy = "install gcc: torch.compile and Triton kernels need it"
+        yield Finding("compiler", "warn", "no C compiler", remedy)
+
+
+def check_memory() -> Iterator[Finding]:
+    total, available = host_memory()
+    text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available; {num_cores()} cores"
+    low = available < MIN_MEMORY_GIB * GIB
+    remedy = "small models only; `pentad plan` says what a recipe needs"
+    yield Finding("memory", "warn" if low else "ok", text, remedy if low else "")
+
+
+def check_shm() -> Iterator[Finding]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return
+    size = shutil.disk_usage(folder).total
+    low = size < MIN_SHM_GIB * GIB
+    remedy = "start the container with --shm-size=16g or --ipc=host: processes share tensors there"
+    text = f"{size / GIB:.2g} GiB of shared memory"
+    yield Finding("shm", "warn" if low else "ok", text, remedy if low else "")
+
+
+def check_open_files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES
+    most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
+    remedy = f"ulimit -n {MIN_OPEN_FILES * 4} (allowed here: {most}): sockets and stores use many"
+    count = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    yield Finding("open files", "warn" if low else "ok", count, remedy if low else "")
+
+
+def check_network() -> Iterator[Finding]:
+    """Ranks meet over loopback, and gloo looks its own address up by the host's name."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+    except OSError as error:
+        remedy = "allow connections to 127.0.0.1: processes of a run talk over it"
+        yield Finding("loopback", "fail", str(error), remedy)
+        return
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        remedy = "export GLOO_SOCKET_IFNAME=lo, or add the host's name to /etc/hosts"
+        text = f"the name {socket.gethostname()} has no address"
+        yield Finding("network", "warn", text, remedy)
+        return
+    yield Finding("network", "ok", f"loopback works, {socket.gethostname()} is {address}")
+
+
+def check_temp() -> Iterator[Finding]:
+    try:
+        with tempfile.NamedTemporaryFile():
+            pass
+    except OSError as error:
+        yield Finding("temp", "fail", str(error), "set TMPDIR to a folder that can be written")
+
+
+def check_disk(fileroot: str) -> Iterator[Finding]:
+    free, folder = free_disk(fileroot)
+    text = f"{free / GIB:.1f} GiB free at {folder}"
+    if not os.access(folder, os.W_OK):
+        remedy = "set fileroot to a folder that can be written"
+        yield Finding("disk", "fail", f"{folder} cannot be written", remedy)
+    elif free < MIN_DISK_GIB * GIB:
+        remedy = "set fileroot to a larger disk; `pentad plan` says how much a recipe writes"
+        yield Finding("disk", "warn", text, remedy)
+    else:
+        yield Finding("disk", "ok", text)
+
+
+def check_optional() -> Iterator[Finding]:
+    for name, (gives, how) in OPTIONAL.items():
+        version = installed(name)
+        if version:
+            yield Finding(name, "ok", f"{version}: {gives}")
+        else:
+            yield Finding(name, "info", f"not here: {gives}", how)
+    for name, gives in UNUSED.items():
+        version = installed(name) or "not here"
+        yield Finding(name, "info", f"{version}: {gives}", "nothing to do: not built yet")
+
+
+def what_runs() -> Iterator[Finding]:
+    """Which backends and modes this machine is good for."""
+    try:
+        gpus = find_gpus()
+    except GpuQueryError:
+        gpus = ()
+    cuda = bool(gpus) and torch_cuda() is not None
+    where = f"{gpus[0].name}, bfloat16 compute" if cuda else "the CPU, float32"
+    yield Finding("train", "ok", f"archon on {where}")
+    yield Finding("rollout", "ok", f"embedded on {where}, in the same process")
+    yield Finding("modes", "ok", "colocate; hybrid and async with roles as threads")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_python,
+    check_requirements,
+    check_torch,
+    check_gpus,
+    check_memory,
+    check_shm,
+    check_open_files,
+    check_network,
+    check_temp,
+    check_optional,
+)
