@@ -429,6 +429,10 @@ class Config(Section):
     """Switch for truncated importance sampling. null: as `algorithm` says."""
     strict: bool = False
     """Trainer and sampler must agree bitwise on every log-prob; what cannot is refused."""
+    stall_warning_s: Positive = 60.0
+    """Without progress for this long, a warning names what is stuck and why."""
+    stall_abort_s: Positive = 1800.0
+    """Without progress for this long, the run ends with the same sentence."""
     total_train_epochs: Count = 1
     """Passes over the training prompts."""
     total_train_steps: Count | None = None

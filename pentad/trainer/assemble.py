@@ -1,0 +1,347 @@
+"""Wires a run: from a checked config to pumps that turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import torch
+
+from pentad.config.schema import Config, ModelConfig
+from pentad.core.device import pick_device
+from pentad.core.seeds import derive_seed
+from pentad.core.types import Group, SamplingParams
+from pentad.data.ledger import Ledger
+from pentad.data.store import MemoryStore
+from pentad.engine.engine import Engine, build_engine
+from pentad.engine.settings import DTYPES
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.models.registry import create_model
+from pentad.rl.settings import AlgorithmSettings
+from pentad.rl.shaping import has_signal
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.rewards import RewardScorer, RewardSettings
+from pentad.rollout.sandbox import SandboxSettings
+from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.trainer.budget import Budget
+from pentad.trainer.evaluator import EvalResult, Evaluator
+from pentad.trainer.placement import Placement, Turnstile, place
+from pentad.trainer.preflight import Checked, check_train
+from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.run import OpenRun, RunSummary, checkpoint_path, count_steps, open_run
+from pentad.trainer.saver import Saver
+from pentad.trainer.scheduler import Scheduler
+from pentad.trainer.selftest import BFLOAT16, FLOAT32, run_selftest
+from pentad.trainer.sft import run_sft
+from pentad.trainer.state import RunState
+from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
+from pentad.trainer.translate import (
+    compute_dtype,
+    engine_settings,
+    eval_params,
+    sampler_settings,
+    sampling_params,
+)
+from pentad.trainer.update import BatchUpdate
+from pentad.trainer.watchdog import Watchdog
+
+__all__ = ["run_sft", "run_train"]
+
+log = logging.getLogger(__name__)
+
+
+def run_train(
+    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
+) -> RunSummary:
+    """Reinforcement learning from start to end; returns where everything is."""
+    checked = check_train(config)
+    chosen = pick_device(device)
+    steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
+    num_steps = count_steps(config, steps_per_epoch)
+    with open_run(
+        config,
+        [*notes, checked.stream.summary()],
+        title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",
+        fresh=fresh,
+        dims=checked.dims,
+        device=chosen,
+        num_steps=num_steps,
+        steps_per_epoch=steps_per_epoch,
+    ) as run:
+        return asyncio.run(Assembly(config, checked, run, chosen, num_steps).run())
+
+
+class Assembly:
+    """The parts of one RL run in one process."""
+
+    def __init__(
+        self, config: Config, checked: Checked, run: OpenRun, device: torch.device, num_steps: int
+    ) -> None:
+        self.config = config
+        self.checked = checked
+        self.open = run
+        self.device = device
+        self.num_steps = num_steps
+        self.params = sampling_params(config, checked.tokenizer)
+        self.placement = self._placement()
+        self.learner = self._engine(self.config.actor, critic=False)
+        self.critic = (
+            self._engine(self.config.critic, critic=True)
+            if checked.algorithm.needs_critic
+            else None
+        )
+        self.sampler = self._sampler()
+        self.turnstile = Turnstile(self.placement, [self.sampler])
+        self.publisher = Publisher([self.sampler])
+        self.state = RunState(
+            Ledger(config.train_dataset.batch_size, clock=time.monotonic),
+            MemoryStore(),
+            Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
+        )
+        self.thread = LearnerThread()
+        self.savers = self._savers()
+
+    async def run(self) -> RunSummary:
+        async with AsyncExitStack() as stack:
+            stack.callback(self.thread.close)
+            stack.push_async_callback(self.sampler.close)
+            reward = await self._reward(stack)
+            evaluator = self._evaluator(reward, stack)
+            await self._begin(evaluator)
+            await self._scheduler(reward, evaluator, stack).run()
+        folder = self._save_all(self.state.budget.trained - 1)
+        evals = [result.as_record() for result in evaluator.results] if evaluator else []
+        return RunSummary(self.open.folder.path, folder, self.state.budget.trained, evals)
+
+    async def _begin(self, evaluator: Evaluator | None) -> None:
+        """Tags, the first publish, the self-test and the baseline, before the first step."""
+        await self.thread.run(self._load_tags)
+        snapshot = await self.thread.run(
+            lambda: take_snapshot(0, self.learner.iter_weights(), copy=False)
+        )
+        published = await self.publisher.publish(snapshot)
+        is_low = compute_dtype(self.config.actor, self.device) != "float32"
+        stream = self.checked.stream
+        found = await run_selftest(
+            self.learner,
+            [self.sampler],
+            [stream.prompt(gid).ids for gid in range(min(3, len(stream)))],
+            temperature=self.params.temperature,
+            weights_digest=published.digest,
+            tolerance=BFLOAT16 if is_low else FLOAT32,
+            seed=self.config.seed,
+        )
+        log.info("self-test passed: %s", found)
+        self.open.started(selftest=found.as_record(), device=str(self.device))
+        if evaluator is not None:
+            await evaluator.evaluate(0)
+
+    def _load_tags(self) -> None:
+        needed = self.checked.algorithm.needs_tags
+        if "ref" in needed and self.config.ref.path:
+            self.learner.load_tag("ref", self.config.ref.path)
+        elif "ref" in needed:
+            self.learner.save_tag("ref")
+        if "teacher" in needed:
+            assert self.config.teacher.path is not None, "checked with the config"
+            self.learner.load_tag("teacher", self.config.teacher.path)
+
+    def _scheduler(
+        self, reward: RewardScorer | None, evaluator: Evaluator | None, stack: AsyncExitStack
+    ) -> Scheduler:
+        config, state = self.config, self.state
+        executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
+        publish = PublishPump(state, self.publisher, evaluator, self.placement, self.turnstile)
+        update = BatchUpdate(
+            self.learner,
+            self.checked.algorithm,
+            critic=self.critic,
+            max_new_tokens=self.params.max_new_tokens,
+            num_updates=config.updates_per_batch,
+            compute_advantages=config.compute_advantages_and_returns,
+            seed=config.seed,
+        )
+        train = TrainPump(
+            state,
+            self.learner,
+            update,
+            publish,
+            self.placement,
+            self.turnstile,
+            self.thread,
+            num_chunks=config.num_iters_per_train_update,
+            ref_update_interval=config.ref_update_interval,
+            after_step=self._after_step,
+        )
+        rollout = RolloutPump(
+            state,
+            self.checked.stream,
+            executor,
+            self.placement,
+            self.turnstile,
+            rejection(self.checked.algorithm),
+            max_groups=config.rollout.max_concurrent_groups,
+        )
+        watchdog = Watchdog(state, warn_s=config.stall_warning_s, abort_s=config.stall_abort_s)
+        return Scheduler(state, rollout, train, publish, watchdog)
+
+    def _after_step(self, trained: TrainedBatch) -> None:
+        with trained.timer.phase("save"):
+            for saver in self.savers:
+                saver.after_step(trained.batch)
+        record = self.open.steps.rl_record(
+            trained, self.checked.algorithm, self.state.ledger.funnel()
+        )
+        self.open.recorder.step(record, trained.groups)
+
+    def _placement(self) -> Placement:
+        config, device = self.config, str(self.device)
+        assert config.mode is not None, "the config is resolved"
+        return place(
+            config.mode,
+            train_device=device,
+            rollout_device=device,
+            max_staleness=config.max_staleness,
+            offload_rollout=bool(config.offload_rollout),
+        )
+
+    def _engine(self, model: ModelConfig, *, critic: bool) -> Engine:
+        path = model.path or self.config.actor.path
+        assert path is not None, "checked with the config"
+        longest = max(self.checked.stream.lengths(), default=self.checked.dims.max_position)
+        settings = engine_settings(
+            model,
+            self.device,
+            temperature=self.params.temperature,
+            total_steps=self.num_steps * self.config.updates_per_batch,
+            max_row_tokens=longest + self.params.max_new_tokens,
+        )
+        return build_engine(
+            path,
+            settings,
+            device=self.device,
+            value_head=critic,
+            init_from_scratch=model.init_from_scratch,
+            seed=derive_seed(self.config.seed, "critic") if critic else self.config.seed,
+            tokenizer_folder=path,
+        )
+
+    def _sampler(self) -> EmbeddedSampler:
+        """Starts with weights of no use, so that only a real publish can make it agree."""
+        dtype = DTYPES[compute_dtype(self.config.actor, self.device)]
+        seed = derive_seed(self.config.seed, "unpublished")
+        model = create_model(self.checked.dims, device=self.device, dtype=dtype, seed=seed)
+        tokenizer = self.checked.tokenizer
+        return EmbeddedSampler(
+            model,
+            sampler_settings(self.config, self.checked.dims),
+            decode=lambda ids: tokenizer.decode(ids, keep_special=True),
+        )
+
+    async def _reward(self, stack: AsyncExitStack) -> RewardScorer | None:
+        config = self.config
+        if config.reward.fn is None:
+            return None
+        sandbox = SandboxSettings(
+            num_workers=config.reward.num_workers or default_reward_workers(),
+            timeout_s=config.reward.timeout_s,
+            max_memory_bytes=config.reward.memory_mb * 2**20,
+        )
+        scorer = RewardScorer(
+            RewardSettings(
+                fn=config.reward.fn,
+                answer_field=config.train_dataset.answer_key,
+                sandbox=sandbox,
+            )
+        )
+        await scorer.start()
+        stack.push_async_callback(scorer.close)
+        return scorer
+
+    def _executor(
+        self,
+        params: SamplingParams,
+        num_samples: int,
+        purpose: str,
+        reward: RewardScorer | None,
+        stack: AsyncExitStack,
+    ) -> Executor:
+        config = self.config
+        settings = ExecutorSettings(
+            params=params,
+            num_samples=num_samples,
+            run_seed=derive_seed(config.seed, purpose),
+            vocab_size=self.checked.dims.vocab_size,
+            max_total_tokens=self.checked.dims.max_position,
+            deadline_s=config.rollout.deadline_s,
+            max_retries=config.rollout.max_retries,
+        )
+        tokenizer = self.checked.tokenizer.inner
+        executor = Executor(
+            {"embedded": self.sampler}, self.checked.workflow, reward, settings, tokenizer
+        )
+        stack.callback(executor.close)
+        return executor
+
+    def _evaluator(self, reward: RewardScorer | None, stack: AsyncExitStack) -> Evaluator | None:
+        valid, config = self.checked.valid, self.config
+        if valid is None:
+            return None
+
+        def record(result: EvalResult) -> None:
+            self.open.recorder.evaluation(result.as_record())
+
+        return Evaluator(
+            [valid.prompt(gid) for gid in range(len(valid))],
+            self._executor(
+                eval_params(config, self.checked.tokenizer),
+                config.evaluator.n_samples,
+                "eval",
+                reward,
+                stack,
+            ),
+            self.open.frequency(config.evaluator),
+            record,
+            last_version=self.num_steps,
+        )
+
+    def _savers(self) -> list[Saver]:
+        learners = [(self.learner, "default")]
+        if self.critic is not None:
+            learners.append((self.critic, "critic"))
+        return [
+            Saver(
+                learner,
+                checkpoint_path(self.config, role),
+                self.open.frequency(self.config.saver),
+                self.open.steps_per_epoch,
+            )
+            for learner, role in learners
+        ]
+
+    def _save_all(self, step: int) -> Path:
+        return [saver.save(step) for saver in self.savers][0]
+
+
+def default_reward_workers() -> int:
+    """Half the cores, at most 8."""
+    return max(1, min(8, (os.cpu_count() or 2) // 2))
+
+
+def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:
+    """Which groups are not worth training, and why."""
+
+    def reject(group: Group) -> str | None:
+        if settings.dynamic_filter and not has_signal([s.reward or 0.0 for s in group.samples]):
+            return "no_signal"
+        if not any(sample.mask.any() for sample in group.samples):
+            return "nothing_sampled"
+        return None
+
+    return reject

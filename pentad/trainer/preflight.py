@@ -1,0 +1,156 @@
+"""What must hold before a run starts and is known only with torch at hand; asked all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pentad.config.schema import Config
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import parse_allocation
+from pentad.data.prompts import PromptStream, open_prompts
+from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.models.families import dims_of
+from pentad.rl.settings import AlgorithmSettings
+from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.trainer.translate import algorithm_settings, prompt_settings, unbuilt_problems
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The inputs of a run, read and found good."""
+
+    dims: ModelDims
+    tokenizer: Tokenizer
+    algorithm: AlgorithmSettings
+    stream: PromptStream
+    valid: PromptStream | None
+    workflow: Workflow
+
+
+class Collector:
+    """Runs steps that may refuse, and keeps what each says."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem | str] = []
+
+    def ask(self, step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except UserError as error:
+            self.problems += error.problems
+            return None
+
+    def settle(self) -> None:
+        if self.problems:
+            raise UserError(self.problems)
+
+
+def check_train(config: Config) -> Checked:
+    """Everything the run reads, or one UserError with every problem."""
+    asked = Collector()
+    asked.problems += one_process_problems(config, needs_sampler=True)
+    asked.problems += unbuilt_problems(config)
+    asked.problems += mode_problems(config)
+    path = config.actor.path
+    assert path is not None, "checked with the config"
+    algorithm = asked.ask(lambda: algorithm_settings(config))
+    dims = asked.ask(lambda: dims_of(path))
+    tokenizer = asked.ask(lambda: load_tokenizer(path))
+    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow))
+    stream = valid = None
+    if dims is not None and tokenizer is not None:
+        asked.problems += vocabulary_problems(path, dims, tokenizer)
+        stream = asked.ask(lambda: train_stream(config, dims, tokenizer))
+        valid = asked.ask(lambda: valid_stream(config, dims, tokenizer))
+    asked.settle()
+    assert dims and tokenizer and algorithm and stream and workflow, "a step failed without a word"
+    return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
+
+
+def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream:
+    settings = prompt_settings(
+        config.train_dataset,
+        "train_dataset",
+        seed=config.seed,
+        streaming=config.use_streaming_dataset,
+        max_tokens=room_for_prompt(dims, config.gconfig.max_new_tokens),
+    )
+    return open_prompts(settings, tokenizer)
+
+
+def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream | None:
+    if config.valid_dataset is None:
+        return None
+    new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
+    data = config.valid_dataset.model_copy(update={"shuffle": False})
+    settings = prompt_settings(
+        data,
+        "valid_dataset",
+        seed=config.seed,
+        streaming=False,
+        max_tokens=room_for_prompt(dims, new_tokens),
+    )
+    return open_prompts(settings, tokenizer)
+
+
+def room_for_prompt(dims: ModelDims, max_new_tokens: int) -> int:
+    room = dims.max_position - max_new_tokens
+    if room < 1:
+        rule = f"leaves no room for a prompt in the model's context of {dims.max_position} tokens"
+        where = f"gconfig.max_new_tokens = {max_new_tokens}"
+        raise UserError(Problem(where, rule, f"give at most {dims.max_position - 1}"))
+    return room
+
+
+def vocabulary_problems(path: str, dims: ModelDims, tokenizer: Tokenizer) -> list[Problem]:
+    if tokenizer.vocab_size <= dims.vocab_size:
+        return []
+    rule = (
+        f"its tokenizer has {tokenizer.vocab_size} ids, its model only {dims.vocab_size} rows: "
+        "they belong to different models"
+    )
+    return [Problem(f"actor.path = {path}", rule)]
+
+
+def one_process_problems(config: Config, *, needs_sampler: bool) -> list[Problem]:
+    """This version runs all roles in one process; `plan` knows every layout."""
+    assert config.allocation_mode is not None, "the config is resolved"
+    where = f"allocation_mode = {config.allocation_mode}"
+    remedy = "use embedded:d1|archon:d1; pentad plan draws any layout"
+    allocation = parse_allocation(config.allocation_mode)
+    problems = []
+    for component in allocation:
+        if component.is_inference and needs_sampler and component.backend != "embedded":
+            rule = f"the {component.backend} backend is not built yet"
+            problems.append(Problem(where, rule, remedy))
+        if component.world > 1:
+            rule = f"{component} needs {component.world} ranks, this version runs one process"
+            problems.append(Problem(where, rule, remedy))
+        if not component.is_inference and component.backend != "archon":
+            rule = f"the {component.backend} backend is not built yet"
+            problems.append(Problem(where, rule, remedy))
+    if config.scheduler.type != "local":
+        where = f"scheduler.type = {config.scheduler.type}"
+        problems.append(Problem(where, "this version runs on one machine", "use local"))
+    return problems
+
+
+def mode_problems(config: Config) -> list[Problem]:
+    if config.mode == "async" and (config.algorithm.kl_coef or config.algorithm.name == "distill"):
+        rule = "scorers on devices of their own are not built yet, and this algorithm needs one"
+        return [Problem("mode = async", rule, "use hybrid, which scores in the trainer")]
+    return []
+
+
+def require_one_process(config: Config, *, needs_sampler: bool) -> None:
+    problems = [
+        *one_process_problems(config, needs_sampler=needs_sampler),
+        *unbuilt_problems(config),
+    ]
+    if problems:
+        raise UserError(problems)

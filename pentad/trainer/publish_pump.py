@@ -1,0 +1,72 @@
+"""The publish pump: brings the newest weights to the samplers, then evaluates them if due."""
+
+from __future__ import annotations
+
+import logging
+
+from pentad.sync.publisher import Published, Publisher, Snapshot
+from pentad.trainer.evaluator import Evaluator
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.state import RunState
+
+log = logging.getLogger(__name__)
+
+
+class PublishPump:
+    """Latest wins: a snapshot not yet on its way is replaced by a newer one.
+
+    An evaluation is pinned to one version because no publish starts while it runs. Where the
+    roles take turns, admission waits for it too.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        publisher: Publisher,
+        evaluator: Evaluator | None,
+        placement: Placement,
+        turnstile: Turnstile,
+    ) -> None:
+        self.state = state
+        self.publisher = publisher
+        self.evaluator = evaluator
+        self.admit_after_eval = placement.takes_turns
+        self.turnstile = turnstile
+        self.pending: Snapshot | None = None
+        self.last: Published | None = None
+        self.is_closed = False
+
+    def submit(self, snapshot: Snapshot) -> None:
+        self.pending = snapshot
+        self.state.changed.notify()
+
+    def close(self) -> None:
+        """No more snapshots come; what is pending is still published."""
+        self.is_closed = True
+        self.state.changed.notify()
+
+    async def run(self) -> None:
+        while True:
+            await self.state.changed.until(lambda: self.pending is not None or self.is_closed)
+            if self.pending is None:
+                return
+            snapshot, self.pending = self.pending, None
+            await self._publish(snapshot)
+
+    async def wait_published(self, version: int) -> None:
+        await self.state.changed.until(lambda: self.state.budget.published >= version)
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        await self.turnstile.enter("rollout")
+        self.last = await self.publisher.publish(snapshot)
+        log.debug("published version %d in %.3f s", self.last.version, self.last.seconds)
+        if not self.admit_after_eval:
+            self._count(snapshot.version)
+        if self.evaluator is not None and self.evaluator.is_due(snapshot.version):
+            await self.evaluator.evaluate(snapshot.version)
+        if self.admit_after_eval:
+            self._count(snapshot.version)
+
+    def _count(self, version: int) -> None:
+        self.state.budget.count_published(version)
+        self.state.changed.notify()

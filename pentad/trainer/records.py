@@ -1,0 +1,146 @@
+"""The record of a step, from what the step did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pentad.core.dims import ModelDims
+from pentad.core.types import Group, StepResult
+from pentad.data.ledger import Funnel as LedgerFunnel
+from pentad.engine.flops import Throughput, measure_throughput
+from pentad.rl.metrics import compute_metrics, staleness_histogram
+from pentad.rl.settings import AlgorithmSettings
+from pentad.telemetry.host import rss_gb
+from pentad.telemetry.record import Funnel, Infra, Memory, Rl, StepRecord
+from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.train_pump import TrainedBatch
+
+
+class StepRecorder:
+    """Knows what stays the same over a run: the model, the device and its peak."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        device: torch.device,
+        *,
+        peak_tflops: float | None,
+        steps_per_epoch: int,
+    ) -> None:
+        self.dims = dims
+        self.device = device
+        self.peak_tflops = peak_tflops
+        self.steps_per_epoch = steps_per_epoch
+        self.allocated_gb: float | None = None
+
+    def rl_record(
+        self,
+        trained: TrainedBatch,
+        settings: AlgorithmSettings,
+        funnel: LedgerFunnel,
+    ) -> StepRecord:
+        result, groups = trained.result, trained.groups
+        lengths = [len(row.ids) for row in result.rows]
+        return self._record(
+            step=trained.batch + 1,
+            steps=result.steps,
+            lengths=lengths,
+            timer=trained.timer,
+            num_groups=len(groups),
+            version=trained.batch + 1,
+            rl=self._rl(trained, settings),
+            funnel=Funnel(**funnel.as_record()),
+        )
+
+    def sft_record(
+        self,
+        step: int,
+        result: StepResult,
+        lengths: Sequence[int],
+        timer: PhaseTimer,
+    ) -> StepRecord:
+        return self._record(step=step, steps=[result], lengths=lengths, timer=timer, version=step)
+
+    def _record(
+        self,
+        *,
+        step: int,
+        steps: Sequence[StepResult],
+        lengths: Sequence[int],
+        timer: PhaseTimer,
+        **more: Any,
+    ) -> StepRecord:
+        phases = timer.phases_ms()
+        wall_ms = sum(phases.values())
+        speed = self._speed(lengths, phases.get("train", 0.0) / 1e3)
+        return StepRecord(
+            step=step,
+            epoch=(step - 1) // self.steps_per_epoch,
+            time_s=time.time(),
+            loss=sum(one.loss for one in steps) / len(steps),
+            grad_norm=max(one.grad_norm for one in steps),
+            lr=steps[-1].lr,
+            update_skipped=any(one.skipped for one in steps),
+            num_samples=len(lengths),
+            num_tokens=sum(lengths),
+            num_microbatches=sum(one.num_microbatches for one in steps),
+            tokens_per_sec=sum(lengths) / wall_ms * 1e3 if wall_ms else None,
+            wall_clock_ms=wall_ms,
+            phases=phases,
+            mfu=speed.mfu_causal if speed else None,
+            mfu_full_attention=speed.mfu_full if speed else None,
+            peak_tflops=self.peak_tflops,
+            memory=self._memory(),
+            infra=Infra(active_nodes=1),
+            **more,
+        )
+
+    def _speed(self, lengths: Sequence[int], train_s: float) -> Throughput | None:
+        """Of the training phase alone: generation is no matter of the trainer's MFU."""
+        if self.peak_tflops is None or not train_s:
+            return None
+        return measure_throughput(self.dims, lengths, train_s, peak_tflops=self.peak_tflops)
+
+    def _memory(self) -> Memory:
+        if self.device.type != "cuda":
+            return Memory(host_rss_gb=rss_gb())
+        before, self.allocated_gb = self.allocated_gb, _gb(torch.cuda.memory_allocated())
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return Memory(
+            peak_allocated_gb=_gb(peak),
+            reserved_gb=_gb(reserved),
+            leak_delta_gb=None if before is None else self.allocated_gb - before,
+            host_rss_gb=rss_gb(),
+        )
+
+    def _rl(self, trained: TrainedBatch, settings: AlgorithmSettings) -> Rl:
+        result, groups = trained.result, trained.groups
+        metrics = compute_metrics(groups, result.rows, result.outputs, settings, stats=result.stats)
+        critic = result.critic_steps
+        return Rl(
+            **metrics,
+            reward_parts=mean_parts(groups),
+            prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
+            staleness=staleness_histogram(groups, trained.batch),
+            critic_loss=sum(one.loss for one in critic) / len(critic) if critic else None,
+            critic_grad_norm=max(one.grad_norm for one in critic) if critic else None,
+        )
+
+
+def mean_parts(groups: Sequence[Group]) -> dict[str, float] | None:
+    """The mean of each named part, over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for sample in group.samples:
+            for name, value in sample.reward_parts.items():
+                values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())} or None
+
+
+def _gb(size_bytes: int) -> float:
+    return size_bytes / 1e9

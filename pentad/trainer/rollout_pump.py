@@ -1,0 +1,118 @@
+"""The rollout pump: admits prompts as far as the budget allows and turns them into ready groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pentad.core.errors import RunError
+from pentad.core.types import Group
+from pentad.data.prompts import PromptStream, RejectedPrompt
+from pentad.rollout.executor import DataFailure, Executor, InfraFailure
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.state import RunState
+
+log = logging.getLogger(__name__)
+
+MAX_DRAWS_PER_SLOT = 50
+"""A batch that needs more prompts than this per slot will never fill: the run stops."""
+
+
+class RolloutPump:
+    """Keeps every open batch filled. A dropped group's slot goes to the next ordinal.
+
+    Where trainer and rollout take turns, refills start only when nothing is running: the set of
+    sequences decoded together is then a function of the data alone, and so is every bit of the run.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        stream: PromptStream,
+        executor: Executor,
+        placement: Placement,
+        turnstile: Turnstile,
+        reject: Callable[[Group], str | None],
+        *,
+        max_groups: int | None = None,
+    ) -> None:
+        self.state = state
+        self.stream = stream
+        self.executor = executor
+        self.in_waves = placement.takes_turns
+        self.turnstile = turnstile
+        self.reject = reject
+        self.max_groups = max_groups or state.budget.capacity_groups
+        self.running = 0
+
+    async def run(self) -> None:
+        rolling: set[asyncio.Task[None]] = set()
+        async with asyncio.TaskGroup() as tasks:
+            while not self.state.is_over:
+                batch = self._next_batch()
+                if batch is None:
+                    await self.state.wait_for("rollout", self._why_idle(), self._can_admit)
+                    continue
+                await self.turnstile.enter("rollout")
+                for gid in self._admit(batch):
+                    self.running += 1
+                    task = tasks.create_task(self._roll(gid), name=f"group {gid}")
+                    rolling.add(task)
+                    task.add_done_callback(rolling.discard)
+            for task in rolling:  # the run is over: nobody waits for these any more
+                task.cancel()
+
+    def _next_batch(self) -> int | None:
+        """The oldest open batch with free slots, if the gates let it in now."""
+        ledger, budget = self.state.ledger, self.state.budget
+        if self.running >= (1 if self.in_waves else self.max_groups):
+            return None
+        for batch in range(budget.trained, budget.last_open_batch + 1):
+            if ledger.num_missing(batch):
+                return batch
+        return None
+
+    def _can_admit(self) -> bool:
+        return self._next_batch() is not None
+
+    def _why_idle(self) -> str:
+        budget = self.state.budget
+        if self.in_waves and self.running:
+            return f"{self.running} groups of the present wave to finish"
+        if self.running >= self.max_groups:
+            return f"one of {self.running} running groups to finish"
+        return budget.closed_gate(budget.last_open_batch + 1) or "a free slot"
+
+    def _admit(self, batch: int) -> list[int]:
+        ledger = self.state.ledger
+        drawn = ledger.num_drawn(batch) + ledger.num_missing(batch)
+        if drawn > MAX_DRAWS_PER_SLOT * self.state.budget.groups_per_batch:
+            raise RunError(
+                f"batch {batch} drew {drawn} prompts for "
+                f"{self.state.budget.groups_per_batch} slots and is still not full; "
+                f"dropped so far: {ledger.funnel().dropped}"
+            )
+        room = self.max_groups - self.running
+        return [ledger.admit(batch) for _ in range(min(room, ledger.num_missing(batch)))]
+
+    async def _roll(self, gid: int) -> None:
+        """One group from prompt to ready, or dropped with its reason."""
+        ledger = self.state.ledger
+        try:
+            attempt = ledger.start(gid)
+            group = await self.executor.rollout(self.stream.prompt(gid), attempt)
+            reason = self.reject(group)
+            if reason is None:
+                self.state.store.put(group)
+                ledger.commit(gid, attempt)
+            else:
+                ledger.drop(gid, reason)
+        except (DataFailure, RejectedPrompt) as failure:
+            log.warning("group %d dropped: %s", gid, failure)
+            ledger.drop(gid, failure.reason)
+        except InfraFailure as failure:
+            raise RunError(f"group {gid} could not be generated: {failure}") from failure
+        finally:
+            self.running -= 1
+            self.state.changed.notify()

@@ -1,0 +1,134 @@
+"""What every run has besides its loop: folders, records, screen, exports, and the summary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentad.config.load import dump_config
+from pentad.config.schema import Config, FrequencyConfig
+from pentad.core.dims import ModelDims
+from pentad.engine.flops import detect_peak_tflops
+from pentad.rl.health import find_alarms
+from pentad.telemetry.log import log_to
+from pentad.telemetry.manifest import describe_start
+from pentad.telemetry.recorder import Recorder
+from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
+from pentad.telemetry.screen import open_screen
+from pentad.telemetry.sinks import WandbSettings, build_sinks
+from pentad.trainer.frequency import Frequency
+from pentad.trainer.records import StepRecorder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """What is left of a run for whoever started it."""
+
+    records: Path
+    """The run folder."""
+    model: Path
+    """The last HF export."""
+    num_steps: int
+    evals: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class OpenRun:
+    """A run whose folder is ours and whose records are being written."""
+
+    config: Config
+    folder: RunFolder
+    recorder: Recorder
+    steps: StepRecorder
+    checkpoints: Path
+    steps_per_epoch: int
+
+    def frequency(self, config: FrequencyConfig) -> Frequency:
+        return Frequency(
+            epochs=config.freq_epochs,
+            steps=config.freq_steps,
+            seconds=config.freq_secs,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+
+    def started(self, **facts: Any) -> None:
+        """Notes this start, and what was found out before the first step, in the manifest."""
+        self.folder.add_start(describe_start(**facts))
+
+
+def checkpoint_path(config: Config, role: str = "default") -> Path:
+    assert config.user is not None, "the config is resolved"
+    root = Path(config.fileroot).expanduser() / "checkpoints" / config.user
+    return root / config.experiment_name / config.trial_name / role
+
+
+@contextmanager
+def open_run(
+    config: Config,
+    notes: Sequence[str],
+    *,
+    title: str,
+    fresh: bool,
+    dims: ModelDims,
+    device: torch.device,
+    num_steps: int,
+    steps_per_epoch: int,
+) -> Iterator[OpenRun]:
+    """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
+    values = config.model_dump(mode="json")
+    checkpoints = checkpoint_path(config)
+    with ExitStack() as stack:
+        folder = open_run_folder(
+            run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
+            config=values,
+            config_yaml=dump_config(config),
+            config_digest=digest_of_config(values),
+            seed=config.seed,
+            resume=False,
+            fresh=fresh,
+            checkpoints=str(checkpoints),
+        )
+        stack.callback(folder.close)
+        stack.enter_context(log_to(folder.file("log.txt")))
+        for note in notes:
+            log.info("%s", note)
+        telemetry = config.telemetry
+        sinks = build_sinks(
+            folder.path,
+            tensorboard=telemetry.tensorboard,
+            wandb=WandbSettings(**telemetry.wandb.model_dump()) if telemetry.wandb else None,
+            run_name=f"{config.experiment_name}/{config.trial_name}",
+        )
+        recorder = Recorder(
+            folder,
+            open_screen(title, num_steps),
+            sinks,
+            samples_per_step=telemetry.samples_per_step,
+            seed=config.seed,
+            find_alarms=find_alarms,
+        )
+        stack.callback(recorder.close)
+        peak = telemetry.hardware_peak_tflops or detect_peak_tflops(device)
+        steps = StepRecorder(dims, device, peak_tflops=peak, steps_per_epoch=steps_per_epoch)
+        yield OpenRun(config, folder, recorder, steps, checkpoints, steps_per_epoch)
+
+
+def digest_of_config(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def count_steps(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the whole run."""
+    steps = steps_per_epoch * config.total_train_epochs
+    return min(steps, config.total_train_steps or steps)

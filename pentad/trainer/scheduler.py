@@ -1,0 +1,105 @@
+"""The scheduler: three pumps and a watchdog on one event loop, and how a run ends.
+
+    prompts --(admit: budget)--> rollout pump --(commit)--> ledger + store
+    ledger + store --(lease)--> train pump --(snapshot)--> publish pump --(install)--> samplers
+    publish pump --(published)--> budget, which opens the next batch
+
+| pump    | waits for                  | is unblocked by            |
+|---------|----------------------------|----------------------------|
+| rollout | a free slot the budget allows | publish, a dropped group |
+| train   | the next groups of its batch  | a committed group        |
+| publish | a snapshot                    | a finished step          |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pentad.core.errors import RunError, UserError
+from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.state import RunState
+from pentad.trainer.train_pump import TrainPump
+from pentad.trainer.watchdog import Watchdog
+
+
+class Scheduler:
+    def __init__(
+        self,
+        state: RunState,
+        rollout: RolloutPump,
+        train: TrainPump,
+        publish: PublishPump,
+        watchdog: Watchdog,
+    ) -> None:
+        self.state = state
+        self.rollout = rollout
+        self.train = train
+        self.publish = publish
+        self.watchdog = watchdog
+
+    async def run(self) -> None:
+        """Until all batches are trained and published. Raises the first failure, unwrapped."""
+        try:
+            with stop_on_signals(self.state):
+                async with asyncio.TaskGroup() as tasks:
+                    watching = tasks.create_task(self.watchdog.run(), name="watchdog")
+                    pumps = [
+                        tasks.create_task(self.publish.run(), name="publish pump"),
+                        tasks.create_task(self.rollout.run(), name="rollout pump"),
+                        tasks.create_task(self.train.run(), name="train pump"),
+                    ]
+                    await asyncio.gather(*pumps)
+                    watching.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+        budget = self.state.budget
+        if budget.trained < budget.num_batches:
+            raise RunError(
+                f"stopped by {self.state.stop_reason} after {budget.trained} of "
+                f"{budget.num_batches} steps; what was trained is saved"
+            )
+
+
+def first_cause(failures: BaseExceptionGroup) -> BaseException:
+    """The failure that began it: our own sentences first, then whatever else was raised first."""
+    flat: list[BaseException] = []
+
+    def collect(group: BaseExceptionGroup) -> None:
+        for failure in group.exceptions:
+            if isinstance(failure, BaseExceptionGroup):
+                collect(failure)
+            else:
+                flat.append(failure)
+
+    collect(failures)
+    spoken = [failure for failure in flat if isinstance(failure, RunError | UserError)]
+    return (spoken or flat)[0]
+
+
+@contextmanager
+def stop_on_signals(state: RunState) -> Iterator[None]:
+    """SIGINT and SIGTERM end the run after the step in progress; a second one ends it at once."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def stop(name: str) -> None:
+        if state.stop_reason and task is not None:
+            task.cancel()
+        state.request_stop(name)
+
+    handled = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, stop, number.name)
+        except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
+            continue
+        handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

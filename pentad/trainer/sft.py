@@ -1,0 +1,134 @@
+"""Supervised fine-tuning: the same learner, records and exports, without rollout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pentad.config.schema import Config
+from pentad.core.device import pick_device
+from pentad.core.errors import RunError
+from pentad.core.roles import Learner
+from pentad.core.types import Row
+from pentad.data.sft import SftDataset, open_sft
+from pentad.data.tokenizer import load_tokenizer
+from pentad.engine.engine import build_engine
+from pentad.models.families import dims_of
+from pentad.rl.losses import SftLoss
+from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.preflight import require_one_process
+from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
+from pentad.trainer.saver import Saver
+from pentad.trainer.translate import engine_settings, sft_settings
+
+
+def run_sft(
+    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
+) -> RunSummary:
+    """Trains on prompts with given responses; returns where everything is."""
+    require_one_process(config, needs_sampler=False)
+    assert config.actor.path is not None, "checked with the config"
+    chosen = pick_device(device)
+    tokenizer = load_tokenizer(config.actor.path)
+    dims = dims_of(config.actor.path)
+    limits = {"seed": config.seed, "max_tokens": dims.max_position}
+    data = open_sft(sft_settings(config.train_dataset, "train_dataset", **limits), tokenizer)
+    valid = None
+    if config.valid_dataset:
+        valid = open_sft(sft_settings(config.valid_dataset, "valid_dataset", **limits), tokenizer)
+    size = config.train_dataset.batch_size
+    steps_per_epoch = data.steps_per_epoch(size)
+    num_steps = count_steps(config, steps_per_epoch)
+    settings = engine_settings(
+        config.actor,
+        chosen,
+        temperature=1.0,
+        total_steps=num_steps,
+        max_row_tokens=max(len(example.ids) for example in data.examples),
+    )
+    with open_run(
+        config,
+        [*notes, data.summary()],
+        title=f"sft {config.experiment_name}/{config.trial_name}",
+        fresh=fresh,
+        dims=dims,
+        device=chosen,
+        num_steps=num_steps,
+        steps_per_epoch=steps_per_epoch,
+    ) as run:
+        learner = build_engine(
+            config.actor.path,
+            settings,
+            device=chosen,
+            init_from_scratch=config.actor.init_from_scratch,
+            seed=config.seed,
+            tokenizer_folder=config.actor.path,
+        )
+        run.started()
+        held_out = HeldOut(valid, learner) if valid else None
+        return train(run, learner, data, held_out, num_steps, size)
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """The loss on examples that are not trained."""
+
+    data: SftDataset
+    learner: Learner
+
+    def evaluate(self, version: int) -> dict[str, float | int]:
+        started = time.monotonic()
+        rows = self.data.batch(0, len(self.data))
+        total, count = 0.0, 0.0
+        for row, output in zip(rows, self.learner.forward(rows), strict=True):
+            weights = row.columns["weights"]
+            total -= float((output["logprobs"].cpu() * weights).sum())
+            count += float(weights.sum())
+        return {
+            "version": version,
+            "num_prompts": len(rows),
+            "loss": total / count,
+            "seconds": time.monotonic() - started,
+        }
+
+
+def train(
+    run: OpenRun,
+    learner: Learner,
+    data: SftDataset,
+    held_out: HeldOut | None,
+    num_steps: int,
+    size: int,
+) -> RunSummary:
+    loss = SftLoss()
+    saver = Saver(learner, run.checkpoints, run.frequency(run.config.saver), run.steps_per_epoch)
+    is_due = run.frequency(run.config.evaluator)
+    evals: list[dict[str, float | int]] = []
+
+    def evaluate(version: int) -> None:
+        assert held_out is not None
+        evals.append(held_out.evaluate(version))
+        run.recorder.evaluation(evals[-1])
+
+    if held_out:
+        evaluate(0)
+    for step in range(num_steps):
+        timer = PhaseTimer()
+        rows: list[Row] = data.batch(step, size)
+        with timer.phase("train"):
+            learner.begin_step()
+            learner.accumulate(rows, loss)
+            result = learner.end_step()
+        if held_out and (is_due.is_due(step + 1) or step + 1 == num_steps):
+            with timer.phase("evaluate"):
+                evaluate(step + 1)
+        with timer.phase("save"):
+            saver.after_step(step)
+        run.recorder.step(
+            run.steps.sft_record(step + 1, result, [len(row.ids) for row in rows], timer)
+        )
+    if num_steps == 0:
+        raise RunError("there is no step to train: the data set is empty")
+    folder = saver.save(num_steps - 1)
+    return RunSummary(run.folder.path, folder, num_steps, [dict(entry) for entry in evals])

@@ -1,0 +1,147 @@
+"""The train pump: leases a batch's groups, updates the learner, hands on its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pentad.core.errors import RunError
+from pentad.core.roles import Learner
+from pentad.core.types import Group
+from pentad.sync.publisher import take_snapshot
+from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.state import RunState
+from pentad.trainer.update import BatchResult, BatchUpdate
+
+T = TypeVar("T")
+
+
+class LearnerThread:
+    """The one thread on which learners are called, so that their program order is one order."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+
+    async def run(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True)
+
+
+@dataclass(slots=True)
+class TrainedBatch:
+    """One finished step, for the records."""
+
+    batch: int
+    groups: list[Group]
+    result: BatchResult
+    timer: PhaseTimer
+
+
+class TrainPump:
+    def __init__(
+        self,
+        state: RunState,
+        learner: Learner,
+        update: BatchUpdate,
+        publish: PublishPump,
+        placement: Placement,
+        turnstile: Turnstile,
+        thread: LearnerThread,
+        *,
+        num_chunks: int,
+        ref_update_interval: int | None,
+        after_step: Callable[[TrainedBatch], None],
+    ) -> None:
+        self.state = state
+        self.learner = learner
+        self.update = update
+        self.publish = publish
+        self.placement = placement
+        self.turnstile = turnstile
+        self.thread = thread
+        self.num_chunks = num_chunks
+        self.ref_update_interval = ref_update_interval
+        self.after_step = after_step
+        """Called on the learner's thread with the weights of the step still in place."""
+
+    async def run(self) -> None:
+        while not self.state.is_over:
+            trained = await self._step(self.state.budget.trained)
+            if trained is not None:
+                await self._publish(trained)
+        self.publish.close()
+
+    async def _step(self, batch: int) -> TrainedBatch | None:
+        """Trains one batch; None when the run was stopped before the batch was whole."""
+        timer = PhaseTimer()
+        groups: list[Group] = []
+        await self.thread.run(self.update.begin)
+        async for chunk in self._chunks(batch, timer):
+            groups += chunk
+            last = len(groups) == self.state.budget.groups_per_batch
+            await self.turnstile.enter("actor")
+            with timer.phase("train"):
+                await self.thread.run(lambda c=chunk, end=last: self.update.add(c, last=end))  # type: ignore[misc]
+        if len(groups) < self.state.budget.groups_per_batch:
+            self.state.ledger.release([group.gid for group in groups])
+            return None
+        with timer.phase("train"):
+            result = await self.thread.run(self.update.finish)
+        gids = [group.gid for group in groups]
+        self.state.ledger.ack(gids)
+        for gid in gids:
+            self.state.store.delete(gid)
+        return TrainedBatch(batch, groups, result, timer)
+
+    async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
+        """The batch's groups in slot order, as soon as each chunk of them is ready."""
+        ledger, size = self.state.ledger, self.state.budget.groups_per_batch
+        for chunk in range(self.num_chunks):
+            slots = range(chunk * size // self.num_chunks, (chunk + 1) * size // self.num_chunks)
+            # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
+            awaited = range(size) if self.turnstile.alternates and chunk == 0 else slots
+            with timer.phase("rollout"):
+                await self.state.wait_for(
+                    "train",
+                    f"slots {awaited.start} to {awaited.stop - 1} of batch {batch} to be ready",
+                    lambda slots=awaited: ledger.are_ready(batch, slots),  # type: ignore[misc]
+                )
+            if not ledger.are_ready(batch, awaited):
+                return
+            groups = [self.state.store.get(gid) for gid in ledger.lease(batch, slots)]
+            for group in groups:
+                self._check_lag(batch, group)
+            yield groups
+
+    def _check_lag(self, batch: int, group: Group) -> None:
+        """The promise of the budget, checked on what is really trained."""
+        lag = batch - group.min_version
+        if lag > self.placement.max_staleness:
+            raise RunError(
+                f"group {group.gid} holds tokens of version {group.min_version} but is trained at "
+                f"version {batch}: lag {lag} exceeds max_staleness = {self.placement.max_staleness}"
+            )
+
+    async def _publish(self, trained: TrainedBatch) -> None:
+        """Counts the step, sends its weights on their way, and writes the records."""
+        self.state.budget.count_trained()
+        version = self.state.budget.trained
+        if self.ref_update_interval and version % self.ref_update_interval == 0:
+            await self.thread.run(lambda: self.learner.save_tag("ref"))
+        with trained.timer.phase("publish"):
+            copy = self.placement.copies_snapshots
+            snapshot = await self.thread.run(
+                lambda: take_snapshot(version, self.learner.iter_weights(), copy=copy)
+            )
+            self.publish.submit(snapshot)
+            if self.placement.takes_turns:
+                await self.publish.wait_published(version)
+        await self.thread.run(lambda: self.after_step(trained))
+        self.state.changed.notify()

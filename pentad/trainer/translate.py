@@ -1,0 +1,185 @@
+"""From the config to the settings of each part: the one place where both are known."""
+
+from __future__ import annotations
+
+import torch
+
+from pentad.config.schema import Config, DatasetConfig, ModelConfig
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import SamplingParams
+from pentad.data.prompts import PromptSettings
+from pentad.data.render import Columns
+from pentad.data.sft import SftSettings
+from pentad.data.tokenizer import Tokenizer
+from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
+from pentad.infer.settings import SamplerSettings
+from pentad.rl.algorithms import settings_for
+from pentad.rl.settings import AlgorithmSettings, run_problems
+
+
+def algorithm_settings(config: Config) -> AlgorithmSettings:
+    """Raises UserError with what is wrong between the algorithm and its overrides."""
+    overrides = config.algorithm.model_dump()
+    settings = settings_for(overrides.pop("name"), **overrides)
+    problems = run_problems(
+        settings,
+        group_size=config.gconfig.n_samples,
+        max_new_tokens=config.gconfig.max_new_tokens,
+    )
+    if problems:
+        raise UserError(problems)
+    return settings
+
+
+def compute_dtype(model: ModelConfig, device: torch.device) -> DType:
+    if model.dtype == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return model.dtype
+
+
+def engine_settings(
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    temperature: float,
+    total_steps: int,
+    max_row_tokens: int,
+) -> EngineSettings:
+    """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller."""
+    archon, optimizer = model.archon, model.optimizer
+    is_cuda = device.type == "cuda"
+    budget = model.mb_spec.max_tokens_per_mb or default_microbatch_tokens(max_row_tokens, device)
+    saves_memory = is_cuda and model.gradient_checkpointing
+    return EngineSettings(
+        compute_dtype=compute_dtype(model, device),
+        param_dtype=model.param_dtype,
+        reduce_dtype=model.reduce_dtype,
+        temperature=temperature,
+        max_tokens_per_mb=budget,
+        n_mbs=model.mb_spec.n_mbs,
+        gradient_checkpointing=model.gradient_checkpointing,
+        ac_mode=archon.ac_mode if archon.ac_mode in ("none", "selective", "full") else "none",
+        ac_selective=archon.ac_selective or "op",
+        compile=archon.enable_compile is True or (archon.enable_compile == "auto" and is_cuda),
+        deterministic=archon.use_deterministic_algorithms,
+        tag_memory="host" if saves_memory else "device",
+        optimizer=OptimizerSettings(
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            eps=optimizer.eps,
+            lr_scheduler_type=optimizer.lr_scheduler_type,
+            warmup_steps_proportion=optimizer.warmup_steps_proportion,
+            min_lr_ratio=optimizer.min_lr_ratio,
+            gradient_clipping=optimizer.gradient_clipping,
+            total_steps=total_steps,
+        ),
+    )
+
+
+DEFAULT_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+
+
+def default_microbatch_tokens(max_row_tokens: int, device: torch.device) -> int:
+    return max(max_row_tokens, DEFAULT_MICROBATCH_TOKENS[device.type])
+
+
+def unbuilt_problems(config: Config) -> list[Problem]:
+    """Keys that the schema knows and this version's engine cannot honour yet."""
+    problems = []
+    for role in ("actor", "critic"):
+        model = config.actor if role == "actor" else config.critic
+        checks = {
+            "archon.ac_mode": (
+                model.archon.ac_mode,
+                "memory_budget",
+                "the memory budget is not built",
+            ),
+            "archon.offload_params": (
+                model.archon.offload_params,
+                True,
+                "offloading is not built",
+            ),
+            "pad_to_maximum": (model.pad_to_maximum, True, "microbatches are never padded"),
+        }
+        for key, (value, refused, rule) in checks.items():
+            if value == refused:
+                where = f"{role}.{key} = {str(value).lower()}"
+                problems.append(Problem(where, rule, "leave it out"))
+    return problems
+
+
+def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    gconfig = config.gconfig
+    return SamplingParams(
+        max_new_tokens=gconfig.max_new_tokens,
+        temperature=gconfig.temperature,
+        top_p=gconfig.top_p,
+        top_k=gconfig.top_k,
+        stop_ids=tuple(dict.fromkeys((*tokenizer.stop_ids, *gconfig.stop_token_ids))),
+        stop_strings=gconfig.stop,
+    )
+
+
+def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    train = sampling_params(config, tokenizer)
+    return SamplingParams(
+        max_new_tokens=config.evaluator.max_new_tokens or train.max_new_tokens,
+        temperature=config.evaluator.temperature,
+        stop_ids=train.stop_ids,
+        stop_strings=train.stop_strings,
+    )
+
+
+def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
+    rollout = config.rollout
+    kv_bytes = None if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * 2**30)
+    return SamplerSettings(
+        max_running=rollout.max_running,
+        max_batch_tokens=max(rollout.max_batch_tokens, rollout.max_running),
+        max_context=dims.max_position,
+        kv_cache_bytes=kv_bytes,
+        on_update=rollout.on_update,
+    )
+
+
+def prompt_settings(
+    data: DatasetConfig, key: str, *, seed: int, streaming: bool, max_tokens: int
+) -> PromptSettings:
+    """`max_tokens` is what the model's context leaves for a prompt."""
+    assert data.path is not None, f"{key}.path was checked before"
+    return PromptSettings(
+        path=data.path,
+        format=data.format,
+        columns=columns(data, key),
+        shuffle=data.shuffle,
+        seed=seed,
+        max_tokens=min(data.max_length or max_tokens, max_tokens),
+        limit=data.limit,
+        streaming=streaming,
+    )
+
+
+def sft_settings(data: DatasetConfig, key: str, *, seed: int, max_tokens: int) -> SftSettings:
+    assert data.path is not None, f"{key}.path was checked before"
+    return SftSettings(
+        path=data.path,
+        format=data.format,
+        columns=columns(data, key),
+        shuffle=data.shuffle,
+        seed=seed,
+        max_tokens=min(data.max_length or max_tokens, max_tokens),
+        limit=data.limit,
+    )
+
+
+def columns(data: DatasetConfig, key: str) -> Columns:
+    return Columns(
+        key=key,
+        prompt_key=data.prompt_key,
+        messages_key=data.messages_key,
+        response_key=data.response_key,
+        chat_template=data.chat_template,
+    )

@@ -1,0 +1,146 @@
+"""One batch's update: scores, advantages, gradient, optimizer step. Runs where the learner runs.
+
+Groups are added as they arrive. When the advantages of a group depend on that group alone and the
+batch makes one optimizer step, forward and backward both stream; otherwise scoring streams and the
+gradient waits for the merge. Either way the gradient is the one of the whole batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pentad.core.roles import Learner
+from pentad.core.seeds import derive_seed
+from pentad.core.types import Accumulated, Group, Loss, Row, Sample, StepResult
+from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
+from pentad.rl.settings import AlgorithmSettings
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """Everything a step record needs to know about the update."""
+
+    rows: list[Row]
+    outputs: list[dict[str, Tensor]]
+    """Per row: what the policy said of it when its gradient was taken."""
+    steps: list[StepResult]
+    stats: dict[str, float]
+    count: float
+    critic_steps: list[StepResult] = field(default_factory=list)
+
+
+class BatchUpdate:
+    """Makes batches of groups into optimizer steps."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        settings: AlgorithmSettings,
+        *,
+        critic: Learner | None = None,
+        max_new_tokens: int,
+        num_updates: int = 1,
+        compute_advantages: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.learner = learner
+        self.critic = critic
+        self.settings = settings
+        self.max_new_tokens = max_new_tokens
+        self.num_updates = num_updates
+        self.compute_advantages = compute_advantages
+        self.seed = seed
+        self.loss: Loss = build_policy_loss(settings, num_updates=num_updates)
+        self.value_loss: Loss | None = build_value_loss(settings) if critic else None
+        self.streams = settings.advantage_scope == "group" and num_updates == 1
+        self.groups: list[Group] = []
+        self.rows: list[Row] = []
+        self.seen: list[Accumulated] = []
+
+    def begin(self) -> None:
+        self.groups, self.rows, self.seen = [], [], []
+        if self.streams:
+            self.learner.begin_step()
+            if self.critic is not None:
+                self.critic.begin_step()
+
+    def add(self, groups: Sequence[Group], *, last: bool) -> None:
+        """Takes the next groups of the batch; `last` says that no more will come."""
+        self._score(groups)
+        self.groups += groups
+        if self.streams:
+            self._accumulate(self._rows_of(groups), last=last)
+
+    def finish(self) -> BatchResult:
+        """The optimizer step, or all of them when a batch makes several."""
+        steps: list[StepResult] = []
+        critic_steps: list[StepResult] = []
+        if self.streams:
+            self._end(steps, critic_steps)
+        else:
+            rows = self._rows_of(self.groups)
+            for part in self._split(rows):
+                self.learner.begin_step()
+                if self.critic is not None:
+                    self.critic.begin_step()
+                self._accumulate(part, last=True)
+                self._end(steps, critic_steps)
+        stats: dict[str, float] = {}
+        for seen in self.seen:
+            for name, value in seen.stats.items():
+                stats[name] = stats.get(name, 0.0) + value
+        outputs = [output for seen in self.seen for output in seen.outputs]
+        count = sum(seen.count for seen in self.seen)
+        return BatchResult(self.rows, outputs, steps, stats, count, critic_steps)
+
+    def _rows_of(self, groups: Sequence[Group]) -> list[Row]:
+        return make_rows(
+            groups,
+            self.settings,
+            max_new_tokens=self.max_new_tokens,
+            compute_advantages=self.compute_advantages,
+        )
+
+    def _accumulate(self, rows: list[Row], *, last: bool) -> None:
+        self.seen.append(self.learner.accumulate(rows, self.loss, last=last))
+        if self.critic is not None and self.value_loss is not None:
+            self.critic.accumulate(rows, self.value_loss, last=last)
+        self.rows += rows
+
+    def _end(self, steps: list[StepResult], critic_steps: list[StepResult]) -> None:
+        steps.append(self.learner.end_step())
+        if self.critic is not None:
+            critic_steps.append(self.critic.end_step())
+
+    def _split(self, rows: list[Row]) -> list[list[Row]]:
+        """`num_updates` parts of equal size, dealt by the run's seed and the batch's first gid."""
+        order = list(range(len(rows)))
+        if self.num_updates > 1:
+            gid = self.groups[0].gid if self.groups else 0
+            random.Random(derive_seed(self.seed, "minibatches", gid)).shuffle(order)
+        parts = [order[i :: self.num_updates] for i in range(self.num_updates)]
+        return [[rows[i] for i in sorted(part)] for part in parts if part]
+
+    def _score(self, groups: Sequence[Group]) -> None:
+        """Adds the columns that the algorithm needs and no one has written yet."""
+        samples = [sample for group in groups for sample in group.samples]
+        rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples]
+        for tag, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
+            if tag in self.settings.needs_tags:
+                _write(samples, column, self.learner.forward(rows, tag), "logprobs")
+        if self.num_updates > 1 or self.settings.needs_old_logprobs:
+            _write(samples, "actor_logprobs", self.learner.forward(rows), "logprobs")
+        if self.critic is not None:
+            _write(samples, "values", self.critic.forward(rows), "values")
+
+
+def _write(
+    samples: Sequence[Sample], column: str, outputs: Sequence[dict[str, Tensor]], key: str
+) -> None:
+    for sample, output in zip(samples, outputs, strict=True):
+        sample.columns[column] = output[key].float().cpu().numpy()
