@@ -69,6 +69,7 @@ def test_never_more_than_asked_for_or_than_there_are(num):
     picks = pick_samples([make_group(0, [0.5, 0.5, 0.5])], num, step=1)
     assert len(picks) == min(num, 3)
     assert len({p["index"] for p in picks}) == len(picks), "equal rewards give different samples"
+    assert [p["pick"] for p in picks] == ["best", "worst", "random"][:num]
 
 
 def test_samples_without_reward_are_neither_best_nor_worst():

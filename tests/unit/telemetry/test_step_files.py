@@ -64,6 +64,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         writer.append({"step": 2})
     monkeypatch.undo()
+    assert path.read_bytes() == b'{"step": 1}\n'
     writer.append({"step": 3})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
 
