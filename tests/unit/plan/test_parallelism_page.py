@@ -1,0 +1,29 @@
+"""What docs/parallelism.md shows is what the command prints."""
+
+from pathlib import Path
+
+from pentad.cli import plan as cli
+from pentad.config.load import prepare, read_config
+from pentad.config.rules import layout_problems
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "parallelism.md").read_text()
+
+
+def test_the_output_on_the_page_is_current(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    config, notes = prepare(ROOT / "examples" / "archon_qwen3_moe.yaml", [], "plan")
+    assert cli.run_plan(config, notes, gpu_memory=48.0) == 1
+    printed = capsys.readouterr().out.splitlines()
+    # The page leaves out files, which depend on the disk of the machine, and notes.
+    end = printed.index("", printed.index("Notes"))
+    kept = printed[: printed.index("Files")] + printed[end + 1 :]
+    shown = PAGE.split("```")[1].strip("\n").splitlines()
+    assert shown == kept
+
+
+def test_the_error_on_the_page_is_current():
+    words = ["actor.path=Qwen3-8B", "allocation_mode=sglang:d4+archon:d1p2e2"]
+    (problem,) = layout_problems(read_config(None, words).config, None)
+    indented = "\n".join(f"    {line}" for line in str(problem).splitlines())
+    assert indented in PAGE
