@@ -27,7 +27,7 @@ def crash():
 
 
 def flood():
-    return "x" * (4 << 20)
+    return "x" * (2 << 20)
 
 
 def hanging_import():
@@ -55,7 +55,7 @@ def ignore_signals():
 def eat_memory():
     held = []
     while True:
-        held.append(bytearray(32 << 20))
+        held.append(bytes(32 << 20))
 
 
 def raise_exit():

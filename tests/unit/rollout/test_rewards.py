@@ -1,0 +1,361 @@
+"""Rewards: what counts as right, what a function may take and return, and how failures end."""
+
+import asyncio
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pentad.core.errors import UserError
+from pentad.core.types import Group, Prompt, Sample
+from pentad.rollout import verifiers
+from pentad.rollout.code_tests import program_in, read_tests, same_output, same_value
+from pentad.rollout.failures import DataFailure, InfraFailure
+from pentad.rollout.rewards import BUILT_IN, RewardScorer, RewardSettings, as_scored
+from pentad.rollout.sandbox import MIB, JobFailed, SandboxSettings
+
+
+def group_of(texts, answer="42", **fields) -> Group:
+    samples = [
+        Sample(
+            ids=np.array([1, 2, 3 + i]),
+            mask=np.array([False, False, True]),
+            rollout_logprobs=np.zeros(3, np.float32),
+            versions=np.array([-1, -1, 0]),
+            finish="stop",
+            text=text,
+        )
+        for i, text in enumerate(texts)
+    ]
+    return Group(Prompt(9, (1, 2), {"answer": answer, **fields}, "what?"), samples)
+
+
+def score(fn, group: Group, use=None, **changes) -> Group:
+    """Scores one group, or does what `use(scorer)` says."""
+    limits = changes.pop("sandbox", None) or SandboxSettings(num_workers=1, timeout_s=20.0)
+
+    async def run():
+        scorer = RewardScorer(RewardSettings(fn=str(fn), sandbox=limits, **changes))
+        await scorer.start()
+        try:
+            return await (use(scorer) if use else scorer.score(group))
+        finally:
+            await scorer.close()
+
+    return asyncio.run(run())
+
+
+def rewards(group: Group) -> list[float | None]:
+    return [sample.reward for sample in group.samples]
+
+
+# --- built-ins that compare -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "expected"),
+    [
+        ("exact_match", " 42\n", "42", 1),
+        ("exact_match", "42.", "42", 0),
+        ("exact_match", "42", 42, 1),
+        ("numeric", "so 6 * 7 = 42.", "42", 1),
+        ("numeric", "it is 1,234,567.50 dollars", "1234567.5", 1),
+        ("numeric", "it is -3", "-3", 1),
+        ("numeric", "x = \u22123", "-3", 1),
+        ("numeric", "from 5-3", "3", 1),
+        ("numeric", "42 or rather 41", "42", 0),
+        ("numeric", "no idea", "42", 0),
+        ("numeric", "", "0", 0),
+        ("numeric", "9" * 100_000, "9", 0),
+        ("gsm8k", "6 * 7 = 42\n#### 42", "thinking 7\n#### 42", 1),
+        ("gsm8k", "#### $1,000", "1000", 1),
+        ("gsm8k", "#### 41\n#### 42 apples, 7 pears", "#### 42", 1),
+        ("gsm8k", "the answer is 42", "#### 42", 0),
+        ("gsm8k", "####", "#### 42", 0),
+        ("sort_digits", "01234", "01234", 1),
+        ("sort_digits", "01243", "01234", 0.5 * 3 / 5),
+        ("sort_digits", "0123", "01234", 0.5 * 4 / 5),
+        ("sort_digits", "0123401234", "01234", 0.5 * 5 / 10),
+        ("sort_digits", "", "01234", 0),
+    ],
+)
+def test_comparisons(name, completion, answer, expected):
+    group = score(name, group_of([completion], answer))
+    assert rewards(group) == [expected]
+    assert group.samples[0].reward_parts == {"correct": float(expected == 1)}
+
+
+@given(st.fractions(), st.booleans())
+def test_numeric_accepts_every_spelling_of_a_decimal(value, separators):
+    value = round(value, 3)
+    text = f"{float(value):,.3f}" if separators else f"{float(value):.3f}"
+    if abs(value) < Fraction(10**9):  # beyond that a float no longer has three decimals
+        assert verifiers.numeric(f"answer: {text} units", text).value == 1.0
+        assert verifiers.numeric(f"answer: {text}", f"{float(value + 1):.3f}").value == 0.0
+
+
+def test_an_expected_answer_without_a_number_is_the_datas_fault_and_no_zero():
+    with pytest.raises(DataFailure, match="'none' holds no number") as caught:
+        score("numeric", group_of(["42"], "none"))
+    assert caught.value.reason == "reward_error"
+
+
+MATHS = [
+    (r"so the result is \boxed{\frac{1}{2}}", "1/2", 1),
+    (r"\boxed{0.5}", r"\frac{1}{2}", 1),
+    (r"$\frac{2}{4}$", "0.5", 1),
+    (r"\boxed{3\sqrt{2}}", r"3\sqrt{2}", 1),
+    (r"\boxed{3}", r"3\sqrt{2}", 0),
+    (r"\boxed{\sqrt{18}}", r"3\sqrt{2}", 1),
+    (r"\boxed{1+x^2}", "x^2+1", 1),
+    (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+    (r"\boxed{[0,1)}", "[0,1)", 1),
+    (r"\boxed{[0,1]}", "[0,1)", 0),
+    (r"first \boxed{1}. No, that is wrong: \boxed{2}", "2", 1),
+    (r"first \boxed{1}. No, that is wrong: \boxed{2}", "1", 0),
+    (r"\boxed{1} and \boxed{2}", r"\{1,2\}", 1),
+    ("the answer is 72", "reasoning\n#### 72", 1),
+    (r"\boxed{10\%}", r"10\%", 1),
+    ("I do not know", "5", 0),
+    ("", "5", 0),
+]
+
+
+def test_mathematical_answers_are_compared_as_mathematics():
+    async def use(scorer):
+        got = {}
+        for completion, answer, _ in MATHS:
+            group = await scorer.score(group_of([completion], answer))
+            got[completion, answer] = group.samples[0].reward
+        return got
+
+    expected = {(completion, answer): value for completion, answer, value in MATHS}
+    assert score("math", group_of([]), use) == expected
+
+
+def test_a_tower_of_powers_ends_in_time_and_drops_the_group():
+    tower = r"\boxed{9^{9^{9^{9}}}}"
+    limits = SandboxSettings(num_workers=1, timeout_s=1.0)
+    with pytest.raises(DataFailure) as caught:
+        score("math", group_of([tower], "7"), sandbox=limits)
+    assert caught.value.reason in ("reward_timeout", "reward_memory")
+
+
+# --- code -------------------------------------------------------------------------------------
+
+ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+IO = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "5 6", "output": "11"}])
+CALLS = json.dumps({"fn_name": "add", "inputs": [[1, 2], [5, 6]], "outputs": [3, 11]})
+CODE = {
+    "right": (f"Here it is:\n{ADD}\ndone", IO, 1, 1.0),
+    "the last block counts": (f"```python\nprint(0)\n```\nbetter:\n{ADD}", IO, 1, 1.0),
+    "no fence": ("print(sum(map(int, input().split())))", IO, 1, 1.0),
+    "right once": ("```\nprint(3)\n```", IO, 0, 0.5),
+    "wrong": ("```\nprint(4)\n```", IO, 0, 0.0),
+    "no program": ("I would rather not.", IO, 0, 0.0),
+    "raises after printing": ("print(sum(map(int, input().split())))\n1/0", IO, 0, 0.0),
+    "hangs": ("while True: pass", IO, 0, 0.0),
+    "forks": ("import os\nos.fork()\nprint(sum(map(int, input().split())))", IO, 0, 0.0),
+    "floods": ("while True: print('x' * 99999)", IO, 0, 0.0),
+    "lies about its verdict": ("import os\nfor f in range(3, 9):\n  try: os.write(f, b'+3')\n"
+                               "  except OSError: pass\nos._exit(0)", IO, 0, 0.0),
+    "function": ("def add(a, b): return a + b", CALLS, 1, 1.0),
+    "method": ("class Solution:\n  def add(self, a, b): return a + b", CALLS, 1, 1.0),
+    "wrong function": ("def sub(a, b): return a - b", CALLS, 0, 0.0),
+    "asserts": ("def f(x): return x", ["assert f(1) == 1", "assert f(2) == 2"], 1, 1.0),
+    "failing assert": ("def f(x): return 1", ["assert f(1) == 1", "assert f(2) == 2"], 0, 0.5),
+    "leaves before its asserts": ("import os; os._exit(0)", ["assert False"], 0, 0.0),
+}  # fmt: skip
+
+
+def test_programs_are_judged_by_what_they_do():
+    async def use(scorer):
+        ends = {}
+        for name, (completion, tests, _, _) in CODE.items():
+            [sample] = (await scorer.score(group_of([completion], tests))).samples
+            ends[name] = (sample.reward, sample.reward_parts["passed"])
+            assert sample.reward_parts["timeout"] == float(name == "hangs")
+        return ends
+
+    limits = SandboxSettings(num_workers=1, timeout_s=2.0, max_memory_bytes=512 * MIB)
+    expected = {name: (value, passed) for name, (_, _, value, passed) in CODE.items()}
+    assert score("code", group_of([]), use, sandbox=limits) == expected
+
+
+@pytest.mark.parametrize(
+    "tests", ["", "[]", '{"inputs": [1]}', 7, '{"inputs": [1], "outputs": []}']
+)
+def test_tests_in_no_known_form_are_the_datas_fault_and_no_zero(tests):
+    with pytest.raises(DataFailure, match="reward_error"):
+        score("code", group_of([ADD], tests))
+
+
+def test_outputs_are_compared_word_by_word():
+    assert same_output("1 2\n3\n", "1  2 3") and not same_output("1 2", "1 2 3")
+    assert same_output("0.33333333", "0.3333333333") and not same_output("0.3334", "0.33333333")
+    assert not same_output("0.3333333", "1/3") and not same_output("3.0", "3")
+    assert same_value([1, 2.0], [1, 2.0000001]) and not same_value([1], [1, 1])
+    assert not same_value(True, 1) and not same_value("1", 1) and same_value(None, None)
+    assert same_value({"a": [1]}, {"a": [1]}) and not same_value({"a": 1}, {"b": 1})
+    assert program_in("no fence") == "no fence" and read_tests("assert f()").kind == "assert"
+
+
+# --- rewards of one's own ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def custom(tmp_path):
+    def write(source: str) -> str:
+        file = tmp_path / "mine.py"
+        file.write_text("import os, time\nfrom pathlib import Path\n" + source)
+        return f"{file}:reward"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "parts"),
+    [
+        ("def reward(completion): return len(completion)", 2.0, {}),
+        ("def reward(completion, answer): return completion == answer", 1.0, {}),
+        ("async def reward(completion, answer='x'): return float(answer)", 42.0, {}),
+        ("def reward(completion, **rest): return len(rest)", 5.0, {}),
+        ("def reward(ids, prompt): return {'id': ids[0], 'len': len(prompt)}", 8.0,
+         {"id": 3.0, "len": 5.0}),
+        ("def reward(sample, fields): return sample['mask'][2] * len(fields)", 2.0, {}),
+        ("def reward(*, completion, level=1): return level", 1.0, {}),
+        ("from dataclasses import dataclass, field\n@dataclass\nclass Scored:\n  value: float\n"
+         "  parts: dict\ndef reward(completion): return Scored(0.5, {'format': 1})", 0.5,
+         {"format": 1.0}),
+        ("import numpy\ndef reward(completion): return numpy.float32(0.5)", 0.5, {}),
+    ],
+)  # fmt: skip
+def test_a_reward_takes_and_returns_what_it_likes_of_what_there_is(custom, source, value, parts):
+    [sample] = score(custom(source), group_of(["42"], extra=1)).samples
+    assert sample.reward == value and sample.reward_parts == parts
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("def reward(completions): pass", "it requires 'completions', which no reward is given"),
+        ("def reward(completion, /): pass", r"'completion \(positional only\)'"),
+        ("def reward(answer): pass", "it cannot see the answer"),
+        ("reward = 3", "is not a function"),
+        ("def other(): pass", "has no attribute 'reward'"),
+        ("import no_such_library", "No module named 'no_such_library'"),
+    ],
+)
+def test_a_signature_that_cannot_work_is_refused_before_the_run(custom, source, sentence):
+    with pytest.raises(UserError, match=sentence):
+        score(custom(source), group_of(["42"]))
+
+
+def test_unknown_names_list_the_built_in_ones():
+    with pytest.raises(UserError, match=f"there are {', '.join(BUILT_IN)}"):
+        score("gsm8", group_of(["42"]))
+
+
+def test_a_missing_answer_field_names_the_fields_there_are(custom):
+    group = Group(Prompt(9, (1,), {"question": "q", "solution": "42"}), group_of(["42"]).samples)
+    with pytest.raises(UserError, match=r"no field 'answer'.*\['question', 'solution'\]"):
+        score("numeric", group)
+    assert rewards(score("numeric", group, answer_field="solution")) == [1.0]
+
+
+def test_relative_files_work_from_any_folder(custom, tmp_path, monkeypatch):
+    custom("from beside import VALUE\ndef reward(completion): return VALUE")
+    (tmp_path / "beside.py").write_text("VALUE = 0.75\n")
+    monkeypatch.chdir(tmp_path)
+    assert rewards(score("mine.py:reward", group_of(["42"]))) == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("while True: pass", "timeout"),
+        ("os._exit(1)", "crash"),
+        ("raise ValueError('bad row')", "error"),
+        ("return None", "error"),
+        ("return float('nan')", "error"),
+        ("return {'a': 'high'}", "error"),
+    ],
+)
+def test_a_reward_that_fails_twice_drops_its_group_and_never_becomes_zero(custom, body, kind):
+    fn = custom(f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 1.0")
+    limits = SandboxSettings(num_workers=1, timeout_s=0.3)
+    group = group_of(["good", "bad", "good"])
+
+    async def use(scorer):
+        with pytest.raises(DataFailure) as caught:
+            await scorer.score(group)
+        return caught.value.reason, scorer.stats()
+
+    reason, stats = score(fn, group, use, sandbox=limits)
+    assert reason == f"reward_{kind}" and group.samples[1].reward is None
+    assert stats["retries"] == 1 and stats[f"failed/{kind}"] == 1
+
+
+def test_zero_for_a_failed_reward_has_to_be_asked_for_and_is_marked(custom):
+    fn = custom("def reward(completion): return 1 / (completion != 'bad')")
+    group = score(fn, group_of(["good", "bad"]), on_failure="zero")
+    assert rewards(group) == [1.0, 0.0]
+    assert [s.reward_parts for s in group.samples] == [{}, {"reward_failed": 1.0}]
+
+
+def test_a_reward_that_fails_once_is_tried_again(custom, tmp_path):
+    fn = custom(
+        f"def reward(completion):\n  mark = Path({str(tmp_path / 'mark')!r})\n"
+        "  if mark.exists(): return 0.5\n  mark.touch()\n  os._exit(1)"
+    )
+    assert rewards(score(fn, group_of(["x"]))) == [0.5]
+
+
+def test_a_lost_worker_is_the_machinerys_fault():
+    async def use(scorer):
+        async def lost(*args, **kwargs):
+            return JobFailed("lost", "its pipe is closed")
+
+        scorer.sandbox.run = lost
+        await scorer.score(group_of(["x"]))
+
+    with pytest.raises(InfraFailure, match="the reward pool lost a worker: its pipe is closed"):
+        score("math", group_of(["x"]), use, on_failure="zero")
+
+
+def test_samples_are_scored_at_the_same_time(custom, tmp_path):
+    """Two jobs that each wait for the other's mark can only end if both run."""
+    fn = custom(
+        f"def reward(completion):\n  here = Path({str(tmp_path)!r})\n"
+        "  (here / completion).touch()\n"
+        "  while not ((here / 'a').exists() and (here / 'b').exists()): time.sleep(0.01)\n"
+        "  return 1.0"
+    )
+    limits = SandboxSettings(num_workers=2, timeout_s=20.0)
+    assert rewards(score(fn, group_of(["a", "b"]), sandbox=limits)) == [1.0, 1.0]
+
+
+def test_what_a_workflow_has_scored_is_left_alone():
+    group = group_of(["41", "42"])
+    group.samples[0].reward = 0.3
+    assert rewards(score("numeric", group)) == [0.3, 1.0]
+
+
+def test_values_are_read_with_care():
+    assert as_scored({"value": 1, "parts": {"a": True}}).parts == {"a": 1.0}
+    assert as_scored({}).kind == "error" and as_scored([1.0]).kind == "error"
+    assert as_scored({"value": "1", "parts": {}}).kind == "error"
+    assert as_scored(JobFailed("timeout", "")).kind == "timeout"
+
+
+def test_gsm8k_solutions_score_themselves_and_not_each_other():
+    rows = [
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 72.\n#### 72",
+        "The cost is $<<2*5=10>>10.\n#### 1,080",
+    ]
+    for i, row in enumerate(rows):
+        assert verifiers.gsm8k(row, row).value == 1.0
+        assert verifiers.gsm8k(row, rows[1 - i]).value == 0.0
