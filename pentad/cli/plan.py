@@ -242,10 +242,12 @@ class Page:
         batch = self.plan.batch
         each = self.plan.config.gconfig.n_samples
         self.title("Batch")
-        self.say(
-            f"{batch.prompts} prompts x {each} samples = {batch.samples} sequences a step, each at "
-            f"most {batch.prompt_tokens} + {batch.answer_tokens} tokens: {batch.tokens:,} tokens"
-        )
+        if batch.answer_tokens:
+            text = f"{batch.prompts} prompts x {each} samples = {batch.samples} sequences a step, "
+            text += f"each at most {batch.prompt_tokens} + {batch.answer_tokens}"
+        else:
+            text = f"{batch.samples} sequences a step, each at most {batch.prompt_tokens}"
+        self.say(f"{text} tokens: {batch.tokens:,} tokens")
         for trainer in self.plan.trainers:
             training = trainer.training
             if not training.with_optimizer:

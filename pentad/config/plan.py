@@ -25,7 +25,7 @@ from pentad.config.memory import (
     sampler_weights,
     training_phases,
 )
-from pentad.config.rules import Case, cases
+from pentad.config.rules import Case, cases, rows_per_step
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
@@ -238,7 +238,7 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> P
     assert config.actor.path is not None and config.allocation_mode is not None, "checked before"
     dims = dims_of(config.actor.path)
     allocation = parse_allocation(config.allocation_mode)
-    batch = plan_batch(config, dims, num_rows)
+    batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
     found = cases(config, allocation, dims)
     trainers = [
         plan_trainer(case, allocation, batch, device)
@@ -262,19 +262,21 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> P
     hosts = host_phases(config, trainers, samplers, dims, device)
     plan = Plan(config, allocation, dims, device, batch, trainers, samplers, files, hosts)
     if batch.prompt_is_assumed:
+        what = "prompts" if batch.answer_tokens else "rows"
         plan.notes.append(
-            f"train_dataset.max_length is unset: prompts of {batch.prompt_tokens} tokens assumed"
+            f"train_dataset.max_length is unset: {what} of {batch.prompt_tokens} tokens assumed"
         )
     if max(files.needed_bytes, files.recover_bytes) > files.free_bytes:
         plan.notes.append(f"files are larger than what is free at {files.folder} on this machine")
     return plan
 
 
-def plan_batch(config: Config, dims: ModelDims, num_rows: int | None) -> Batch:
+def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollout: bool) -> Batch:
+    """Without a rollout the rows of the dataset are trained on as they are."""
     given = config.train_dataset.max_length
-    answer = config.gconfig.max_new_tokens
     prompts = config.train_dataset.batch_size
-    samples = prompts * config.gconfig.n_samples
+    samples = rows_per_step(config)
+    answer = config.gconfig.max_new_tokens if has_rollout else 0
     prompt = given or ASSUMED_PROMPT_TOKENS
     per_epoch = total = None
     if num_rows is not None:

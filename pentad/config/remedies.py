@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.config.plan import Plan, build_plan
-from pentad.config.rules import count_devices, layout_problems
+from pentad.config.rules import count_devices, layout_problems, rows_per_step
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Dims, parse_allocation
@@ -85,8 +85,7 @@ def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """n_mbs doubled until a microbatch is a single sequence."""
     calls = config.updates_per_batch * config.num_iters_per_train_update
-    samples = config.train_dataset.batch_size * config.gconfig.n_samples
-    rows = samples // calls // actor_of(config).size("d")
+    rows = rows_per_step(config) // calls // actor_of(config).size("d")
     count = config.actor.mb_spec.n_mbs
     while count < rows:
         count *= 2

@@ -431,6 +431,13 @@ def layout_notes(
     return notes
 
 
+def rows_per_step(config: Config) -> int:
+    """Sequences a batch trains on; where nobody samples, the rows of the dataset themselves."""
+    allocation, _ = read_allocation(config)
+    samples = allocation is None or allocation.find("rollout") is not None
+    return config.train_dataset.batch_size * (config.gconfig.n_samples if samples else 1)
+
+
 def component_notes(case: Case) -> Iterator[str]:
     component, config = case.component, case.config
     tp, cp = component.size("t"), component.size("c")
@@ -442,7 +449,7 @@ def component_notes(case: Case) -> Iterator[str]:
     if case.dims is not None and tp * cp > case.dims.num_kv_heads:
         repeats = tp * cp // case.dims.num_kv_heads
         yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
-    rows = config.train_dataset.batch_size * config.gconfig.n_samples // config.updates_per_batch
+    rows = rows_per_step(config) // config.updates_per_batch
     needed = component.size("d") * case.model.mb_spec.n_mbs
     if rows < needed:
         yield (

@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 from pentad.cli import plan as cli
 from pentad.config.load import prepare
@@ -143,7 +147,7 @@ def test_a_plan_that_fits_has_no_remedies():
 def test_batch_arithmetic():
     plan = plan_of(
         "actor.path=Qwen/Qwen3-0.6B",
-        "allocation_mode=archon:d4",
+        "allocation_mode=vllm:d1+archon:d4",
         "train_dataset.batch_size=10",
         "train_dataset.max_length=100",
         "gconfig.n_samples=4",
@@ -161,6 +165,12 @@ def test_batch_arithmetic():
     assert batch.flops == 40 * plan.dims.train_flops(128)
     short = plan_of("actor.path=Qwen/Qwen3-0.6B", "total_train_steps=7", num_rows=10**6)
     assert short.batch.total_steps == 7
+
+
+def test_without_a_rollout_rows_are_trained_as_they_are():
+    keys = ("actor.path=Qwen/Qwen3-0.6B", "allocation_mode=archon:d1")
+    batch = plan_of(*keys, "train_dataset.max_length=100").batch
+    assert (batch.samples, batch.sequence_tokens) == (32, 100)
 
 
 def test_shared_devices_hold_the_sampler_in_every_phase():
@@ -278,6 +288,46 @@ def test_rank_tables_stay_on_a_page(text):
     assert len(shown) == len(set(shown))
     size = layout.world // layout.pp
     assert shown == list(range(size)) if not left_out else shown[-1] == size - 1
+
+
+PARTS = st.lists(st.sampled_from("dptce"), min_size=1, max_size=5, unique=True).flatmap(
+    lambda letters: st.tuples(*(st.sampled_from([1, 2, 3, 4, 8, 16]) for _ in letters)).map(
+        lambda sizes: "".join(f"{a}{b}" for a, b in zip(letters, sizes, strict=True))
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trainer=st.tuples(st.sampled_from(["archon", "fsdp", "archon[actor]"]), PARTS),
+    sampler=st.sampled_from(["", "vllm:d2t2+", "embedded:d2|", "embedded:d1+", "sglang:t8p2+"]),
+    model=st.sampled_from(["Qwen3-30B-A3B", "Qwen2.5-7B", "Qwen3-0.6B"]),
+    schedule=st.sampled_from(["1F1B", "I1F1B", "IZB", "ZBV"]),
+    algorithm=st.sampled_from(["grpo", "ppo", "distill"]),
+    gpu=st.sampled_from([8, 80, 1000]),
+)
+def test_any_recipe_is_refused_in_words_or_planned(
+    trainer, sampler, model, schedule, algorithm, gpu
+):
+    words = [
+        f"actor.path={model}",
+        f"allocation_mode={sampler}{trainer[0]}:{trainer[1]}",
+        f"actor.archon.pp_schedule={schedule}",
+        f"critic.archon.pp_schedule={schedule}",
+        f"algorithm.name={algorithm}",
+        "teacher.path=Qwen3-4B",
+    ]
+    try:
+        plan = plan_of(*words, device=Device("cuda", gpu * GIB, "", False))
+    except UserError as error:
+        assert error.problems
+        return
+    assert plan.peak_bytes > 0
+    remedies = propose(plan)
+    assert not (plan.fits and remedies)
+    console = Console(file=StringIO(), width=80)
+    cli.Page(plan, remedies, console).show()
+    json.dumps(cli.as_dict(plan, remedies))
 
 
 def numbers(text: str) -> list[int]:

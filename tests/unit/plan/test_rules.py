@@ -249,7 +249,7 @@ def test_notes_tell_what_is_lawful_and_odd():
         "archon:t16: each kv head is held 4 times (t*c = 16)",
         ONE_PROCESS,
     ]
-    config = config_of("allocation_mode=archon:d8", "gconfig.n_samples=4", *keys)
+    config = config_of("allocation_mode=embedded:d1+archon:d8", "gconfig.n_samples=4", *keys)
     note, unbuilt = layout_notes(config, DENSE)
     assert "a step has 4 samples for d * n_mbs = 8" in note and unbuilt == ONE_PROCESS
     assert layout_notes(config_of("actor.path=Qwen3-8B"), DENSE) == []
