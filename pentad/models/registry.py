@@ -45,10 +45,10 @@ def build_model(
         keep = not value_head if lm_head is None else lm_head
         model = model_class(dims, lm_head=keep, value_head=value_head).to(dtype)
     assert isinstance(model, Decoder)
+    own = {name: e.rule.dtype for name, e in map_of(dims).entries.items() if e.rule.dtype}
     for name, parameter in model.named_parameters():
-        own = map_of(dims).entries[name].rule.dtype
-        if own:
-            parameter.data = parameter.data.to(DTYPES[own])
+        if name in own:
+            parameter.data = parameter.data.to(DTYPES[own[name]])
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
 
 

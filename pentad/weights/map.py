@@ -270,6 +270,8 @@ class WeightMap:
     """The rules at given sizes. Both tables are in layer order."""
 
     dims: ModelDims
+    sizes: Sizes
+    """What the symbols of the shapes stand for."""
     entries: Mapping[str, Entry]
     """By target name."""
     sources: Mapping[str, Source]
@@ -304,7 +306,7 @@ def build_map(
         place = {"layer": index.get("i"), "expert": index.get("e")}
         entries[name] = Entry(name, shape, regions, rule, **place, is_copy=is_copy)
     skipped = {name.format(i=i) for name in ignored for i in range(dims.num_layers)}
-    return WeightMap(dims, entries, _sources_of(entries, dims), tied, frozenset(skipped))
+    return WeightMap(dims, sizes, entries, _sources_of(entries, dims), tied, frozenset(skipped))
 
 
 def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
@@ -314,7 +316,8 @@ def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
         name: replace(entry, regions=tuple(join(entry.regions, native)))
         for name, entry in outer.entries.items()
     }
-    return WeightMap(inner.dims, entries, _sources_of(entries, inner.dims), inner.tied)
+    sources = _sources_of(entries, inner.dims)
+    return WeightMap(inner.dims, outer.sizes, entries, sources, inner.tied, inner.ignored)
 
 
 def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, dict[str, int]]]:

@@ -1,0 +1,240 @@
+"""The checks of `verify-model`: each takes a case and returns what it saw, or raises a `Fault`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from pentad.core.dims import ModelDims
+from pentad.models.columns import MEGATRON_PLAN, padded_vocab
+from pentad.models.decoder import Decoder, causal_attend
+from pentad.models.exchange import iter_hf, native_tensors
+from pentad.models.families import dims_of, map_of, path_of
+from pentad.models.proof.cases import NUM_TOKENS, PLAIN, Case, randomise, read_all
+from pentad.models.proof.megatron_forward import MegatronForward
+from pentad.models.proof.shards import local_tensor, ranks_of, reshard_fault, round_trip_fault
+from pentad.models.proof.simulate import Layout
+from pentad.models.proof.tiny import EXPERT_GRID, TP_GRID
+from pentad.models.registry import build_model, load_model, load_weights, save_model
+from pentad.weights import flow
+from pentad.weights.flow import whole_shards
+from pentad.weights.hf import HfFolder
+
+LOGITS_TOLERANCE = 1e-5
+"""Of the largest logit: float32 rounding over a few layers."""
+GRADIENT_TOLERANCE = 1e-4
+"""Of the tensor's largest gradient: sums over tokens cancel, so more rounding shows."""
+
+
+class Fault(Exception):
+    """A check's finding: one sentence naming the tensor and the rule."""
+
+
+def check_headers(folder: Path) -> str:
+    """A real folder's names and shapes, from its headers alone."""
+    if not any(folder.glob("*.safetensors*")):
+        return "no safetensors there, so only its config was used"
+    reader, dims = HfFolder(folder), dims_of(folder)
+    has_value = any(
+        map_of(dims).sources[n].optional for n in reader.infos if n in map_of(dims).sources
+    )
+    model = build_model(dims, device="meta", dtype=torch.float32, value_head=has_value)
+    flow.check(whole_shards(native_tensors(model)), map_of(dims), reader)
+    return f"{len(reader.infos)} tensors, all known, all shapes right"
+
+
+def check_coverage(case: Case) -> str:
+    """Names and shapes: the map, the model as built, and transformers' files are one set."""
+    model = build_model(case.dims, device="meta", dtype=torch.float32)
+    built = {name: tuple(tensor.shape) for name, tensor in native_tensors(model).items()}
+    entries = case.weight_map.entries
+    ours = {n: e.shape for n, e in entries.items() if not (e.is_copy or e.rule.optional)}
+    _same("native tensor", built, ours, "the model", "the map")
+    required = {n: s.shape for n, s in case.weight_map.sources.items() if not s.optional}
+    infos = HfFolder(case.folder).infos
+    theirs = {n: info.shape for n, info in infos.items() if n not in case.weight_map.tied}
+    _same("HF tensor", theirs, required, "transformers", "the map")
+    return f"{len(ours)} native, {len(required)} HF tensors"
+
+
+def _same(what: str, a: Mapping[str, Any], b: Mapping[str, Any], of_a: str, of_b: str) -> None:
+    for name in sorted({*a, *b}):
+        if name not in a or name not in b or a[name] != b[name]:
+            said = f"{of_a} has {a.get(name, 'none')}, {of_b} has {b.get(name, 'none')}"
+            raise Fault(f"{what} {name}: {said}")
+
+
+def check_round_trip(case: Case) -> str:
+    """HF -> ours -> HF, in both dtypes, byte for byte; and transformers reads it back."""
+    disk = case.disk()
+    for dtype in (torch.float32, torch.bfloat16):
+        out = case.folder.parent / "out"
+        save_model(case.load(dtype), out, source_folder=case.folder)
+        _same_bytes(f"saved as {dtype}", read_all(out), {n: t.to(dtype) for n, t in disk.items()})
+        again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+        expected = {n: t.to(dtype) for n, t in case.theirs.state_dict().items()}
+        _same_bytes(f"read by transformers as {dtype}", again.state_dict(), expected)
+    return f"{len(disk)} tensors, float32 and bfloat16"
+
+
+def _same_bytes(what: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    for name in sorted({*got, *wanted}):
+        if name not in got or name not in wanted:
+            raise Fault(f"{name}, {what}: {'missing' if name in wanted else 'unexpected'}")
+        if got[name].dtype != wanted[name].dtype or not torch.equal(got[name], wanted[name]):
+            raise Fault(f"{name}, {what}: not the values that were loaded")
+
+
+def _compare(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> float:
+    if ours.shape != theirs.shape:
+        raise Fault(f"{what}: shape {list(ours.shape)}, transformers has {list(theirs.shape)}")
+    ours, theirs = ours.detach(), theirs.detach()
+    error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+    if not error <= tolerance:
+        raise Fault(f"{what}: differs from transformers by {error:.1e} of its largest value")
+    return error
+
+
+def layouts_of(dims: ModelDims) -> list[dict[str, int]]:
+    """Every tp, and with experts beside them every way of dealing and cutting those."""
+    if not dims.num_experts:
+        return [{"tp": tp} for tp in TP_GRID]
+    pairs = zip(TP_GRID, EXPERT_GRID, strict=True)
+    return [{"tp": tp, "ep": ep, "etp": etp} for tp, (ep, etp) in pairs]
+
+
+def _said(layout: Mapping[str, int]) -> str:
+    return " ".join(f"{axis} {num}" for axis, num in layout.items())
+
+
+def check_parity(case: Case) -> str:
+    """Logits and every gradient, as each layout's ranks compute them, against transformers."""
+    expected, weight, grads = case.expected()
+    loaded = native_tensors(case.load())
+    natives = {name: tensor.detach().requires_grad_() for name, tensor in loaded.items()}
+    worst = 0.0
+    for layout in layouts_of(case.dims):
+        model = build_model(case.dims, device="meta", dtype=torch.float32)
+        ranks = Layout(case.weight_map, case.spec.plan, natives, **layout)
+        logits = ranks.logits(model, case.ids, causal_attend)
+        what = f"logits at {_said(layout)}"
+        worst = max(worst, _compare(what, logits, expected, LOGITS_TOLERANCE))
+        ours = torch.autograd.grad((logits * weight).sum(), list(natives.values()))
+        by_name = dict(flow.iter_sources(dict(zip(natives, ours, strict=True)), case.weight_map))
+        for name, grad in grads.items():
+            what = f"gradient of {name} at {_said(layout)}"
+            worst = max(worst, _compare(what, by_name[name], grad, GRADIENT_TOLERANCE))
+    return f"{len(layouts_of(case.dims))} layouts, worst {worst:.0e}"
+
+
+def check_stages(case: Case) -> str:
+    """Pipeline stages: each loads its own part, together they are the model, and give it back."""
+    expected, disk = case.expected()[0], case.disk()
+    for num_stages in (2, case.dims.num_layers):
+        stages = _stages(case, num_stages)
+        x = case.ids
+        for stage in stages:
+            x = stage(x, torch.arange(NUM_TOKENS), causal_attend)
+        _compare(f"logits at pp {num_stages}", stages[-1].logits(x), expected, LOGITS_TOLERANCE)
+        written: dict[str, Tensor] = {}
+        for name, tensor in itertools.chain(*map(iter_hf, stages)):
+            if name in written:
+                raise Fault(f"{name}: two of {num_stages} stages give it")
+            written[name] = tensor
+        _same_bytes(f"from {num_stages} stages", written, disk)
+    return f"pp 2 and {case.dims.num_layers}"
+
+
+def _stages(case: Case, num_stages: int) -> list[Decoder]:
+    model_class = type(build_model(case.dims, device="meta", dtype=torch.float32))
+    cuts = [case.dims.num_layers * n // num_stages for n in range(num_stages + 1)]
+    out = []
+    for n, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        is_first, is_last = n == 0, n == num_stages - 1
+        stage = model_class(
+            case.dims, layers=range(start, stop), is_first=is_first, is_last=is_last
+        )
+        load_weights(stage, case.folder)
+        out.append(stage)
+    return out
+
+
+def check_layouts(case: Case) -> str:
+    """HF -> the shards of every layout -> HF, bit for bit; and layout A -> B without HF."""
+    disk, natives = case.disk(), native_tensors(case.load())
+    layouts = layouts_of(case.dims)
+    for layout in layouts:
+        name = round_trip_fault(case.weight_map, case.spec.plan, ranks_of(layout), disk)
+        if name:
+            raise Fault(f"{name}: HF -> {_said(layout)} -> HF gives other values")
+    for before, after in itertools.pairwise([*layouts, layouts[0]]):
+        name = reshard_fault(
+            case.weight_map, case.spec.plan, ranks_of(before), ranks_of(after), natives
+        )
+        if name:
+            raise Fault(f"{name}: {_said(before)} -> {_said(after)} gives other values")
+    return f"{len(layouts)} layouts, {len(layouts)} reshardings"
+
+
+def check_megatron(case: Case) -> str:
+    """Megatron's tensors at every tp and etp: back to HF bit for bit, and Megatron's arithmetic."""
+    disk, expected = case.disk(), case.expected()[0]
+    layouts = [{"tp": at["tp"], "etp": at.get("etp", 1)} for at in layouts_of(case.dims)]
+    for layout in layouts:
+        rows = padded_vocab(case.dims.vocab_size, layout["tp"], divisor=8)
+        column = case.spec.megatron_map(case.dims, rows)
+        name = round_trip_fault(column, MEGATRON_PLAN, ranks_of(layout), disk)
+        if name:
+            raise Fault(f"{name}: HF -> Megatron at {_said(layout)} -> HF gives other values")
+        ranks = {
+            axis: [
+                {
+                    n: local_tensor(e, column, MEGATRON_PLAN, at, disk)
+                    for n, e in column.entries.items()
+                }
+                for at in ranks_of({axis: num})
+            ]
+            for axis, num in layout.items()
+        }
+        forward = MegatronForward(case.dims, ranks["tp"], ranks["etp"], causal_attend)
+        what = f"Megatron logits at {_said(layout)}"
+        _compare(what, forward.logits(case.ids), expected, LOGITS_TOLERANCE)
+    return f"{len(layouts)} layouts"
+
+
+def check_value_head(case: Case) -> str:
+    """The scalar head: transformers' folder gives transformers' scores, and goes back whole."""
+    config = transformers.AutoConfig.from_pretrained(case.folder, num_labels=1)
+    theirs = transformers.AutoModelForSequenceClassification.from_config(config, **PLAIN)
+    randomise(theirs)
+    folder, out = case.folder.parent / "scalar", case.folder.parent / "scalar-out"
+    theirs.save_pretrained(folder)
+    ours = load_model(folder, value_head=True, model=path_of(case.spec.family))
+    hidden = ours(case.ids, torch.arange(NUM_TOKENS), causal_attend)
+    score = theirs.eval()(case.ids[None]).logits[0]
+    _compare("score", ours.values(hidden)[-1:], score, LOGITS_TOLERANCE)
+    save_model(ours, out, source_folder=folder)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(out)
+    _same_bytes("with a scalar head", again.state_dict(), theirs.state_dict())
+    return "loads, scores, saves"
+
+
+CHECKS: dict[str, Callable[[Case], str]] = {
+    "coverage": check_coverage,
+    "logits and gradients": check_parity,
+}
+"""For every case."""
+WEIGHT_CHECKS: dict[str, Callable[[Case], str]] = {
+    "round trip": check_round_trip,
+    "pipeline stages": check_stages,
+    "layouts, resharding": check_layouts,
+    "Megatron": check_megatron,
+    "value head": check_value_head,
+}
+"""For the first case of each set of weights: a rope variant moves no other bytes."""

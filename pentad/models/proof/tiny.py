@@ -1,0 +1,90 @@
+"""Tiny configs that are hard on a weight map: what `verify-model` runs a family at.
+
+Every width differs from every other, head_dim is not hidden / heads, there are four key heads
+with three query heads each, vocabulary and ffn are odd, and dense and mixture layers alternate.
+Square or equal dims would let transposed, swapped and mis-cut weights pass. Constants are far from
+every default, so a config that is not read shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NUM_LAYERS = 4
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 60,
+    "intermediate_size": 77,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 14,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "rms_norm_eps": 0.003,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERT_SIZES: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 27,
+    "mlp_only_layers": [1],
+}
+TP_GRID = (1, 2, 4, 12)
+"""One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
+EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
+"""(ep, etp) beside each tp; they need not divide the experts or their width."""
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {"tie_word_embeddings": False},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "yarn rope": {"rope_parameters": YARN},
+    "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "top-k normalised": {"norm_topk_prob": True},
+}
+
+
+def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The variants of a family, told by the keys its transformers config has."""
+    has_experts = "moe_intermediate_size" in family_keys
+    base = {**SIZES, "rope_parameters": PLAIN_ROPE, **(EXPERT_SIZES if has_experts else {})}
+    out = {}
+    for name, changes in VARIANTS.items():
+        known = {key: value for key, value in changes.items() if key in family_keys}
+        if known and (name != "window" or "use_sliding_window" in known):
+            out[name] = {**base, **known}
+    return out
+
+
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A real config at tiny sizes, with its own switches kept."""
+    has_experts = bool(config.get("num_experts") or config.get("num_local_experts"))
+    out = {**config, **SIZES}
+    for key in ("layer_types", "num_local_experts", "dtype", "torch_dtype"):
+        out.pop(key, None)
+    if has_experts:
+        out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
+    if config.get("sliding_window"):
+        out |= {"sliding_window": 5, "max_window_layers": 2}
+    return out

@@ -1,0 +1,143 @@
+"""`verify-model`: every claim of a model file held against transformers; needs no GPU, no hub."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from pentad.core.errors import Problem, UserError
+from pentad.models.families import read_config, spec_of
+from pentad.models.proof.cases import Case, build_case
+from pentad.models.proof.checks import CHECKS, WEIGHT_CHECKS, Fault, check_headers
+from pentad.models.proof.tiny import shrunk, variants_of
+from pentad.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one check said about one case."""
+
+    check: str
+    case: str
+    passed: bool
+    detail: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One rule at the sizes of the first case."""
+
+    target: str
+    shape: str
+    num_tensors: int
+    size_bytes: int
+
+
+@dataclass
+class Report:
+    """Everything `verify` found."""
+
+    family: str
+    rules: list[RuleRow] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.outcomes) and all(outcome.passed for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is to be verified: a spec, the tiny configs to try it at, perhaps a real folder."""
+
+    spec: ModelSpec
+    configs: Mapping[str, Mapping[str, Any]]
+    folder: Path | None = None
+
+
+def verify(name_or_path: str, on_outcome: Callable[[Outcome], None] = lambda _: None) -> Report:
+    """Checks a family by name or dotted path, or a folder's family at the folder's switches."""
+    return verify_subject(subject_of(name_or_path), on_outcome)
+
+
+def verify_subject(
+    subject: Subject, on_outcome: Callable[[Outcome], None] = lambda _: None
+) -> Report:
+    report = Report(subject.spec.family)
+
+    def run(check: str, case: str, body: Callable[[], str]) -> None:
+        report.outcomes.append(_run(check, case, body))
+        on_outcome(report.outcomes[-1])
+
+    if subject.folder is not None:
+        run("real headers", subject.folder.name, partial(check_headers, subject.folder))
+    seen: set[tuple[tuple[str, object], ...]] = set()
+    for name, config in subject.configs.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            cases: list[Case] = []
+            prepare = partial(_prepare, cases, name, subject.spec, config, scratch)
+            run("transformers model", name, prepare)
+            for case in cases:
+                run("map", name, partial(_build_map, case))
+                if not report.outcomes[-1].passed:
+                    continue
+                weights = tuple((n, e.shape) for n, e in case.weight_map.entries.items())
+                for title, check in (CHECKS | ({} if weights in seen else WEIGHT_CHECKS)).items():
+                    run(title, name, partial(check, case))
+                seen.add(weights)
+                report.rules = report.rules or rule_rows(case)
+    return report
+
+
+def _build_map(case: Case) -> str:
+    return f"{len(case.weight_map.entries)} native, {len(case.weight_map.sources)} HF tensors"
+
+
+def subject_of(name_or_path: str) -> Subject:
+    path = Path(name_or_path)
+    if path.exists():
+        config = read_config(path)
+        spec = spec_of(str(config.get("model_type")))
+        return Subject(spec, {"as configured": shrunk(config)}, path if path.is_dir() else None)
+    spec = spec_of(name_or_path)
+    if spec.family not in transformers.CONFIG_MAPPING:
+        rule = "transformers has no such model_type, so there is nothing to hold it against"
+        raise UserError(Problem(f"family = {spec.family}", rule))
+    keys = transformers.AutoConfig.for_model(spec.family).to_dict()
+    return Subject(spec, variants_of(keys))
+
+
+def _prepare(
+    cases: list[Case], name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: str
+) -> str:
+    cases.append(build_case(name, spec, config, Path(scratch)))
+    return f"{sum(p.numel() for p in cases[0].theirs.parameters())} parameters"
+
+
+def _run(check: str, case: str, body: Callable[[], str]) -> Outcome:
+    start = time.perf_counter()
+    try:
+        detail, passed = body(), True
+    except Exception as error:  # the boundary: whatever a wrong model file raises is a finding
+        kind = "" if isinstance(error, Fault | UserError) else f"{type(error).__name__}: "
+        detail, passed = f"{kind}{error}", False
+    return Outcome(check, case, passed, detail, time.perf_counter() - start)
+
+
+def rule_rows(case: Case) -> list[RuleRow]:
+    rows: dict[str, RuleRow] = {}
+    for entry in case.weight_map.entries.values():
+        old = rows.get(entry.rule.target, RuleRow(entry.rule.target, entry.rule.shape, 0, 0))
+        size = torch.Size(entry.shape).numel() * torch.float32.itemsize
+        row = RuleRow(old.target, old.shape, old.num_tensors + 1, old.size_bytes + size)
+        rows[row.target] = row
+    return list(rows.values())

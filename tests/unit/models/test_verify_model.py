@@ -1,0 +1,277 @@
+"""`verify-model` passes every family of the package and catches wrong maps, each a real mistake."""
+
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import transformers
+
+from pentad.core.errors import UserError
+from pentad.models import families
+from pentad.models.columns import MEGATRON
+from pentad.models.proof import checks, shards
+from pentad.models.proof.tiny import variants_of
+from pentad.models.proof.verify import Subject, subject_of, verify, verify_subject
+from pentad.models.registry import spec_of
+from pentad.weights import cuts
+from pentad.weights.map import Glu, Stack, Transposed, as_spec
+
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+def test_the_families_of_the_package_pass(family):
+    report = verify(family)
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+    ran = {outcome.check for outcome in report.outcomes}
+    assert ran >= {*checks.CHECKS, *checks.WEIGHT_CHECKS}
+    cases = {outcome.case for outcome in report.outcomes}
+    assert cases >= {"untied", "tied", "linear rope", "llama3 rope", "yarn rope"}
+    assert ("window" in cases) == (family != "llama")
+
+
+def test_every_family_is_found_by_its_file():
+    assert families.known_families() == ["llama", "qwen2", "qwen3", "qwen3_moe"]
+
+
+def faults(spec, monkeypatch, variant="untied", **changes):
+    """The checks that fail for a spec that takes its family's place."""
+    module = ModuleType(f"mutant_{id(spec)}")
+    module.SPEC = spec
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(families.REGISTERED, spec.family, f"{module.__name__}:SPEC")
+    keys = transformers.AutoConfig.for_model(spec.family).to_dict()
+    config = {**variants_of(keys)[variant], **changes}
+    report = verify_subject(Subject(spec, {variant: config}))
+    return {outcome.check: outcome.detail for outcome in report.outcomes if not outcome.passed}
+
+
+def edited(rules, target, **changes):
+    """The rules with one changed (or, with no changes, dropped)."""
+    assert any(rule.target == target for rule in rules)
+    kept = (r if r.target != target else replace(r, **changes) for r in rules)
+    return tuple(rule for rule in kept if changes or rule.target != target)
+
+
+def swapped(rules, a, b):
+    sources = {rule.target: rule.source for rule in rules}
+    return edited(edited(rules, a, source=sources[b]), b, source=sources[a])
+
+
+L = "layers.{i}."
+HF = "model.layers.{i}."
+M = "decoder.layers.{i}."
+
+
+@dataclass(frozen=True)
+class Naive:
+    """[q; k; v] without regard to query groups."""
+
+    q: str
+    k: str
+    v: str
+
+    def regions(self, shape, sizes, index):
+        out, row = [], 0
+        for source, symbol in ((self.q, "Q"), (self.k, "K"), (self.v, "K")):
+            part = (sizes[symbol], *shape[1:])
+            (region,) = as_spec(source).regions(part, sizes, index)
+            out.append(replace(region, target_start=(row, *region.target_start[1:])))
+            row += sizes[symbol]
+        return out
+
+
+@dataclass(frozen=True)
+class Reversed:
+    """Experts stacked from the last to the first."""
+
+    each: str
+
+    def regions(self, shape, sizes, index):
+        regions = Stack(self.each).regions(shape, sizes, index)
+        last = shape[0] - 1
+        return [
+            replace(r, target_start=(last - r.target_start[0], *r.target_start[1:]))
+            for r in regions
+        ]
+
+
+def native_mutants():
+    qwen3, moe = spec_of("qwen3"), spec_of("qwen3_moe")
+    rules = qwen3.rules
+    gate, up = HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight"
+    o_proj = Transposed(HF + "self_attn.o_proj.weight")
+    expert = HF + "mlp.experts.{e}."
+
+    def wrong(new_rules, spec=qwen3):
+        return replace(spec, rules=new_rules)
+
+    yield (
+        "gate and up swapped",
+        wrong(edited(rules, L + "ffn.gate_up.weight", source=Glu(up, gate))),
+    )
+    yield "k and v swapped", wrong(swapped(rules, L + "attn.k.weight", L + "attn.v.weight"))
+    yield (
+        "q and k norm swapped",
+        wrong(swapped(rules, L + "attn.q_norm.weight", L + "attn.k_norm.weight")),
+    )
+    yield (
+        "input and post norm swapped",
+        wrong(swapped(rules, L + "attn_norm.weight", L + "ffn_norm.weight")),
+    )
+    yield "a rule dropped", wrong(edited(rules, L + "attn.v.weight"))
+    yield (
+        "one tensor mapped twice",
+        wrong(edited(rules, L + "attn.q_norm.weight", source=HF + "self_attn.k_norm.weight")),
+    )
+    yield (
+        "head from the embedding",
+        wrong(edited(rules, "head.weight", source="model.embed_tokens.weight")),
+    )
+    yield (
+        "every layer's norm from layer 0",
+        wrong(
+            edited(rules, L + "attn_norm.weight", source="model.layers.0.input_layernorm.weight")
+        ),
+    )
+    yield "o transposed", wrong(edited(rules, L + "attn.o.weight", source=o_proj))
+    yield "key heads not cut", replace(qwen3, plan={"V": "tp", "Q": "tp", "F": "tp"})
+    yield "ffn not cut", replace(qwen3, plan={"V": "tp", "Q": "tp", "K": "tp"})
+    yield "hidden dim cut", replace(qwen3, plan={**qwen3.plan, "D": "tp"})
+    yield (
+        "q and k norms not built",
+        replace(qwen3, read_dims=lambda hf: replace(qwen3.read_dims(hf), qk_norm=False)),
+    )
+    yield (
+        "norm eps not read",
+        replace(qwen3, read_dims=lambda hf: replace(qwen3.read_dims(hf), norm_eps=1e-6)),
+    )
+    yield (
+        "rope theta not read",
+        replace(qwen3, read_dims=lambda hf: replace(qwen3.read_dims(hf), rope_theta=1e4)),
+    )
+    down = Reversed(expert + "down_proj.weight")
+    yield (
+        "experts in reverse",
+        wrong(edited(moe.rules, L + "ffn.experts.down", source=down), moe),
+    )
+    flipped = Stack(Glu(expert + "up_proj.weight", expert + "gate_proj.weight"))
+    yield (
+        "an expert's gate and up swapped",
+        wrong(edited(moe.rules, L + "ffn.experts.gate_up", source=flipped), moe),
+    )
+    yield (
+        "dense layers forgotten",
+        wrong(edited(moe.rules, L + "ffn.down.weight", when=lambda dims, i: False), moe),
+    )
+    yield (
+        "router cut with the experts",
+        replace(moe, rules=edited(moe.rules, L + "ffn.experts.gate_up", shape="R 2 M D")),
+    )
+
+
+@pytest.mark.parametrize(("name", "spec"), [pytest.param(n, s, id=n) for n, s in native_mutants()])
+def test_a_wrong_model_file_is_caught(name, spec, monkeypatch):
+    assert faults(spec, monkeypatch)
+
+
+def test_a_forgotten_tie_is_caught(monkeypatch):
+    spec = spec_of("qwen3")
+    wrong = replace(spec, rules=edited(spec.rules, "head.weight", tied=""))
+    assert faults(wrong, monkeypatch, "tied")
+
+
+def megatron_mutants():
+    attn = L + "attn."
+    qkv = M + "self_attention.linear_qkv.weight"
+    naive = Naive(attn + "q.weight", attn + "k.weight", attn + "v.weight")
+    twisted = replace(
+        next(rule.source for rule in MEGATRON if rule.target == qkv),
+        k=attn + "v.weight",
+        v=attn + "k.weight",
+    )
+    yield "naive [q; k; v]", edited(MEGATRON, qkv, source=naive)
+    yield "Megatron k and v swapped", edited(MEGATRON, qkv, source=twisted)
+    norms = (
+        M + "self_attention.linear_qkv.layer_norm_weight",
+        M + "mlp.linear_fc1.layer_norm_weight",
+    )
+    yield "Megatron norms swapped", swapped(MEGATRON, *norms)
+    yield "Megatron rule dropped", edited(MEGATRON, M + "mlp.linear_fc2.weight")
+    head = next(rule for rule in MEGATRON if rule.target == "output_layer.weight")
+    wrong_head = replace(head.source, source="embed.weight")
+    yield "Megatron head from the embedding", edited(MEGATRON, head.target, source=wrong_head)
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [pytest.param(n, c, id=n) for n, c in megatron_mutants()]
+)
+def test_a_wrong_megatron_column_is_caught(name, column, monkeypatch):
+    found = faults(replace(spec_of("qwen3"), megatron=column), monkeypatch)
+    assert set(found) == {"Megatron"}
+
+
+def test_fc1_cut_as_a_plain_chunk_is_caught(monkeypatch):
+    monkeypatch.setattr(checks, "MEGATRON_PLAN", {**checks.MEGATRON_PLAN, "156": "tp"})
+    column = edited(MEGATRON, M + "mlp.linear_fc1.weight", shape="156 D")
+    spec = replace(spec_of("qwen3"), megatron=column)
+    found = faults(spec, monkeypatch, intermediate_size=78)  # even: each rank gets whole rows
+    assert set(found) == {"Megatron"} and "logits at tp 2" in found["Megatron"]
+
+
+def test_torn_key_heads_are_caught(monkeypatch):
+    monkeypatch.setattr(cuts, "UNITS", {"Q": "d"})
+    found = faults(spec_of("qwen3"), monkeypatch)
+    assert "logits and gradients" in found
+
+
+def test_a_resharding_that_loses_a_block_is_caught(monkeypatch):
+    plan_moves = shards.plan_moves
+    monkeypatch.setattr(shards, "plan_moves", lambda *args: plan_moves(*args)[:-1])
+    assert set(faults(spec_of("qwen3"), monkeypatch)) == {"layouts, resharding"}
+
+
+def test_the_first_finding_names_tensor_and_rule(monkeypatch):
+    spec = spec_of("qwen3")
+    wrong = replace(spec, rules=edited(spec.rules, L + "attn.v.weight"))
+    found = faults(wrong, monkeypatch)
+    assert found["coverage"] == (
+        "native tensor layers.0.attn.v.weight: the model has (56, 60), the map has none"
+    )
+
+
+def test_a_folder_is_verified_at_its_own_switches(tmp_path):
+    config = transformers.Qwen3Config(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    subject = subject_of(str(tmp_path))
+    tiny = subject.configs["as configured"]
+    assert tiny["tie_word_embeddings"] and tiny["rope_parameters"]["rope_type"] == "yarn"
+    report = verify(str(tmp_path))
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+    assert report.outcomes[0].check == "real headers"
+    assert report.outcomes[0].detail.startswith("24 tensors")
+
+
+def test_a_family_that_transformers_lacks_is_refused(monkeypatch):
+    module = ModuleType("unheard_of")
+    module.SPEC = replace(spec_of("qwen3"), family="unheard")
+    monkeypatch.setitem(sys.modules, "unheard_of", module)
+    monkeypatch.setitem(families.REGISTERED, "unheard", "")
+    with pytest.raises(UserError, match="transformers has no such model_type"):
+        verify("unheard_of:SPEC")
