@@ -312,6 +312,13 @@ class RewardConfig(Section):
     """Processes that compute rewards. null: half the cores, at most 8."""
     memory_mb: Count = 1024
     """Memory limit of each of them."""
+    on_failure: Literal["drop", "zero"] = "drop"
+    """What a reward that failed twice does: drop, the group is given up and counted; zero, the
+    sample is scored 0 and marked."""
+    allow_processes: bool = False
+    """Whether a reward of your own may start processes."""
+    allow_weaker: bool = False
+    """Goes on where this machine lacks a protection that rewards are run under."""
 
 
 class RolloutConfig(Section):

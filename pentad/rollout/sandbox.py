@@ -70,8 +70,8 @@ class SandboxSettings:
             Problem(f"{name} = {value}", "must be above 0") for name, value in limits if value <= 0
         ]
         if self.isolate and self.allow_processes:
-            rule = "isolated jobs (isolate = true) start none"
-            problems.append(Problem("allow_processes = true", rule, "set one of the two"))
+            rule = "isolated programs start none"
+            problems.append(Problem("reward.allow_processes = true", rule, "leave it out"))
         if problems:
             raise UserError(problems)
 
@@ -227,7 +227,7 @@ class Sandbox:
             await self.close()
             names = ", ".join(self.preload)
             rule = f"the worker that imports it did not start: {failure}"
-            raise UserError(Problem(f"reward = {names}", rule)) from failure
+            raise UserError(Problem(f"reward.fn = {names}", rule)) from failure
         except UserError:
             await self.close()
             raise
@@ -240,17 +240,17 @@ class Sandbox:
 
     def _check(self, said: dict[str, Any]) -> None:
         problems = [
-            Problem(f"reward = {spec}", f"it cannot be imported ({error})")
+            Problem(f"reward.fn = {spec}", f"it cannot be imported ({error})")
             for spec, error in said["errors"].items()
         ]
         limit, used = self.settings.max_memory_bytes, said["address_space_bytes"]
         if used > limit:
             rule = f"a worker takes {used >> 20} MiB before it does anything"
-            remedy = f"give at least {(2 * used) >> 20} MiB"
-            problems.append(Problem(f"max_memory = {limit >> 20} MiB", rule, remedy))
+            remedy = f"give at least {(2 * used) >> 20}"
+            problems.append(Problem(f"reward.memory_mb = {limit >> 20}", rule, remedy))
         if said["missing"] and not self.settings.allow_weaker and not problems:
             rule = f"this machine does not offer: {', '.join(map(str, said['missing']))}"
-            remedy = "use another machine, or accept it with allow_weaker = true"
+            remedy = "use another machine, or accept it with reward.allow_weaker = true"
             problems.append(Problem("reward pool", rule, remedy))
         if problems:
             raise UserError(problems)

@@ -122,7 +122,7 @@ def _result_of(spec: str, body: bytes, limits: confine.Limits) -> bytes:
         detail = f"{type(failure).__name__}: {failure}"[:MAX_DETAIL]
         is_refused = isinstance(failure, PermissionError) and failure.errno == errno.EPERM
         if is_refused and not limits.isolate and not limits.allow_processes:
-            detail += "; if it was to start a process: that needs allow_processes"
+            detail += "; if it was to start a process: that needs reward.allow_processes = true"
         return json.dumps({"failure": kind, "detail": detail}).encode()
 
 

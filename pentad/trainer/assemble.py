@@ -252,11 +252,14 @@ class Assembly:
             num_workers=config.reward.num_workers or default_reward_workers(),
             timeout_s=config.reward.timeout_s,
             max_memory_bytes=config.reward.memory_mb * 2**20,
+            allow_processes=config.reward.allow_processes,
+            allow_weaker=config.reward.allow_weaker,
         )
         scorer = RewardScorer(
             RewardSettings(
                 fn=config.reward.fn,
                 answer_field=config.train_dataset.answer_key,
+                on_failure=config.reward.on_failure,
                 sandbox=sandbox,
             )
         )

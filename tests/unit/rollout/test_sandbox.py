@@ -229,14 +229,14 @@ def test_a_reward_module_that_hangs_or_fails_to_import_is_a_sentence(tmp_path):
 def test_a_memory_limit_below_what_the_imports_take_is_refused(tmp_path):
     (tmp_path / "big.py").write_text("import mmap\nm = mmap.mmap(-1, 600 << 20)\ndef f(): pass\n")
     pool = Sandbox(settings(), [f"{tmp_path}/big.py:f"])
-    with pytest.raises(UserError, match=r"max_memory = 512 MiB: a worker takes \d+ MiB before"):
+    with pytest.raises(UserError, match=r"reward.memory_mb = 512: a worker takes \d+ MiB before"):
         asyncio.run(pool.start())
 
 
 def test_settings_that_contradict_or_make_no_sense_are_refused():
     with pytest.raises(UserError, match=r"num_workers = 0: must be above 0"):
         settings(num_workers=0)
-    with pytest.raises(UserError, match="isolated jobs .* start none"):
+    with pytest.raises(UserError, match="isolated programs start none"):
         settings(isolate=True, allow_processes=True)
 
 
