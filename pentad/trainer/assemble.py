@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import torch
 
@@ -115,9 +114,11 @@ class Assembly:
             evaluator = self._evaluator(reward, stack)
             await self._begin(evaluator)
             await self._scheduler(reward, evaluator, stack).run()
-        folder = self._save_all(self.state.budget.trained - 1)
+        trained = self.state.budget.trained
+        folders = [saver.save(trained - 1) for saver in self.savers] if trained else []
+        self.state.check_complete()
         evals = [result.as_record() for result in evaluator.results] if evaluator else []
-        return RunSummary(self.open.folder.path, folder, self.state.budget.trained, evals)
+        return RunSummary(self.open.folder.path, folders[0], trained, evals)
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """Tags, the first publish, the self-test and the baseline, before the first step."""
@@ -227,10 +228,14 @@ class Assembly:
             settings,
             device=self.device,
             value_head=critic,
-            init_from_scratch=model.init_from_scratch,
+            init_from_scratch=model.init_from_scratch or (critic and self._starts_anew(path)),
             seed=derive_seed(self.config.seed, "critic") if critic else self.config.seed,
             tokenizer_folder=path,
         )
+
+    def _starts_anew(self, path: str) -> bool:
+        """A critic made from the actor's folder has no more weights to read than the actor."""
+        return path == self.config.actor.path and self.config.actor.init_from_scratch
 
     def _sampler(self) -> EmbeddedSampler:
         """Starts with weights of no use, so that only a real publish can make it agree."""
@@ -327,9 +332,6 @@ class Assembly:
             )
             for learner, role in learners
         ]
-
-    def _save_all(self, step: int) -> Path:
-        return [saver.save(step) for saver in self.savers][0]
 
 
 def default_reward_workers() -> int:

@@ -28,9 +28,14 @@ class Placement:
         return self.devices[one] == self.devices[other]
 
     @property
+    def is_on_policy(self) -> bool:
+        """Everything trained was sampled by the weights it trains; such runs are repeatable."""
+        return self.max_staleness == 0
+
+    @property
     def takes_turns(self) -> bool:
         """Trainer and rollout alternate on the same devices, so one waits for the other."""
-        return self.shared("actor", "rollout") and self.max_staleness == 0
+        return self.shared("actor", "rollout") and self.is_on_policy
 
     @property
     def copies_snapshots(self) -> bool:

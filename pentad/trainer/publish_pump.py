@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 class PublishPump:
     """Latest wins: a snapshot not yet on its way is replaced by a newer one.
 
-    An evaluation is pinned to one version because no publish starts while it runs. Where the
-    roles take turns, admission waits for it too.
+    An evaluation is pinned to one version because no publish starts while it runs. On-policy,
+    admission waits for it too, so that nothing else is decoded beside it.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class PublishPump:
         self.state = state
         self.publisher = publisher
         self.evaluator = evaluator
-        self.admit_after_eval = placement.takes_turns
+        self.admit_after_eval = placement.is_on_policy
         self.turnstile = turnstile
         self.pending: Snapshot | None = None
         self.last: Published | None = None

@@ -22,8 +22,8 @@ MAX_DRAWS_PER_SLOT = 50
 class RolloutPump:
     """Keeps every open batch filled. A dropped group's slot goes to the next ordinal.
 
-    Where trainer and rollout take turns, refills start only when nothing is running: the set of
-    sequences decoded together is then a function of the data alone, and so is every bit of the run.
+    On-policy, refills start only when nothing is running: the set of sequences decoded together is
+    then a function of the data alone, and so is every bit of the run.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RolloutPump:
         self.state = state
         self.stream = stream
         self.executor = executor
-        self.in_waves = placement.takes_turns
+        self.in_waves = placement.is_on_policy
         self.turnstile = turnstile
         self.reject = reject
         self.max_groups = max_groups or state.budget.capacity_groups

@@ -42,7 +42,8 @@ class Scheduler:
         self.watchdog = watchdog
 
     async def run(self) -> None:
-        """Until all batches are trained and published. Raises the first failure, unwrapped."""
+        """Until all batches are trained and published, or a signal asked to stop. Raises the first
+        failure, unwrapped."""
         try:
             with stop_on_signals(self.state):
                 async with asyncio.TaskGroup() as tasks:
@@ -56,12 +57,6 @@ class Scheduler:
                     watching.cancel()
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
-        budget = self.state.budget
-        if budget.trained < budget.num_batches:
-            raise RunError(
-                f"stopped by {self.state.stop_reason} after {budget.trained} of "
-                f"{budget.num_batches} steps; what was trained is saved"
-            )
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:

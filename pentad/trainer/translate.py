@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pentad.config.memory import default_microbatch_tokens
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -49,7 +50,8 @@ def engine_settings(
     """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller."""
     archon, optimizer = model.archon, model.optimizer
     is_cuda = device.type == "cuda"
-    budget = model.mb_spec.max_tokens_per_mb or default_microbatch_tokens(max_row_tokens, device)
+    budget = model.mb_spec.max_tokens_per_mb
+    budget = budget or default_microbatch_tokens(max_row_tokens, device.type)
     saves_memory = is_cuda and model.gradient_checkpointing
     return EngineSettings(
         compute_dtype=compute_dtype(model, device),
@@ -77,13 +79,6 @@ def engine_settings(
             total_steps=total_steps,
         ),
     )
-
-
-DEFAULT_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
-
-
-def default_microbatch_tokens(max_row_tokens: int, device: torch.device) -> int:
-    return max(max_row_tokens, DEFAULT_MICROBATCH_TOKENS[device.type])
 
 
 def unbuilt_problems(config: Config) -> list[Problem]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentad.core.digest import CHUNK_ELEMENTS, digest_of, tensor_checksum
+from pentad.core.digest import CHUNK_WORDS, digest_of, tensor_checksum
 
 
 def test_equal_bytes_give_equal_checksums_whatever_the_strides():
@@ -28,8 +28,9 @@ def test_a_changed_tensor_has_another_checksum(change):
     assert tensor_checksum(change(x)) != tensor_checksum(x)
 
 
-def test_every_single_flipped_bit_is_seen():
-    x = torch.randn(8)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_single_flipped_bit_is_seen(seed):
+    x = torch.randn(8, generator=torch.Generator().manual_seed(seed))
     seen = {tensor_checksum(x)}
     for i in range(8):
         for bit in range(32):
@@ -42,9 +43,16 @@ def test_every_single_flipped_bit_is_seen():
 def test_chunks_do_not_change_the_sum(monkeypatch):
     x = torch.randn(1000)
     whole = tensor_checksum(x)
-    monkeypatch.setattr("pentad.core.digest.CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr("pentad.core.digest.CHUNK_WORDS", 64)
     assert tensor_checksum(x) == whole
-    assert CHUNK_ELEMENTS > 64
+    assert CHUNK_WORDS > 64
+
+
+def test_bytes_beyond_the_last_word_count():
+    x = torch.arange(7, dtype=torch.uint8)
+    y = x.clone()
+    y[6] = 9
+    assert tensor_checksum(x) != tensor_checksum(y)
 
 
 def test_the_digest_covers_names_dtypes_and_shapes_but_not_order():

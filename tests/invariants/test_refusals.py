@@ -1,0 +1,132 @@
+"""What a run refuses before anything starts, and how it ends when it must."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from pentad.core.errors import RunError, UserError
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.telemetry.steps import read_lines
+from pentad.trainer import assemble
+
+
+def test_a_folder_of_another_config_is_left_alone(lab):
+    lab.train(trial="same")
+    with pytest.raises(UserError, match="another config.*lr was"):
+        lab.train("actor.optimizer.lr=2e-3", trial="same")
+
+
+def test_a_finished_run_is_not_overwritten_unless_asked(lab):
+    first = lab.train(trial="same")
+    with pytest.raises(UserError, match="already holds a run of 3 steps"):
+        lab.train(trial="same")
+    again = lab.train(trial="same", fresh=True)
+    assert len(read_lines(again.records / "steps.jsonl")) == 3
+    assert len(read_lines(first.records / "earlier" / "001" / "steps.jsonl")) == 3
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_run_folder_is_one_sentence(lab):
+    lab.fileroot.chmod(0o500)
+    with pytest.raises(UserError, match="cannot be written"):
+        lab.train()
+
+
+def test_a_file_in_the_way_of_the_run_folder_is_one_sentence(lab):
+    (lab.fileroot / "logs").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        lab.train()
+
+
+def test_layouts_of_several_ranks_are_refused_in_one_process(lab):
+    with pytest.raises(UserError, match="this version runs one process"):
+        lab.train("allocation_mode=embedded:d1|archon:d2")
+
+
+def test_everything_wrong_with_the_inputs_comes_at_once(lab, task):
+    broken = lab.fileroot / "broken.jsonl"
+    broken.write_text('{"prompt": "12>"}\n{"prompt": 7}\n')
+    with pytest.raises(UserError) as caught:
+        lab.train(
+            f"train_dataset.path={broken}",
+            "allocation_mode=embedded:d1|archon:d2",
+            "rollout.workflow=no.such.module:Flow",
+        )
+    text = str(caught.value)
+    assert "broken.jsonl:2" in text and "archon:d2" in text and "no.such.module" in text
+
+
+def test_a_sampler_that_keeps_its_old_weights_stops_the_run(lab, monkeypatch):
+    install = EmbeddedSampler.install
+
+    async def lazy(self, version, weights):
+        weights = [(name, torch.zeros_like(t) if "o_proj" in name else t) for name, t in weights]
+        return await install(self, version, weights)
+
+    monkeypatch.setattr(EmbeddedSampler, "install", lazy)
+    with pytest.raises(RunError, match="holds version 0, digest"):
+        lab.train()
+
+
+def test_a_sampler_that_runs_another_policy_stops_the_run(lab, monkeypatch):
+    """The weights arrive whole, but the sampler reports the log-probs of another temperature."""
+    params = assemble.sampling_params
+    monkeypatch.setattr(
+        "pentad.trainer.translate.EngineSettings",
+        lambda **kwargs: _settings(**{**kwargs, "temperature": 2.0}),
+    )
+    assert params is assemble.sampling_params
+    with pytest.raises(RunError, match="differ between sampler and trainer"):
+        lab.train()
+
+
+def _settings(**kwargs):
+    from pentad.engine.settings import EngineSettings
+
+    return EngineSettings(**kwargs)
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(lab, tmp_path):
+    (tmp_path / "bad_reward.py").write_text("def score(completion):\n    raise ValueError('no')\n")
+    with pytest.raises(RunError, match="reward_error"):
+        lab.train(f"reward.fn={tmp_path / 'bad_reward.py'}:score", "rollout.max_retries=0")
+
+
+def test_sigterm_saves_and_says_so(task, tmp_path):
+    command = [
+        *(sys.executable, "-m", "pentad.cli.main", "train"),
+        f"fileroot={tmp_path}",
+        f"actor.path={task / 'model'}",
+        "actor.init_from_scratch=true",
+        f"train_dataset.path={task / 'train.jsonl'}",
+        "train_dataset.batch_size=4",
+        "gconfig.n_samples=4",
+        "gconfig.max_new_tokens=6",
+        "reward.fn=sort_digits",
+        "total_train_epochs=100000",
+        "user=me",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    steps = tmp_path / "logs" / "me" / "default" / "trial-0" / "steps.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and len(read_lines(steps)) < 2:
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    last = len(read_lines(steps))
+    assert f"stopped by SIGTERM after {last} of" in out.strip().splitlines()[-1]
+    saved = tmp_path / "checkpoints" / "me" / "default" / "trial-0" / "default"
+    (folder,) = saved.iterdir()
+    assert folder.name.endswith(f"globalstep{last - 1}")
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"

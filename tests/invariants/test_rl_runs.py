@@ -1,0 +1,162 @@
+"""Whole RL runs on CPU: the same numbers however they are run."""
+
+import json
+
+import pytest
+import torch
+from conftest import steps_of, values_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pentad.config.load import prepare
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.assemble import run_train
+
+
+def weights_of(summary):
+    return load_file(summary.model / "model.safetensors")
+
+
+def assert_same_weights(one, other):
+    first, second = weights_of(one), weights_of(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_one_seed_gives_one_run(lab, task):
+    valid = f"valid_dataset.path={task / 'valid.jsonl'}"
+    one, other = (
+        lab.train(valid, "evaluator.freq_steps=2"),
+        lab.train(valid, "evaluator.freq_steps=2"),
+    )
+    assert values_of(one) == values_of(other)
+    assert_same_weights(one, other)
+    third = lab.train(valid, "evaluator.freq_steps=2", "seed=2")
+    assert values_of(third) != values_of(one)
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "async"])
+def test_the_three_modes_agree_at_staleness_0(lab, mode):
+    colocated = lab.train("mode=colocate")
+    assert_same_weights(lab.train(f"mode={mode}"), colocated)
+
+
+def test_modes_agree_when_groups_are_refilled(lab):
+    drops = ["algorithm.dynamic_filter=true", "gconfig.n_samples=2", "gconfig.max_new_tokens=3"]
+    colocated = lab.train(*drops)
+    assert steps_of(colocated)[-1]["funnel"]["dropped"].get("no_signal", 0) > 0
+    assert_same_weights(lab.train(*drops, "mode=hybrid"), colocated)
+
+
+def test_chunks_change_nothing_but_rounding(lab):
+    whole = lab.train()
+    chunked = lab.train("num_iters_per_train_update=4")
+    for one, other in zip(steps_of(whole)[:1], steps_of(chunked)[:1], strict=True):
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert other["rl"]["reward_mean"] == one["rl"]["reward_mean"]
+
+
+def test_staleness_is_bounded_and_used(lab):
+    summary = lab.train("mode=hybrid", "max_staleness=2", "total_train_steps=8")
+    lags = {int(lag) for record in steps_of(summary) for lag in record["rl"]["staleness"]}
+    assert lags <= {0, 1, 2}
+    assert max(lags) > 0, "sampling never ran ahead: the overlap is not real"
+
+
+def test_the_funnel_reconciles_at_every_step(lab):
+    for record in steps_of(lab.train("total_train_steps=4")):
+        funnel = record["funnel"]
+        total = funnel["trained"] + sum(funnel["dropped"].values()) + funnel["in_flight"]
+        assert funnel["drawn"] == total
+        assert funnel["trained"] == 4 * record["step"]
+
+
+def test_trainer_and_sampler_agree_from_step_1(lab):
+    for record in steps_of(lab.train()):
+        assert record["rl"]["logprob_diff_max"] < 1e-5  # fp32 on both sides
+        assert record["rl"]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=ppo"],
+        ["algorithm.name=ppo", "updates_per_batch=2", "algorithm.kl_coef=0.05"],
+        ["algorithm.name=reinforce_plus_plus", "num_iters_per_train_update=2"],
+        [
+            "algorithm.name=rloo",
+            "use_kl_loss=true",
+            "algorithm.kl_in=loss",
+            "ref_update_interval=2",
+        ],
+        ["algorithm.name=gspo", "updates_per_batch=2"],
+        ["algorithm.name=cispo", "use_tis=true"],
+        ["algorithm.name=dapo", "gconfig.max_new_tokens=8"],
+        ["algorithm.name=dr_grpo", "algorithm.decoupled=true"],
+    ],
+)
+def test_every_kind_of_algorithm_runs_through_the_loop(lab, overrides):
+    records = steps_of(lab.train(*overrides))
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert record["grad_norm"] > 0
+        assert not record["update_skipped"]
+    if "algorithm.name=ppo" in overrides:
+        assert all(record["rl"]["critic_loss"] > 0 for record in records)
+    if any("kl" in entry for entry in overrides):
+        if "updates_per_batch=2" not in overrides:  # else half of step 1 sees moved weights
+            assert records[0]["rl"]["kl_ref"] == pytest.approx(0, abs=1e-6)
+        assert records[1]["rl"]["kl_ref"] > 0
+
+
+def test_distillation_moves_the_student_to_its_teacher(lab, task):
+    teacher = lab.sft("total_train_steps=8")
+    summary = lab.train(
+        "algorithm.name=distill",
+        f"teacher.path={teacher.model}",
+        "actor.optimizer.lr=3e-3",
+        "total_train_steps=12",
+        "gconfig.n_samples=8",
+    )
+    gaps = [record["rl"]["advantage_mean"] for record in steps_of(summary)]
+    assert gaps[-1] > gaps[0]  # teacher minus student log-prob: rises towards 0
+
+
+def test_the_exported_model_is_what_transformers_loads(lab):
+    summary = lab.train()
+    model = AutoModelForCausalLM.from_pretrained(summary.model)
+    AutoTokenizer.from_pretrained(summary.model)
+    ids = torch.tensor(read_lines(summary.records / "samples.jsonl")[0]["ids"])
+    with torch.no_grad():
+        assert torch.isfinite(model(ids[None]).logits).all()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights_of(summary).items())
+
+
+def test_the_recorded_config_repeats_the_run(lab, tmp_path):
+    summary = lab.train()
+    config, notes = prepare(summary.records / "config.yaml", ["trial_name=again"], "train")
+    again = run_train(config, notes, device="cpu")
+    assert_same_weights(again, summary)
+
+
+def test_learning_rate_0_trains_nothing(lab, task):
+    summary = lab.train("actor.optimizer.lr=0", "total_train_steps=2")
+    first, last = steps_of(summary)
+    assert last["rl"]["logprob_diff_max"] < 1e-5
+    again = lab.train("actor.optimizer.lr=0", "total_train_steps=1")
+    assert_same_weights(summary, again)
+    assert first["grad_norm"] > 0
+
+
+def test_a_run_leaves_every_file_it_explains(lab, task):
+    summary = lab.train(f"valid_dataset.path={task / 'valid.jsonl'}", "telemetry.tensorboard=true")
+    readme = (summary.records / "README.md").read_text()
+    left = {path.name for path in summary.records.iterdir()}
+    for name in left:
+        assert name in readme, f"{name} is not explained"
+    assert {"config.yaml", "manifest.json", "steps.jsonl", "samples.jsonl", "evals.jsonl"} <= left
+    manifest = json.loads((summary.records / "manifest.json").read_text())
+    assert manifest["starts"][0]["selftest"]["sampler_max_difference"] < 1e-5
+    evals = read_lines(summary.records / "evals.jsonl")
+    assert [entry["version"] for entry in evals] == [0, 3]
