@@ -146,9 +146,12 @@ class PagedAttend:
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
     ) -> Tensor:
-        cache = self.cache
-        cache.write(layer, self.places_T, k_TKd, v_TKd)
-        k_BbKd, v_BbKd = cache.k[layer], cache.v[layer]
+        self.cache.write(layer, self.places_T, k_TKd, v_TKd)
+        return self.attend(layer, q_THd, window)
+
+    def attend(self, layer: int, q_THd: Tensor, window: int | None) -> Tensor:
+        """The second half: all keys and values are in the cache."""
+        k_BbKd, v_BbKd = self.cache.k[layer], self.cache.v[layer]
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
             return bucket.attend(q_THd, k_BbKd, v_BbKd, bucket.mask(window))

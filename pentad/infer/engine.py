@@ -79,7 +79,7 @@ class Engine:
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.table = Table(settings.max_running, settings.block_size)
         self.scheduler = Scheduler(self.table, self.pool, settings.max_batch_tokens)
-        self.runner = Runner(model, self.table, num_blocks, settings.block_size)
+        self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         self.limits = Limits(
             vocab_size=dims.vocab_size,
             max_context=self.max_context,

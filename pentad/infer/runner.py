@@ -5,15 +5,24 @@ It owns the key-value memory and everything that depends on the device; it decid
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.types import Attend
 from pentad.infer.attend import KVCache, PagedAttend
 from pentad.infer.sampling import draw, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.sequence import Table
+from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from pentad.infer.graphs import GraphDecoder
 
 MAX_LOGITS = 1 << 26
 """Most logits (rows x vocabulary) held at once."""
@@ -22,46 +31,78 @@ MAX_LOGITS = 1 << 26
 class Runner:
     """A model with its cache."""
 
-    def __init__(self, model: Decoder, table: Table, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        table: Table,
+        num_blocks: int,
+        max_context: int,
+        settings: SamplerSettings,
+    ) -> None:
         self.model = model.requires_grad_(False).eval()
         self.table = table
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.max_context = max_context
+        self.settings = settings
         self.device = model.head_weight.device
         self.dtype = model.head_weight.dtype
-        self.cache: KVCache | None = self.build_cache()
+        self.has_kernels = wants_triton(settings, self.device)
+        self.cache: KVCache | None = None
+        self.decoder: GraphDecoder | None = None
+        if self.has_kernels:  # Triton is optional: everything that needs it is imported here
+            from pentad.infer.fuse import apply_fused
 
-    def sleep(self) -> None:
-        """Frees the cache, and on a GPU the weights, which wait in host memory."""
-        self.cache = None
-        if self.device.type != "cpu":
-            self.move_weights(torch.device("cpu"))
-            torch.cuda.empty_cache()
+            apply_fused(self.model)
+        self.wake()
+
+    # Memory.
 
     def wake(self) -> None:
-        self.move_weights(self.device)
-        self.cache = self.build_cache()
-
-    def move_weights(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(device)
-
-    def build_cache(self) -> KVCache:
-        return KVCache(
+            parameter.data = parameter.data.to(self.device)
+        self.cache = KVCache(
             self.model.dims,
             self.num_blocks,
-            self.block_size,
+            self.settings.block_size,
             device=self.device,
             dtype=self.dtype,
         )
+        if self.has_kernels:
+            from pentad.infer.graphs import GraphDecoder
+
+            is_static = self.device.type == "cuda" and not self.model.dims.num_experts
+            self.decoder = GraphDecoder(
+                self.model,
+                self.cache,
+                self.table,
+                self.max_context,
+                capture=self.settings.cuda_graphs and is_static,
+            )
+
+    def sleep(self) -> None:
+        """Frees the cache, and on a GPU the weights, which wait in host memory."""
+        self.cache = self.decoder = None
+        if self.device.type == "cuda":
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.cpu()
+            torch.cuda.empty_cache()
+
+    # Steps.
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """Computes the planned tokens; ids and log-probs of the drawn rows."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if self.decoder is not None and plan.is_decode:
+                return self.decode(self.decoder, plan.rows)
+            return self.compute(plan)
+
+    def compute(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """Any mixture of prefill and decode."""
         hidden_TD = self.forward(plan)
         if plan.copies:
-            sources, targets = np.array(plan.copies, np.int64).T
             assert self.cache is not None
+            sources, targets = np.array(plan.copies, np.int64).T
             self.cache.copy_blocks(self.put(sources), self.put(targets))
         last = np.cumsum(plan.counts) - 1
         ids, logprobs = [], []
@@ -79,9 +120,14 @@ class Runner:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         return np.concatenate(ids), np.concatenate(logprobs)
 
+    def decode(self, decoder: GraphDecoder, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, logprobs, logits_NV = decoder.run(rows)
+        if self.table.is_truncated[rows].any():
+            return self.draw(rows, logits_NV)
+        return ids, logprobs
+
     def forward(self, plan: Plan) -> Tensor:
-        assert self.cache is not None, "the runner is asleep"
-        table, size = self.table, self.block_size
+        table, size = self.table, self.settings.block_size
         counts = plan.counts
         row_T = np.repeat(plan.rows, counts)
         first = np.cumsum(counts) - counts
@@ -89,10 +135,17 @@ class Runner:
         ids_T = table.tokens[row_T, position_T]
         places_T = table.blocks[row_T, position_T // size].astype(np.int64) * size
         places_T += position_T % size
-        attend = PagedAttend(
-            self.cache, plan.starts, counts, table.blocks[plan.rows], self.put(places_T)
-        )
+        attend = self.build_attend(plan, self.put(places_T))
         return self.model(self.put(ids_T), self.put(position_T), attend)
+
+    def build_attend(self, plan: Plan, places_T: Tensor) -> Attend:
+        assert self.cache is not None, "the runner is asleep"
+        blocks = self.table.blocks[plan.rows]
+        if self.has_kernels:
+            from pentad.infer.mixed import MixedAttend
+
+            return MixedAttend(self.cache, plan.starts, plan.counts, blocks, places_T)
+        return PagedAttend(self.cache, plan.starts, plan.counts, blocks, places_T)
 
     def draw(self, rows: np.ndarray, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         table = self.table
@@ -108,3 +161,9 @@ class Runner:
     def put(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+def wants_triton(settings: SamplerSettings, device: torch.device) -> bool:
+    if settings.kernels == "auto":
+        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return settings.kernels == "triton"

@@ -31,8 +31,12 @@ class SamplerSettings:
     keep_prefixes: bool = False
     """Keep computed prefixes while the engine is idle. Off, a batch of requests given to an idle
     engine has bitwise the same result whatever ran before it."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Plain torch, or Triton kernels between the matrix products. auto: Triton on a GPU that has
+    it."""
     cuda_graphs: bool = True
-    """On a GPU, decode through captured graphs."""
+    """With Triton kernels on a GPU, decode through captured graphs. Mixtures of experts do not:
+    their dispatch asks the device for sizes."""
 
     def __post_init__(self) -> None:
         problems = [

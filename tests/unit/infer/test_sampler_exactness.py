@@ -1,5 +1,7 @@
 """Reported log-probs are those of a forward over the whole sequence, whatever the engine did."""
 
+from dataclasses import replace
+
 import pytest
 
 from pentad.core.dims import ModelDims
@@ -110,4 +112,20 @@ def test_followers_without_a_block_start_later_and_exactly(
     # 10 blocks; the prompt takes 4, so at most 6 of 7 followers can copy its last one
     sampler = make_sampler(kv_cache_tokens=40, block_size=4)
     requests = [make_request("g", range(14), n=8)]
+    check_exact(sampler, requests, generate(sampler, requests))
+
+
+def test_a_mixture_of_experts_is_exact(
+    make_sampler, make_request, generate, check_exact, tiny_dims
+):
+    dims = replace(
+        tiny_dims,
+        family="qwen3_moe",
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=16,
+        moe_layers=(True, True),
+    )
+    sampler = make_sampler(dims, kv_cache_tokens=64)
+    requests = ragged(make_request, 6, n=2)
     check_exact(sampler, requests, generate(sampler, requests))

@@ -1,0 +1,55 @@
+"""Fused layers for the sampler's own instance of a model: same weights and names, fewer kernels.
+
+Between matrix products a decoder runs dozens of small kernels a layer; while one token per
+sequence is decoded, their launches are most of the time. Forward only.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pentad.core.types import Attend
+from pentad.models.decoder import Decoder
+from pentad.models.layers import Attention, Mlp, Norm
+from pentad.ops import fused
+
+
+class FusedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return fused.norm(x.contiguous(), self.weight, self.eps)
+
+
+class FusedMlp(Mlp):
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down(fused.silu_mul(*self.gate_up(x_TD)))
+
+
+class FusedAttention(Attention):
+    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
+        q_THd, k_TKd, v_TKd = (
+            linear(x_TD).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v)
+        )
+        q_weight = k_weight = None
+        eps = 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            q_weight, k_weight, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        q_THd, k_TKd = fused.norm_rotate(q_THd, k_TKd, q_weight, k_weight, cos_Td, sin_Td, eps)
+        if self.window is None:
+            o_THd = attend(self.layer, q_THd, k_TKd, v_TKd)
+        else:
+            o_THd = attend(self.layer, q_THd, k_TKd, v_TKd, window=self.window)
+        return self.o(o_THd.flatten(-2))
+
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    Norm: FusedNorm,
+    Mlp: FusedMlp,
+    Attention: FusedAttention,
+}
+
+
+def apply_fused(model: Decoder) -> None:
+    """Changes the class of each layer that has a fused one; parameters stay where they are."""
+    for module in list(model.modules()):
+        if type(module) in FUSED:
+            module.__class__ = FUSED[type(module)]

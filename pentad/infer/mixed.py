@@ -1,0 +1,83 @@
+"""Attention of a GPU step that prefills: each sequence goes to the kernel made for its kind.
+
+One new token: the paged decode kernel. A prompt from its beginning: packed attention over the new
+keys and values alone. A later chunk: plain torch over the cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentad.core.types import Attend
+from pentad.infer.attend import KVCache, PagedAttend
+from pentad.ops.attention import build_attend
+from pentad.ops.fused import store
+from pentad.ops.paged_decode import paged_decode
+
+
+class MixedAttend:
+    """The attention core of one such step."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        blocks: np.ndarray,
+        places_T: Tensor,
+    ) -> None:
+        """Arguments as for `PagedAttend`."""
+        self.cache = cache
+        self.places_T = places_T
+        is_single, is_fresh = counts == 1, (starts == 0) & (counts > 1)
+        self.single_T = self.tokens_of(is_single, counts)
+        self.fresh_T = self.tokens_of(is_fresh, counts)
+        self.later_T = self.tokens_of(~is_single & ~is_fresh, counts)
+        if len(self.single_T):
+            self.lengths_S = self.put(starts[is_single] + 1)
+            width = int(-(-(starts[is_single].max() + 1) // cache.block_size))
+            self.blocks = self.put(blocks[is_single, :width].reshape(-1))
+            self.width = self.put(np.array([width]))
+        self.fresh: Attend | None = None
+        if len(self.fresh_T):
+            self.fresh = build_attend(
+                counts[is_fresh].tolist(),
+                device=cache.k.device,
+                dtype=cache.k.dtype,
+                head_dim=cache.k.shape[-1],
+            )
+        self.later: PagedAttend | None = None
+        if len(self.later_T):
+            is_later = ~is_single & ~is_fresh
+            self.later = PagedAttend(
+                cache, starts[is_later], counts[is_later], blocks[is_later], places_T
+            )
+
+    def tokens_of(self, is_in: np.ndarray, counts: np.ndarray) -> Tensor:
+        return self.put(np.flatnonzero(np.repeat(is_in, counts)))
+
+    def put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.cache.k.device)
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        cache = self.cache
+        k_BbKd, v_BbKd = cache.k[layer], cache.v[layer]
+        store(k_BbKd.flatten(0, 1), v_BbKd.flatten(0, 1), self.places_T, k_TKd, v_TKd.contiguous())
+        o_THd = torch.empty_like(q_THd)
+        if len(self.single_T):
+            q_SHd = q_THd.index_select(0, self.single_T)
+            out = paged_decode(
+                q_SHd, k_BbKd, v_BbKd, self.blocks, self.width, self.lengths_S, window
+            )
+            o_THd.index_copy_(0, self.single_T, out)
+        if self.fresh is not None:
+            q, k, v = (x.index_select(0, self.fresh_T) for x in (q_THd, k_TKd, v_TKd))
+            o_THd.index_copy_(0, self.fresh_T, self.fresh(layer, q, k, v, window=window))
+        if self.later is not None:
+            out = self.later.attend(layer, q_THd.index_select(0, self.later_T), window)
+            o_THd.index_copy_(0, self.later_T, out)
+        return o_THd
