@@ -74,8 +74,10 @@ def apply(limits: Limits, scratch: str, cpu_s: int) -> None:
     `cpu_s` is a last resort for the case that nobody is left to watch the clock.
     """
     _set_rlimits(limits, cpu_s)
-    # The kernel's out-of-memory killer shall choose a job before it chooses the run.
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    # The kernel's out-of-memory killer shall choose a job before it chooses the run. That is a
+    # preference and no protection: some containers do not let it be set.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if limits.allow_processes:
         return
     steps: list[Callable[[], None]] = [lambda: _prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1))]
@@ -154,8 +156,9 @@ def _drop_capabilities() -> None:
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 READ_FILE, WRITE_FILE, READ_DIR, EXECUTE = 1 << 2, 1 << 1, 1 << 3, 1 << 0
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}
-SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/etc")
-SYSTEM_FILES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/nsswitch.conf")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def _hide_files(scratch: str) -> None:
@@ -166,7 +169,8 @@ def _hide_files(scratch: str) -> None:
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     readable = {*SYSTEM_FOLDERS, f"{sys.base_prefix}/lib", str(Path(os.__file__).parent), *packages}
     rights = dict.fromkeys(readable, READ_FILE | READ_DIR | EXECUTE)
-    rights |= dict.fromkeys(SYSTEM_FILES, READ_FILE | WRITE_FILE)
+    rights |= dict.fromkeys(SYSTEM_FILES, READ_FILE)
+    rights |= dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE)
     rights[scratch] = handled
     for path, allowed in rights.items():
         if not Path(path).exists():

@@ -91,6 +91,7 @@ class Executor:
         )
         self.counts: Counter[str] = Counter()
         self.seconds = {"generate": 0.0, "reward": 0.0}
+        """Summed over groups, which overlap in time."""
 
     async def rollout(self, prompt: Prompt, attempt: int) -> Group:
         """One group from its prompt. Raises DataFailure (drop it) or InfraFailure (stop)."""

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 30.0
+NEWCOMER_CHECK_S = 0.2
 
 _request_numbers = itertools.count()
 """Shared by all executors of the process: two that use one sampler never use one id."""
@@ -114,12 +115,17 @@ class Fleet:
         return healthy
 
     async def _next_probe(self, deadline: float) -> None:
-        probes = [r.probe for r in self.replicas.values() if r.probe is not None]
-        left = deadline - time.monotonic()
-        if left <= 0 or not probes:
+        """Waits until a replica may be well again, or another one has been added."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             reasons = [f"{r.name}: {r.last_error}" for r in self.replicas.values()]
             raise InfraFailure(f"no replica can serve ({'; '.join(reasons) or 'there is none'})")
-        await asyncio.wait(probes, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        probes = [r.probe for r in self.replicas.values() if r.probe is not None]
+        wait_s = min(left_s, NEWCOMER_CHECK_S)
+        if probes:
+            await asyncio.wait(probes, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(wait_s)
 
     def close(self) -> None:
         for replica in self.replicas.values():
@@ -162,9 +168,11 @@ class CheckedSampler:
 
     async def _abort(self, request_id: str, task: asyncio.Task[list[Generation]]) -> None:
         """Stops the work, not only the waiting."""
+        sampler = self.replica.sampler
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self.replica.sampler.abort(request_id)
+                if "abort" in sampler.capabilities:
+                    await sampler.abort(request_id)
         except Exception as failure:
             self.replica.fail(f"abort failed: {type(failure).__name__}: {failure}")
             log.warning("%s: could not abort %s: %s", self.replica.name, request_id, failure)

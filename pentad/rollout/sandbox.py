@@ -33,6 +33,7 @@ CLOSE_PATIENCE_S = 2.0
 CLEANING_S = 60.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rollout.warden import main; main()"
+WHERE_PYTHON_IS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
 GIB, MIB = 1 << 30, 1 << 20
 
 
@@ -141,7 +142,7 @@ class Worker:
 
     async def run(self, job: dict[str, Any], payload: bytes) -> tuple[JobFailed | None, bytes]:
         if self.process is None:
-            await self.start()
+            check_start(await self.start(), self.settings)
         await self._send({"kind": "job", **job}, payload)
         header, body = await self._reply(job["timeout_s"] + GRACE_S)
         failed = JobFailed(header["failure"], header["detail"]) if header["failure"] else None
@@ -191,12 +192,31 @@ class Worker:
             raise WorkerLost(f"it ended or sent nonsense ({failure})") from failure
 
 
+def check_start(said: dict[str, Any], settings: SandboxSettings) -> None:
+    """Raises UserError if a worker's first words are not what jobs can rely on."""
+    problems = [
+        Problem(f"reward.fn = {spec}", f"it cannot be imported ({error})")
+        for spec, error in said["errors"].items()
+    ]
+    limit, used = settings.max_memory_bytes, said["address_space_bytes"]
+    if used > limit:
+        rule = f"a worker takes {used >> 20} MiB before it does anything"
+        remedy = f"give at least {(2 * used) >> 20}"
+        problems.append(Problem(f"reward.memory_mb = {limit >> 20}", rule, remedy))
+    if said["missing"] and not settings.allow_weaker and not problems:
+        rule = f"this machine does not offer: {', '.join(map(str, said['missing']))}"
+        remedy = "use another machine, or accept it with reward.allow_weaker = true"
+        problems.append(Problem("reward pool", rule, remedy))
+    if problems:
+        raise UserError(problems)
+
+
 def _environment(*, isolate: bool) -> dict[str, str]:
     """One thread a job and no GPU; programs nobody has read see none of the run's secrets."""
     fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    kept = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
-    return {**(kept if isolate else os.environ), **threads, **fixed}
+    kept = {name: os.environ[name] for name in WHERE_PYTHON_IS if name in os.environ}
+    return {**(kept if isolate else os.environ), "LANG": "C.UTF-8", **threads, **fixed}
 
 
 class Sandbox:
@@ -221,7 +241,7 @@ class Sandbox:
         first = self.workers[0]
         try:
             said = await first.start()
-            self._check(said)
+            check_start(said, self.settings)
         except WorkerLost as failure:
             await first.end(patience_s=0.0)
             await self.close()
@@ -238,23 +258,6 @@ class Sandbox:
             for spec, d in said["described"].items()
         }
 
-    def _check(self, said: dict[str, Any]) -> None:
-        problems = [
-            Problem(f"reward.fn = {spec}", f"it cannot be imported ({error})")
-            for spec, error in said["errors"].items()
-        ]
-        limit, used = self.settings.max_memory_bytes, said["address_space_bytes"]
-        if used > limit:
-            rule = f"a worker takes {used >> 20} MiB before it does anything"
-            remedy = f"give at least {(2 * used) >> 20}"
-            problems.append(Problem(f"reward.memory_mb = {limit >> 20}", rule, remedy))
-        if said["missing"] and not self.settings.allow_weaker and not problems:
-            rule = f"this machine does not offer: {', '.join(map(str, said['missing']))}"
-            remedy = "use another machine, or accept it with reward.allow_weaker = true"
-            problems.append(Problem("reward pool", rule, remedy))
-        if problems:
-            raise UserError(problems)
-
     async def run(
         self,
         spec: str,
@@ -269,7 +272,11 @@ class Sandbox:
         """
         timeout_s = timeout_s or self.settings.timeout_s
         job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
-        body = pickle.dumps(dict(payload))
+        try:
+            body = pickle.dumps(dict(payload))
+        except Exception as failure:  # pickle raises whatever the objects raise
+            rule = f"its arguments cannot be sent to another process ({failure})"
+            raise UserError(Problem(f"reward.fn = {spec}", rule)) from failure
         worker = await self.idle.get()
         # A task of its own: a reply that is half read must be read to its end.
         task = asyncio.create_task(worker.run(job, body))
@@ -281,6 +288,9 @@ class Sandbox:
         except WorkerLost as failure:
             self._later(self._replace(worker))
             return JobFailed("lost", str(failure))
+        except BaseException:
+            self._later(self._replace(worker))
+            raise
         self.idle.put_nowait(worker)
         if failed is not None:
             return failed

@@ -21,6 +21,9 @@ from pentad.rollout.environments import Environment, Tokenizer, observation_ids
 from pentad.rollout.failures import DataFailure
 from pentad.rollout.specs import load
 
+CLOSE_TIMEOUT_S = 10.0
+"""An environment that takes longer to close is left to itself: deadlines must hold."""
+
 
 class Generator(Protocol):
     """What a workflow may ask of a sampler. Every answer has been checked before it arrives."""
@@ -178,7 +181,8 @@ class MultiTurn:
                     break
                 transcript.add_given(given)
         finally:
-            await environment.close()
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await environment.close()
         sample = transcript.finished(finish, "\n".join(texts))
         if parts:
             sample.reward, sample.reward_parts = sum(parts.values()), parts

@@ -165,6 +165,20 @@ def test_no_healthy_replica_is_a_bounded_failure_with_the_reason(scripted, build
     assert time.monotonic() - started < 5
 
 
+def test_a_replica_that_comes_late_is_waited_for(scripted, build):
+    executor = build([], replica_patience_s=5.0)
+
+    async def run() -> Group:
+        task = asyncio.create_task(executor.rollout(prompt(0), 0))
+        await asyncio.sleep(0.05)
+        executor.fleet.add("late", scripted(draw))
+        return await task
+
+    assert asyncio.run(run()).gid == 0
+    with pytest.raises(InfraFailure, match="there is none"):
+        asyncio.run(build([], replica_patience_s=0.1).rollout(prompt(0), 0))
+
+
 def test_users_errors_are_not_retried(scripted, build):
     sampler = scripted(draw)
     sampler.error = UserError("temperature = -1: must be at least 0")

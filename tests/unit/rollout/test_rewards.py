@@ -306,6 +306,12 @@ def test_zero_for_a_failed_reward_has_to_be_asked_for_and_is_marked(custom):
     assert [s.reward_parts for s in group.samples] == [{}, {"reward_failed": 1.0}]
 
 
+def test_a_row_that_cannot_travel_is_named(custom):
+    fn = custom("def reward(completion, fields): return 1.0")
+    with pytest.raises(UserError, match="its arguments cannot be sent to another process"):
+        score(fn, group_of(["x"], extra=lambda: None))
+
+
 def test_a_reward_that_fails_once_is_tried_again(custom, tmp_path):
     fn = custom(
         f"def reward(completion):\n  mark = Path({str(tmp_path / 'mark')!r})\n"

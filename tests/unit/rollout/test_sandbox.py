@@ -260,6 +260,7 @@ REFUSED = {
     "reading files": f"open({str(FILE)!r}).read()",
     "reading processes": "open('/proc/self/environ').read()",
     "writing files": f"open({tempfile.gettempdir() + '/pentad-evil'!r}, 'w')",
+    "secrets of the system": "open('/etc/shadow').read()",
     "rights of files": "import os; os.chmod('.', 0)",
     "old processes' memory": "import ctypes; l = ctypes.CDLL(None, use_errno=True)\n"
     "assert l.ptrace(16, 1, 0, 0) == 0 or ctypes.get_errno() != 1",

@@ -1,0 +1,82 @@
+"""The examples of the documentation, run as they stand."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from pentad.core.types import Prompt, SamplingParams
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.rewards import BUILT_IN, PARAMETERS, RewardScorer, RewardSettings
+from pentad.rollout.workflows import load_workflow
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def execute(scripted, chat_tokenizer):
+    def run(workflow, turns, fields, reward=None, num_samples=1):
+        """One group whose policy says `turns`, one after the other."""
+        end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+        said = [[chat_tokenizer.convert_tokens_to_ids(c) for c in turn] + [end] for turn in turns]
+        sampler = scripted(lambda request, i: said[(len(sampler.requests) - 1) % len(said)])
+        settings = ExecutorSettings(
+            params=SamplingParams(max_new_tokens=99, stop_ids=(end,)),
+            num_samples=num_samples,
+            run_seed=1,
+            vocab_size=len(chat_tokenizer),
+        )
+
+        async def rollout():
+            scorer = RewardScorer(reward) if reward else None
+            if scorer:
+                await scorer.start()
+            executor = Executor({"a": sampler}, workflow, scorer, settings, chat_tokenizer)
+            try:
+                return await executor.rollout(Prompt(0, (1, 2), fields), 0)
+            finally:
+                if scorer:
+                    await scorer.close()
+
+        return asyncio.run(rollout()).samples
+
+    return run
+
+
+def test_the_example_reward_scores(execute, tmp_path):
+    [source] = python_blocks("rewards.md")
+    (tmp_path / "mine.py").write_text(source)
+    reward = RewardSettings(fn=f"{tmp_path}/mine.py:score")
+    workflow = load_workflow("single_turn")
+    [sample] = execute(workflow, ["6+7=13"], {"answer": "13"}, reward)
+    assert sample.reward == 1.1 and sample.reward_parts == {"correct": 1.0, "work": 0.1}
+
+
+def test_the_example_workflows_run(execute, tmp_path):
+    guess, tools, own = python_blocks("workflows.md")
+    for name, source in (("guess", guess), ("tools", tools), ("own", own)):
+        (tmp_path / f"{name}.py").write_text(source)
+
+    workflow = load_workflow(f"{tmp_path}/guess.py:guessing")
+    [sample] = execute(workflow, ["50", "25", "37"], {"answer": "37"})
+    assert (sample.text, sample.reward, sample.finish) == ("50\n25\n37", 1.0, "stop")
+
+    workflow = load_workflow(f"{tmp_path}/tools.py:tools")
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+    numeric = RewardSettings(fn="numeric")
+    [sample] = execute(workflow, [call, "it is 42"], {"answer": "42"}, numeric)
+    assert sample.reward == 1.0 and sample.text.endswith("it is 42")
+
+    workflow = load_workflow(f"{tmp_path}/own.py:TwoTries")
+    [sample] = execute(workflow, ["41", "42"], {"answer": "42"}, numeric)
+    assert sample.reward == 1.0 and sample.num_sampled == 3
+
+
+def test_the_pages_name_every_built_in_and_every_parameter():
+    page = (DOCS / "rewards.md").read_text()
+    assert all(f"| `{name}` |" in page for name in (*BUILT_IN, *PARAMETERS))
