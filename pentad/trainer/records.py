@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,10 @@ from pentad.telemetry.record import Funnel, Infra, Memory, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.train_pump import TrainedBatch
 
+log = logging.getLogger(__name__)
+
+STEPS_BELOW_TARGET = 10
+
 
 class StepRecorder:
     """Knows what stays the same over a run: the model, the device and its peak."""
@@ -30,12 +35,15 @@ class StepRecorder:
         *,
         peak_tflops: float | None,
         steps_per_epoch: int,
+        mfu_target: float | None = None,
     ) -> None:
         self.dims = dims
         self.device = device
         self.peak_tflops = peak_tflops
         self.steps_per_epoch = steps_per_epoch
+        self.mfu_target = mfu_target
         self.allocated_gb: float | None = None
+        self.steps_below_target = 0
 
     def rl_record(
         self,
@@ -77,6 +85,7 @@ class StepRecorder:
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())
         speed = self._speed(lengths, phases.get("train", 0.0) / 1e3)
+        self._watch_target(speed.mfu_causal if speed else None)
         return StepRecord(
             step=step,
             epoch=(step - 1) // self.steps_per_epoch,
@@ -104,6 +113,19 @@ class StepRecorder:
         if self.peak_tflops is None or not train_s:
             return None
         return measure_throughput(self.dims, lengths, train_s, peak_tflops=self.peak_tflops)
+
+    def _watch_target(self, mfu: float | None) -> None:
+        """One warning when MFU has been below its target for a while."""
+        if self.mfu_target is None or mfu is None:
+            return
+        self.steps_below_target = self.steps_below_target + 1 if mfu < self.mfu_target else 0
+        if self.steps_below_target == STEPS_BELOW_TARGET:
+            log.warning(
+                "mfu %.3f has been below telemetry.mfu_target = %g for %d steps",
+                mfu,
+                self.mfu_target,
+                STEPS_BELOW_TARGET,
+            )
 
     def _memory(self) -> Memory:
         if self.device.type != "cuda":

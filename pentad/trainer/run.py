@@ -119,7 +119,13 @@ def open_run(
         )
         stack.callback(recorder.close)
         peak = telemetry.hardware_peak_tflops or detect_peak_tflops(device)
-        steps = StepRecorder(dims, device, peak_tflops=peak, steps_per_epoch=steps_per_epoch)
+        steps = StepRecorder(
+            dims,
+            device,
+            peak_tflops=peak,
+            steps_per_epoch=steps_per_epoch,
+            mfu_target=telemetry.mfu_target,
+        )
         yield OpenRun(config, folder, recorder, steps, checkpoints, steps_per_epoch)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from pentad.config.memory import default_microbatch_tokens
@@ -61,7 +63,7 @@ def engine_settings(
         max_tokens_per_mb=budget,
         n_mbs=model.mb_spec.n_mbs,
         gradient_checkpointing=model.gradient_checkpointing,
-        ac_mode=archon.ac_mode if archon.ac_mode in ("none", "selective", "full") else "none",
+        ac_mode=_block_ac_mode(archon.ac_mode),
         ac_selective=archon.ac_selective or "op",
         compile=archon.enable_compile is True or (archon.enable_compile == "auto" and is_cuda),
         deterministic=archon.use_deterministic_algorithms,
@@ -81,29 +83,29 @@ def engine_settings(
     )
 
 
+def _block_ac_mode(mode: str) -> Literal["none", "selective", "full"]:
+    assert mode in ("none", "selective", "full"), "resolved, and memory_budget is refused"
+    return mode  # type: ignore[return-value]
+
+
 def unbuilt_problems(config: Config) -> list[Problem]:
-    """Keys that the schema knows and this version's engine cannot honour yet."""
-    problems = []
-    for role in ("actor", "critic"):
-        model = config.actor if role == "actor" else config.critic
-        checks = {
-            "archon.ac_mode": (
-                model.archon.ac_mode,
-                "memory_budget",
-                "the memory budget is not built",
-            ),
-            "archon.offload_params": (
-                model.archon.offload_params,
-                True,
-                "offloading is not built",
-            ),
-            "pad_to_maximum": (model.pad_to_maximum, True, "microbatches are never padded"),
-        }
-        for key, (value, refused, rule) in checks.items():
-            if value == refused:
-                where = f"{role}.{key} = {str(value).lower()}"
-                problems.append(Problem(where, rule, "leave it out"))
-    return problems
+    """Values that the schema knows and this version cannot honour: refused, never ignored."""
+    archon = config.actor.archon
+    found: dict[str, tuple[object, object, str]] = {
+        "strict": (config.strict, True, "batch-invariant kernels are not built yet"),
+        "balance_data": (config.balance_data, False, "rows are always spread by cost"),
+        "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
+        "saver.mode": (config.saver.mode, "async", "exports are written while training waits"),
+        "actor.pad_to_maximum": (config.actor.pad_to_maximum, True, "nothing is padded"),
+        "actor.archon.ac_mode": (archon.ac_mode, "memory_budget", "is not built yet"),
+        "actor.archon.ac_debug": (archon.ac_debug, True, "is not built yet"),
+        "actor.archon.offload_params": (archon.offload_params, True, "is not built yet"),
+    }
+    return [
+        Problem(f"{key} = {str(value).lower()}", rule, "leave it out")
+        for key, (value, refused, rule) in found.items()
+        if value == refused and type(value) is type(refused)
+    ]
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:

@@ -1,0 +1,63 @@
+"""What this version cannot do is refused, and what a config says reaches the parts."""
+
+import pytest
+import torch
+
+from pentad.config.load import load_config
+from pentad.config.resolve import resolve
+from pentad.trainer.translate import algorithm_settings, engine_settings, unbuilt_problems
+
+
+def config_of(*overrides):
+    return resolve(load_config(None, overrides))[0]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "strict=true",
+        "balance_data=false",
+        "offload_train=true",
+        "saver.mode=async",
+        "actor.pad_to_maximum=true",
+        "actor.archon.ac_mode=memory_budget",
+        "actor.archon.ac_debug=true",
+        "actor.archon.offload_params=true",
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(override):
+    (problem,) = unbuilt_problems(config_of(override))
+    assert problem.where == override.replace("=", " = ")
+
+
+def test_defaults_ask_for_nothing_that_is_not_built():
+    assert unbuilt_problems(config_of()) == []
+
+
+def test_engine_settings_follow_the_config():
+    config = config_of(
+        "actor.optimizer.lr=3e-5",
+        "actor.optimizer.lr_scheduler_type=cosine",
+        "actor.optimizer.gradient_clipping=null",
+        "actor.mb_spec.n_mbs=3",
+        "actor.mb_spec.max_tokens_per_mb=99",
+        "actor.archon.ac_selective=2",
+        "actor.archon.use_deterministic_algorithms=true",
+    )
+    made = engine_settings(
+        config.actor, torch.device("cpu"), temperature=0.7, total_steps=10, max_row_tokens=50
+    )
+    assert made.optimizer.lr == 3e-5
+    assert made.optimizer.lr_scheduler_type == "cosine"
+    assert made.optimizer.total_steps == 10
+    assert made.optimizer.gradient_clipping is None
+    assert (made.n_mbs, made.max_tokens_per_mb) == (3, 99)
+    assert (made.ac_mode, made.ac_selective) == ("selective", 2)
+    assert made.deterministic and made.temperature == 0.7
+    assert made.compute_dtype == "float32" and not made.compile
+
+
+def test_switches_reach_the_algorithm():
+    settings = algorithm_settings(config_of("use_tis=true", "use_kl_loss=true"))
+    assert settings.correction == "tis"
+    assert settings.kl_coef > 0 and settings.kl_in == "loss"
