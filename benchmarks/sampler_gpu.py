@@ -23,13 +23,14 @@ from dataclasses import replace
 
 import torch
 
+from pentad.core.digest import digest_of
 from pentad.core.dims import ModelDims
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.engine import Report
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder, causal_attend
-from pentad.models.exchange import iter_hf
+from pentad.models.exchange import install_hf, iter_hf
 from pentad.models.registry import build_model
 
 QWEN3_06B = ModelDims(
@@ -215,6 +216,17 @@ def update() -> None:
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
+    def parts() -> tuple[float, float]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        install_hf(sampler.engine.model, weights)
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        digest_of(iter_hf(sampler.engine.model)).hex()
+        return middle - start, time.perf_counter() - middle
+
+    copy_s, digest_s = min(parts() for _ in range(3))
+    print(f"update: copy {1000 * copy_s:.1f} ms, digest {1000 * digest_s:.1f} ms")
     times = [asyncio.run(timed(version)) for version in range(1, 6)]
     print(
         f"update: {len(weights)} tensors, {size / 1e9:.2f} GB in place, copied and digested: "

@@ -78,8 +78,11 @@ class Engine:
         num_blocks = count_blocks(model, settings, self.max_context)
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.table = Table(settings.max_running, settings.block_size)
-        self.scheduler = Scheduler(self.table, self.pool, settings.max_batch_tokens)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
+        admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
+        self.scheduler = Scheduler(
+            self.table, self.pool, settings.max_batch_tokens, settings.admit_batch or admit_batch
+        )
         self.limits = Limits(
             vocab_size=dims.vocab_size,
             max_context=self.max_context,

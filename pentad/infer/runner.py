@@ -47,6 +47,8 @@ class Runner:
         self.device = model.head_weight.device
         self.dtype = model.head_weight.dtype
         self.has_kernels = wants_triton(settings, self.device)
+        is_static = self.device.type == "cuda" and not model.dims.num_experts
+        self.captures_graphs = self.has_kernels and is_static and settings.cuda_graphs
         self.cache: KVCache | None = None
         self.decoder: GraphDecoder | None = None
         if self.has_kernels:  # Triton is optional: everything that needs it is imported here
@@ -70,13 +72,12 @@ class Runner:
         if self.has_kernels:
             from pentad.infer.graphs import GraphDecoder
 
-            is_static = self.device.type == "cuda" and not self.model.dims.num_experts
             self.decoder = GraphDecoder(
                 self.model,
                 self.cache,
                 self.table,
                 self.max_context,
-                capture=self.settings.cuda_graphs and is_static,
+                capture=self.captures_graphs,
             )
 
     def sleep(self) -> None:

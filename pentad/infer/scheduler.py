@@ -50,10 +50,14 @@ def arrival_of(sequence: Sequence) -> int:
 class Scheduler:
     """Decides; counts no memory (BlockPool), remembers no tokens (Table), runs no model."""
 
-    def __init__(self, table: Table, pool: BlockPool, max_batch_tokens: int) -> None:
+    def __init__(
+        self, table: Table, pool: BlockPool, max_batch_tokens: int, admit_batch: int = 1
+    ) -> None:
         self.table = table
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
+        self.admit_batch = admit_batch
+        """While others run, rows are given out at least so many at a time."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows = np.zeros(0, np.int64)
@@ -66,6 +70,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def may_admit(self) -> bool:
+        wanted = min(self.admit_batch, len(self.waiting))
+        return bool(self.waiting) and (not self.running or len(self.table.free_rows) >= wanted)
 
     def add(self, sequence: Sequence) -> None:
         if self.waiting and self.waiting[-1].arrival > sequence.arrival:
@@ -80,7 +89,7 @@ class Scheduler:
         self.grow_running()
         table = self.table
         planned, budget = self.plan_running()
-        admitted = self.admit(budget) if self.waiting else []
+        admitted = self.admit(budget) if self.may_admit else []
         if admitted:
             self.seat_changed()
         rows = np.concatenate([planned[0], np.array([s.row for s, _ in admitted], np.int64)])
@@ -174,6 +183,7 @@ class Scheduler:
                 follower = self.waiting[num_taken]
                 self.table.seat(follower)
                 leader.followers.append(follower)
+                self.table.has_followers[leader.row] = True
                 num_taken += 1
         del self.waiting[:num_taken]
         return admitted
@@ -216,10 +226,9 @@ class Scheduler:
         pool, table = self.pool, self.table
         rows: list[int] = []
         origins: list[int] = []
-        for i, row in zip(plan.drawn_from, plan.drawn_rows, strict=True):
-            leader = table.sequences[row]
-            if leader is None or not leader.followers:
-                continue
+        for j in np.flatnonzero(table.has_followers[plan.drawn_rows]):
+            leader, i = table.sequences[plan.drawn_rows[j]], int(plan.drawn_from[j])
+            assert leader is not None
             size = leader.num_prompt
             num_full = size // pool.block_size
             for follower in leader.followers:
@@ -238,8 +247,9 @@ class Scheduler:
                 self.num_reused += size
                 self.running.append(follower)
                 rows.append(follower.row)
-                origins.append(int(i))
+                origins.append(i)
             leader.followers = []
+            table.has_followers[leader.row] = False
         if rows:
             plan.drawn_rows = np.concatenate([plan.drawn_rows, np.array(rows, np.int64)])
             plan.drawn_from = np.concatenate([plan.drawn_from, np.array(origins, np.int64)])

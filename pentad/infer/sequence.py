@@ -66,6 +66,7 @@ class Table:
         self.top_k = np.zeros(num_rows, np.int64)
         self.is_truncated = np.zeros(num_rows, bool)
         self.has_stop_strings = np.zeros(num_rows, bool)
+        self.has_followers = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), NO_STOP, np.int64)
         self.tokens = np.zeros((num_rows, 64), np.int64)
         self.logprobs = np.zeros((num_rows, 64), np.float32)
@@ -92,6 +93,7 @@ class Table:
         self.top_k[row] = params.top_k
         self.is_truncated[row] = params.top_p < 1 or params.top_k > 0
         self.has_stop_strings[row] = bool(params.stop_strings)
+        self.has_followers[row] = False
         self.set_stop_ids(row, params.stop_ids)
 
     def unseat(self, sequence: Sequence) -> None:

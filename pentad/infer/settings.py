@@ -31,6 +31,10 @@ class SamplerSettings:
     keep_prefixes: bool = False
     """Keep computed prefixes while the engine is idle. Off, a batch of requests given to an idle
     engine has bitwise the same result whatever ran before it."""
+    admit_batch: int | None = None
+    """While sequences run, waiting ones are admitted at least so many at a time. None: a sixteenth
+    of `max_running` with captured graphs, where a step that prefills costs much more than one
+    that only decodes, else 1."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Plain torch, or Triton kernels between the matrix products. auto: Triton on a GPU that has
     it."""
@@ -48,6 +52,7 @@ class SamplerSettings:
                 ("block_size", self.block_size),
                 ("kv_cache_bytes", self.kv_cache_bytes),
                 ("kv_cache_tokens", self.kv_cache_tokens),
+                ("admit_batch", self.admit_batch),
             )
             if value is not None and value < 1
         ]

@@ -87,6 +87,19 @@ def test_service_is_in_order_of_arrival():
     assert h.finished == [1, 2, 3, 4, 5, 6]
 
 
+def test_rows_are_given_out_in_batches_while_others_run():
+    h = Harness(num_rows=4)
+    h.scheduler.admit_batch = 3
+    for i in range(8):
+        h.submit(3, limit=2 + 3 * i, first=10 * i)
+    running = []
+    while (plan := h.step()) is not None:
+        running.append(len(plan.rows))
+    # three rows must be free before the next three join; the last one joins as soon as it can
+    assert running == [4, 4, 3, 3, 3, 2, 2, 2] + [4] * 14 + [3] * 3 + [2] * 3 + [1] * 6
+    assert h.finished == list(range(1, 9))
+
+
 def test_the_first_in_the_queue_is_not_overtaken_by_a_smaller_one():
     h = Harness(num_blocks=10)
     first = h.submit(24, limit=12)[0]
