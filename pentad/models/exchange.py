@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from pentad.models.decoder import Decoder
 from pentad.models.families import map_of
 from pentad.weights import flow
-from pentad.weights.flow import Pairs, Shard, TensorInfo
+from pentad.weights.cuts import cut_range
+from pentad.weights.flow import Pairs, TensorInfo
 from pentad.weights.regions import Box, full_box
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -32,10 +33,10 @@ def native_tensors(model: Decoder) -> dict[str, Tensor]:
     return out
 
 
-def native_shards(model: Decoder) -> dict[str, Shard]:
+def native_shards(model: Decoder) -> dict[str, flow.Shard]:
     """Each parameter's local memory with the box of the global tensor that it holds."""
     tensors = native_tensors(model)
-    return {name: Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()}
+    return {name: flow.Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -46,10 +47,36 @@ def box_of(tensor: Tensor) -> Box:
     """Which part of the global tensor lies here."""
     if not isinstance(tensor, DTensor):
         return full_box(tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not part of the tensor's mesh"
+    cuts = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+    return tuple(rows_of(size, dim, cuts) for dim, size in enumerate(tensor.shape))
+
+
+def rows_of(size: int, dim: int, cuts: Sequence[tuple[Placement, int, int]]) -> tuple[int, int]:
+    """The rows of one dim after (placement, number of ranks, rank) of each mesh dim in turn.
+
+    FSDP over tensor parallelism says it with a strided shard; the rows are a block all the same.
+    """
+    rows = torch.arange(size)
+    for placement, num, rank in cuts:
+        if isinstance(placement, _StridedShard) and placement.dim == dim:
+            parts = [_chunk(part, num, rank) for part in rows.chunk(int(placement.split_factor))]
+            rows = torch.cat(parts)
+        elif isinstance(placement, Shard) and placement.dim == dim:
+            rows = _chunk(rows, num, rank)
+        else:
+            assert not placement.is_partial(), "a partial sum is no weight"
+    if len(rows) == 0:
+        return 0, 0
+    start, stop = int(rows[0]), int(rows[-1]) + 1
+    assert stop - start == len(rows), f"{cuts} scatter the rows of dim {dim}"
+    return start, stop
+
+
+def _chunk(rows: Tensor, num: int, rank: int) -> Tensor:
+    start, stop = cut_range(len(rows), num, rank)
+    return rows[start:stop]
 
 
 def hf_metadata(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:

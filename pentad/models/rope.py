@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
 
 
 class Rotary(nn.Module):
@@ -21,6 +22,7 @@ class Rotary(nn.Module):
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
+        check_scaling(dims)
         self.dims = dims
         # Not a buffer: a model is built on the meta device, where a buffer would lose its values.
         self.on_device: dict[torch.device, Tensor] = {}
@@ -46,8 +48,31 @@ def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
 
 def frequencies(dims: ModelDims) -> tuple[Tensor, float]:
     """The inverse frequencies [d/2] and the factor on cos and sin."""
-    kind = str(dims.rope_scaling.get("rope_type", "default"))
-    return SCALINGS[kind](dims, dims.rope_scaling)
+    return SCALINGS[_kind(dims)](dims, dims.rope_scaling)
+
+
+def _kind(dims: ModelDims) -> str:
+    return str(dims.rope_scaling.get("rope_type", "default"))
+
+
+def check_scaling(dims: ModelDims) -> None:
+    """Raises for a scaling that is not built or lacks a setting."""
+    kind = _kind(dims)
+    where = f"config.json: rope_type = {kind}"
+    if kind in ("dynamic", "longrope"):
+        rule = (
+            "its angles change with the longest sequence of a batch, so packing would change them"
+        )
+        raise UserError(Problem(where, rule, "use none of it, or yarn"))
+    if kind not in SCALINGS:
+        raise UserError(Problem(where, "no such scaling", f"use one of {', '.join(SCALINGS)}"))
+    missing = [key for key in NEEDS.get(kind, ()) if dims.rope_scaling.get(key) is None]
+    if missing:
+        raise UserError(Problem(where, f"{', '.join(missing)} missing"))
+
+
+def _old_length(dims: ModelDims, scaling: Mapping[str, Any]) -> float:
+    return float(scaling.get("original_max_position_embeddings") or dims.max_position)
 
 
 def _plain(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
@@ -62,7 +87,7 @@ def _linear(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]
 def _llama3(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
     inverse, _ = _plain(dims, scaling)
-    old_length = scaling["original_max_position_embeddings"]
+    old_length = _old_length(dims, scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     stretched = torch.where(wavelength > old_length / low, inverse / scaling["factor"], inverse)
@@ -74,8 +99,8 @@ def _llama3(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]
 
 def _yarn(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """YaRN (https://arxiv.org/abs/2309.00071): a ramp over the dims between two rotation counts."""
-    factor = scaling["factor"]
-    old_length = scaling.get("original_max_position_embeddings") or dims.max_position
+    old_length = _old_length(dims, scaling)
+    factor = scaling.get("factor") or dims.max_position / old_length
     half = dims.head_dim // 2
 
     def dim_at(num_rotations: float) -> float:
@@ -108,3 +133,4 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}

@@ -1,8 +1,8 @@
 """HF folders: reading any block of any tensor in place, and writing a folder that is whole.
 
 Reading opens every safetensors header first, so a missing file, a truncated one or an index that
-lies is told before a tensor is touched. Writing goes to a folder beside the target, is read
-back and compared, and is renamed into place last: the target is the old folder or the new one.
+lies is told before a tensor is touched. Writing goes to a folder beside the target, is read back
+and compared, and takes the target's name last: a failure leaves the old folder as it was.
 """
 
 from __future__ import annotations
@@ -190,9 +190,11 @@ def save_folder(
     config are copied, the first that has a file gives it.
     """
     target = Path(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f".{target.name}.writing-*"):
+        shutil.rmtree(stale)  # what a killed writer left; a folder has one writer at a time
     aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.mkdir()
     try:
         checksums = _write_tensors(aside, iter(pairs), infos, shard_bytes)
         _write_json(aside / "config.json", config)

@@ -1,0 +1,196 @@
+"""HF folders: what is written is what transformers and safetensors read, and bad ones are told."""
+
+import json
+import struct
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pentad.core.errors import RunError, UserError
+from pentad.weights.flow import TensorInfo
+from pentad.weights.hf import (
+    INDEX,
+    SINGLE,
+    HfFolder,
+    _bytes_of,
+    _verify,
+    plan_files,
+    read_header,
+    save_folder,
+)
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(7, 5, generator=generator),
+        "b": torch.randn(11, generator=generator).bfloat16(),
+        "c": torch.randint(0, 99, (3, 2, 2), generator=generator),
+        "d": torch.randn(40, generator=generator),
+    }
+
+
+def infos_of(given):
+    return {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in given.items()}
+
+
+def save(folder, given, **options):
+    save_folder(folder, given.items(), infos_of(given), {"model_type": "toy"}, **options)
+
+
+def test_safetensors_reads_what_was_written(tmp_path):
+    given = tensors()
+    save(tmp_path / "out", given)
+    back = load_file(tmp_path / "out" / SINGLE)
+    assert back.keys() == given.keys()
+    for name, tensor in given.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
+
+
+def test_small_shards_have_an_index_and_the_same_tensors(tmp_path):
+    given = tensors()
+    save(tmp_path / "out", given, shard_bytes=170)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00003.safetensors",
+        "b": "model-00001-of-00003.safetensors",
+        "c": "model-00002-of-00003.safetensors",
+        "d": "model-00003-of-00003.safetensors",
+    }
+    assert index["metadata"]["total_size"] == 140 + 22 + 96 + 160
+    reader = HfFolder(tmp_path / "out")
+    for name, tensor in given.items():
+        box = tuple((0, size) for size in tensor.shape)
+        assert torch.equal(reader.read(name, box), tensor)
+
+
+def test_files_are_filled_in_order_and_a_large_tensor_gets_its_own():
+    infos = {
+        n: TensorInfo((size,), torch.uint8)
+        for n, size in zip("abcde", (4, 4, 9, 1, 1), strict=True)
+    }
+    assert list(plan_files(infos, 8).values()) == [["a", "b"], ["c"], ["d", "e"]]
+    assert plan_files(infos, 100) == {SINGLE: list("abcde")}
+
+
+def test_any_block_can_be_read(tmp_path):
+    given = tensors()
+    save(tmp_path / "out", given)
+    reader = HfFolder(tmp_path / "out")
+    assert torch.equal(reader.read("a", ((2, 6), (1, 3))), given["a"][2:6, 1:3])
+    assert torch.equal(reader.read("c", ((0, 3), (1, 2), (0, 1))), given["c"][0:3, 1:2, 0:1])
+
+
+def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path):
+    old = tensors(1)
+    save(tmp_path / "out", old)
+
+    def broken():
+        yield "a", tensors()["a"]
+        raise RuntimeError("the trainer stopped")
+
+    with pytest.raises(RuntimeError, match="the trainer stopped"):
+        save_folder(tmp_path / "out", broken(), infos_of(tensors()), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert torch.equal(load_file(tmp_path / "out" / SINGLE)["a"], old["a"])
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    (tmp_path / ".out.writing-1").mkdir()
+    (tmp_path / ".out.writing-1" / "model.safetensors").write_text("torn")
+    save(tmp_path / "out", tensors())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_byte_that_changes_on_disk_is_noticed(tmp_path):
+    given = tensors()
+    save(tmp_path / "out", given)
+    sums = {name: crc32(_bytes_of(tensor)) for name, tensor in given.items()}
+    _verify(tmp_path / "out", infos_of(given), sums)
+    file = tmp_path / "out" / SINGLE
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RunError, match="d does not read back as written"):
+        _verify(tmp_path / "out", infos_of(given), sums)
+
+
+def test_companions_come_from_the_first_folder_that_has_them(tmp_path):
+    for name, files in {"tok": ["tokenizer.json"], "src": ["tokenizer.json", "merges.txt"]}.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(name)
+    save(tmp_path / "out", tensors(), companions=[tmp_path / "tok", tmp_path / "src"])
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tok"
+    assert (tmp_path / "out" / "merges.txt").read_text() == "src"
+
+
+def write_shards(folder, index=None):
+    folder.mkdir()
+    save_file({"a": torch.ones(3)}, folder / "x.safetensors")
+    save_file({"b": torch.ones(4)}, folder / "y.safetensors")
+    weight_map = {"a": "x.safetensors", "b": "y.safetensors"} if index is None else index
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ({"a": "x.safetensors", "b": "z.safetensors"}, "z.safetensors: missing, but .* names it"),
+        ({"a": "x.safetensors", "b": "x.safetensors"}, "b: x.safetensors does not hold it"),
+        (
+            {"b": "y.safetensors", "c": "x.safetensors"},
+            "a: is in x.safetensors, but .* not list it",
+        ),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, index, sentence):
+    write_shards(tmp_path / "m", index)
+    with pytest.raises(UserError, match=sentence):
+        HfFolder(tmp_path / "m")
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    write_shards(tmp_path / "m")
+    save_file({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "m" / "y.safetensors")
+    with pytest.raises(UserError, match="a: is in both x.safetensors and y.safetensors"):
+        HfFolder(tmp_path / "m")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 30, -1])
+def test_a_truncated_file_is_refused(tmp_path, keep):
+    file = tmp_path / SINGLE
+    save_file({"a": torch.ones(30)}, file)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=f"{SINGLE}: (is not a safetensors file|has .* bytes, but)"):
+        HfFolder(tmp_path)
+
+
+def test_a_corrupt_header_is_refused(tmp_path):
+    file = tmp_path / SINGLE
+    for header in (b"{]" + b" " * 30, b"[1, 2]" + b" " * 26):
+        file.write_bytes(struct.pack("<Q", 32) + header + b"\0" * 64)
+        with pytest.raises(UserError, match="is not a safetensors file"):
+            read_header(file)
+
+
+def test_sizes_that_do_not_fit_the_shape_are_refused(tmp_path):
+    file = tmp_path / SINGLE
+    save_file({"a": torch.ones(6)}, file)
+    data = file.read_bytes().replace(b"[6]", b"[7]")
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"a: 24 bytes are no F32 of shape \[7\]"):
+        read_header(file)
+
+
+def test_folders_without_safetensors_are_refused(tmp_path):
+    with pytest.raises(UserError, match="give a folder with safetensors files"):
+        HfFolder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"pickled .bin files are not read"):
+        HfFolder(tmp_path)
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(UserError, match="is not a safetensors index"):
+        HfFolder(tmp_path)
