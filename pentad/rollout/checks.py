@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -38,40 +37,54 @@ def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | N
         return f"{counts} came for {num} ids"
     if not 1 <= num <= max_new_tokens:
         return f"{num} tokens came where 1 to {max_new_tokens} were asked for"
-    for t, token in enumerate(answer.ids):
-        if not 0 <= token < vocab_size:
-            return f"token {t}: id {token} is outside the vocabulary of {vocab_size}"
-    for t, logprob in enumerate(answer.logprobs):
-        if not math.isfinite(logprob) or logprob > LOGPROB_ROUNDING:
-            return f"token {t}: log-prob {logprob} is not a finite number of at most 0"
-    if answer.versions[0] < 0 or any(b < a for a, b in pairwise(answer.versions)):
+    ids, logprobs, versions = map(np.array, (answer.ids, answer.logprobs, answer.versions))
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        t = outside[0]
+        return f"token {t}: id {ids[t]} is outside the vocabulary of {vocab_size}"
+    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)))
+    if len(wrong):
+        t = wrong[0]
+        return f"token {t}: log-prob {logprobs[t]} is not a finite number of at most 0"
+    if versions[0] < 0 or (np.diff(versions) < 0).any():
         return f"weight versions {sorted(set(answer.versions))} go backwards or below 0"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One generation where it was drawn: after `start` tokens."""
+
+    start: int
+    logprobs: np.ndarray
+    versions: np.ndarray
 
 
 @dataclass(slots=True)
 class Drawn:
     """Everything that was sampled for one group, to be held against its samples."""
 
-    by_sequence: dict[bytes, list[tuple[int, Generation]]] = field(default_factory=dict)
-    """Keyed by all ids from the start to the end of a generation; with where it began."""
+    by_sequence: dict[bytes, list[Span]] = field(default_factory=dict)
+    """Keyed by all ids from the start to the end of a generation."""
     lengths: set[int] = field(default_factory=set)
 
     def add(self, request: Request, answers: Sequence[Generation]) -> None:
+        start = len(request.prompt_ids)
         for answer in answers:
             ids = np.array([*request.prompt_ids, *answer.ids], dtype=np.int64)
-            self.by_sequence.setdefault(ids.tobytes(), []).append((len(request.prompt_ids), answer))
+            logprobs = np.array(answer.logprobs, dtype=np.float32)
+            span = Span(start, logprobs, np.array(answer.versions, dtype=np.int64))
+            self.by_sequence.setdefault(ids.tobytes(), []).append(span)
             self.lengths.add(len(ids))
 
     def covers(self, sample: Sample) -> np.ndarray:
         """Which tokens of the sample were drawn at that place, with that log-prob and version."""
         known = np.zeros(len(sample.ids), dtype=bool)
         for end in self.lengths:
-            for start, answer in self.by_sequence.get(sample.ids[:end].tobytes(), []):
-                span = slice(start, end)
-                logprobs = np.array(answer.logprobs, dtype=np.float32)
-                same = sample.rollout_logprobs[span] == logprobs
-                known[span] |= same & (sample.versions[span] == np.array(answer.versions))
+            for span in self.by_sequence.get(sample.ids[:end].tobytes(), []):
+                part = slice(span.start, end)
+                same = sample.rollout_logprobs[part] == span.logprobs
+                known[part] |= same & (sample.versions[part] == span.versions)
         return known
 
 
