@@ -124,7 +124,7 @@ def _set_rlimits(limits: Limits, cpu_s: int) -> None:
     if limits.isolate:
         bounds[resource.RLIMIT_NOFILE] = 128
     if limits.allow_processes:
-        # Counted over everything of this user, and not at all for root: see `num_descendants`.
+        # Counted over everything of this user, and not at all for root: the warden counts too.
         bounds[resource.RLIMIT_NPROC] = _num_tasks_of_user() + limits.max_processes
     for kind, bound in bounds.items():
         hard = resource.getrlimit(kind)[1]

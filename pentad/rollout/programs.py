@@ -7,7 +7,9 @@ expected outputs stay with the caller, who compares. The one exception is `asser
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -15,13 +17,12 @@ def print_output(source: str, stdin: str) -> None:
     """Runs the program as a script that reads `stdin`; what it prints is captured outside."""
     Path("stdin").write_text(stdin)  # the working folder is the job's own
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
-    exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
+    _execute(source, "__main__")
 
 
 def call(source: str, function: str, arguments: list[Any]) -> Any:
     """What `function`, or `Solution().function`, returns for the arguments."""
-    space: dict[str, Any] = {"__name__": "program"}
-    exec(compile(source, "program.py", "exec"), space)
+    space = _execute(source, "program")
     owner = space["Solution"]() if function not in space and "Solution" in space else None
     found = space[function] if owner is None else getattr(owner, function)
     return found(*arguments)
@@ -29,11 +30,17 @@ def call(source: str, function: str, arguments: list[Any]) -> Any:
 
 def asserts(source: str, tests: list[str]) -> int:
     """How many of the statements hold after the program ran, up to the first that does not."""
-    space: dict[str, Any] = {"__name__": "program"}
-    exec(compile(source, "program.py", "exec"), space)
+    space = _execute(source, "program")
     for num_passed, test in enumerate(tests):
         try:
             exec(compile(test, "test.py", "exec"), space)
         except Exception:
             return num_passed
     return len(tests)
+
+
+def _execute(source: str, name: str) -> dict[str, Any]:
+    """Runs the source as the module of that name, which classes defined in it look up."""
+    module = sys.modules[name] = ModuleType(name)
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+    return module.__dict__

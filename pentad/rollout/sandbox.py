@@ -313,7 +313,7 @@ class Sandbox:
         try:
             await worker.cancel()
             await task
-        except WorkerLost:
+        except (WorkerLost, UserError):
             await worker.end(patience_s=0.0)
         self.idle.put_nowait(worker)
 

@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,7 @@ def _be_job(
     """
     code = 1
     try:
-        pipe = _arrange_files(pipe, closing, limits.isolate)
+        _arrange_files(pipe, closing, limits.isolate)
         try:
             _prepare(job, limits)
         except BaseException as failure:
@@ -93,7 +94,7 @@ def probe(limits: dict[str, Any]) -> list[str]:
     return confine.missing(confine.Limits(**limits), str(Path.cwd()))
 
 
-def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> int:
+def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> None:
     """No way back to the warden's own pipes; standard streams lead nowhere."""
     for descriptor in closing:
         os.close(descriptor)
@@ -101,10 +102,11 @@ def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> int:
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     if isolate:  # an ordinary reward may own files that its module opened
-        pipe = os.dup2(pipe, 3) if pipe != 3 else pipe
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            if int(entry.name) not in (0, 1, 2, pipe):
+                with contextlib.suppress(OSError):  # the listing's own descriptor is closed
+                    os.close(int(entry.name))
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
-    return pipe
 
 
 def _stream(descriptor: int, mode: str) -> TextIO:
@@ -138,12 +140,15 @@ def _plain(value: object) -> object:
 
 
 def _run_program(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
-    """What counts is what is printed; the exit code is that of a script."""
+    """What counts is what is printed; exit code and threads are treated as for a script."""
     try:
         function(**arguments)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     sys.stdout.flush()
     return code & 0xFF
 

@@ -270,6 +270,13 @@ ALLOWED = {
     "leaving": "import sys; print(3); sys.exit()",
     "leaving at once": "import os; os.write(1, b'3'); os._exit(0)",
     "threads": "import threading as t; a = t.Thread(target=print, args=(3,)); a.start(); a.join()",
+    "threads left running": "import threading, time\ndef f(): time.sleep(0.1); print(3)\n"
+    "threading.Thread(target=f).start()",
+    "daemons left running": "import threading, time\nprint(3)\n"
+    "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+    "classes that look up their module": "from __future__ import annotations\n"
+    "import dataclasses, typing\n@dataclasses.dataclass\nclass P:\n    x: int = 3\n"
+    "assert typing.get_type_hints(P) == {'x': int}\nprint(P().x)",
     "scratch files": "import tempfile\nf = tempfile.TemporaryFile(); f.write(b'x'); print(3)",
     "the standard library": "import asyncio, heapq, decimal, fractions, datetime, re; print(3)",
     "libraries": "import numpy; print(int(numpy.arange(3).sum()))",
