@@ -1,7 +1,8 @@
-"""The built-in task: sort five digits. Its tokenizer, its model config and its three data sets.
+"""Tiny models and data made on the spot, so that a first run needs no download.
 
-Everything is made here from a seed, so a first run needs no download. Digit strings are dealt to
-training, warm-up and held-out sets by a hash of the string: no string is in two of them.
+The demo's task is to sort five digits: its tokenizer knows digits only, and digit strings are dealt
+to training, warm-up and held-out sets by a hash of the string, so that no string is in two of them.
+For any other text there is a model whose tokens are bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +20,15 @@ from pentad.core.seeds import derive_seed
 NUM_DIGITS = 5
 PAD, EOS = "<pad>", "<eos>"
 SYMBOLS = [*"0123456789", ">"]
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML, as the Qwen models have it, without tools."""
+BYTE_MODEL_POSITIONS = 1024
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -40,22 +50,45 @@ MODEL = {
 
 
 def write_model(folder: Path) -> None:
-    """A folder with config.json and a tokenizer, for `actor.init_from_scratch: true`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The demo's model: a folder for `actor.init_from_scratch: true`, one token a digit."""
     vocab = {symbol: index for index, symbol in enumerate([PAD, EOS, *SYMBOLS])}
-    config = {
-        **MODEL,
-        "vocab_size": len(vocab),
-        "pad_token_id": vocab[PAD],
-        "eos_token_id": vocab[EOS],
-        "bos_token_id": None,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
+    _write_config(folder, vocab, eos=EOS)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS
     ).save_pretrained(folder)
+
+
+def write_byte_model(folder: Path) -> None:
+    """The same small model for any text: one token a byte, and a chat template. It too is a folder
+    for `actor.init_from_scratch: true`."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate([PAD, TURN_END, TURN_START, *symbols])}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    _write_config(folder, vocab, eos=TURN_END, max_position_embeddings=BYTE_MODEL_POSITIONS)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=TURN_END,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def _write_config(folder: Path, vocab: dict[str, int], *, eos: str, **changes: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        **MODEL,
+        **changes,
+        "vocab_size": len(vocab),
+        "pad_token_id": vocab[PAD],
+        "eos_token_id": vocab[eos],
+        "bos_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def split_of(digits: str) -> str:
