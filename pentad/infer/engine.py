@@ -201,14 +201,14 @@ class Engine:
         self.num_installs += 1
         if self.settings.on_update == "reprefill":
             self.scheduler.preempt_all()
-        self.scheduler.forget_prefixes()
+        self.pool.forget_prefixes()
         return Installed(version, num_tensors, digest_of(iter_hf(self.model)).hex())
 
     def sleep(self) -> None:
         """Frees the device; sequences under way are computed again after `wake`."""
         if not self.is_asleep:
             self.scheduler.preempt_all()
-            self.scheduler.forget_prefixes()
+            self.pool.forget_prefixes()
             self.runner.sleep()
             self.is_asleep = True
 

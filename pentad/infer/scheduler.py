@@ -259,8 +259,6 @@ class Scheduler:
         """Makes the blocks that these tokens fill findable for others."""
         size = self.pool.block_size
         for index in range(start // size, (start + count) // size):
-            if sequence.node is None:
-                return
             tokens = self.table.tokens[sequence.row, index * size : (index + 1) * size].tolist()
             sequence.node = self.pool.remember(sequence.node, tokens, sequence.blocks[index])
 
@@ -289,12 +287,6 @@ class Scheduler:
     def seat_changed(self) -> None:
         self.running.sort(key=arrival_of)
         self.rows = np.array([s.row for s in self.running], np.int64)
-
-    def forget_prefixes(self) -> None:
-        """The weights changed: caches under way mix versions and are shown to nobody else."""
-        self.pool.forget_prefixes()
-        for sequence in self.running:
-            sequence.node = None
 
     def find(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """All unfinished sequences of a kind, followers included."""

@@ -32,8 +32,9 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    node: int | None = None
-    """Prefix node of its last full block; None once its cache mixes weight versions."""
+    node: int = 0
+    """Prefix node of its last full block. After new weights it leads nowhere, so a cache that
+    mixes versions is found by nobody."""
     followers: list[Sequence] = field(default_factory=list)
     """Other continuations of the request, which start where this one's prefill ends."""
     finish: FinishReason | None = None

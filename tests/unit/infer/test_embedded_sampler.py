@@ -5,9 +5,10 @@ import asyncio
 import pytest
 import torch
 
+from pentad.core.digest import digest_of
 from pentad.core.errors import RunError, UserError
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import iter_hf
+from pentad.models.exchange import install_hf, iter_hf
 from pentad.models.registry import create_model
 
 
@@ -32,6 +33,21 @@ def test_tokens_after_an_update(make_sampler, make_request, teacher_forced, tiny
         difference = (torch.tensor(g.logprobs[old:]) - wanted).abs().max()
         assert difference < 1e-5 if on_update == "reprefill" else difference > 1e-2
     assert sampler.stats()["preemptions"] == (2 if on_update == "reprefill" else 0)
+
+
+def test_the_receipt_tells_what_lies_in_the_model(make_sampler, tiny_dims, monkeypatch):
+    sampler = make_sampler()
+    weights = list(iter_hf(create_model(tiny_dims, seed=2)))
+
+    def lossy(model, pairs):
+        num = install_hf(model, pairs)
+        model.norm.weight.mul_(1.001)
+        return num
+
+    monkeypatch.setattr("pentad.infer.engine.install_hf", lossy)
+    receipt = asyncio.run(sampler.install(0, weights))
+    assert receipt.num_tensors == len(weights)
+    assert receipt.digest != digest_of(weights).hex()
 
 
 def test_prefixes_of_older_weights_are_not_found(

@@ -132,6 +132,39 @@ def test_a_preempted_leader_takes_its_followers_along():
     assert h.pool.num_held == 0 and len(h.table.free_rows) == 8
 
 
+def test_a_newcomer_leaves_the_running_some_room():
+    h = Harness(num_blocks=249, max_batch_tokens=1000)  # a hundredth of the pool: 2 blocks
+    h.submit(4 * 240)
+    h.step()
+    h.step()  # 241 blocks are held
+    late = h.submit(4 * 7, first=2000)[0]
+    h.step()
+    assert late.row < 0
+    h.scheduler.finish({late: "abort"})
+    fits = h.submit(4 * 6, first=2000)[0]
+    h.step()
+    assert fits.row >= 0
+
+
+def test_a_sequence_takes_its_tokens_from_row_to_row():
+    h = Harness()
+    first, second = h.submit(3, limit=9)[0], h.submit(4, limit=9, first=30)[0]
+    for version in (3, 4):
+        plan = h.scheduler.plan()
+        drawn = np.array([10 + version, 20 + version])
+        h.scheduler.record(plan, drawn, drawn / 100, version)
+    rows = first.row, second.row
+    h.scheduler.preempt(first)
+    h.scheduler.preempt(second)
+    h.scheduler.plan()
+    assert (second.row, first.row) == rows  # each in the other's place
+    h.scheduler.finish({first: "abort", second: "abort"})
+    assert first.ids == [0, 1, 2, 13, 14] and second.ids == [30, 31, 32, 33, 23, 24]
+    assert first.versions == second.versions == [3, 4]
+    assert first.logprobs == pytest.approx([0.13, 0.14])
+    assert second.logprobs == pytest.approx([0.23, 0.24])
+
+
 def test_followers_share_full_blocks_and_copy_the_partial_one():
     h = Harness()
     leader, *followers = h.submit(10, n=3)
@@ -170,7 +203,7 @@ def test_any_load_comes_to_an_end_with_nothing_held(seed):
             h.check()
         if rng.random() < 0.2:
             h.scheduler.preempt_all()
-            h.scheduler.forget_prefixes()
+            h.pool.forget_prefixes()
             h.check()
     h.run()
     assert h.pool.num_held == 0 and len(h.table.free_rows) == len(h.table.sequences)

@@ -34,7 +34,10 @@ def test_a_batch_does_not_depend_on_what_ran_before_it(
 ):
     fresh, used = make_sampler(), make_sampler()
     generate(used, [make_request("before", range(30), n=5), *requests[::2]])
+    before = used.stats()
     assert everything(generate(used, requests)) == everything(generate(fresh, requests))
+    for work in ("steps", "prefill_tokens_computed", "prefill_tokens_reused"):
+        assert used.stats()[work] - before[work] == fresh.stats()[work]
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,30 @@ def test_logprobs_are_at_the_temperature(
     check_exact(sampler, requests, generate(sampler, requests))
 
 
-def test_logprobs_are_untruncated_under_top_k_and_top_p(
+def test_top_k_limits_the_draw_but_not_the_logprob(
+    make_sampler, make_request, generate, check_exact, teacher_forced
+):
+    sampler = make_sampler()
+    requests = ragged(make_request, 4, n=2, top_k=3)
+    results = generate(sampler, requests)
+    check_exact(sampler, requests, results)
+    for request, generations in zip(requests, results, strict=True):
+        for g in generations:
+            for place, drawn in enumerate(g.ids):
+                before = [*request.prompt_ids, *g.ids[:place]]
+                scores = [teacher_forced(sampler.engine.model, before, [i]) for i in range(37)]
+                assert sum(score > scores[drawn] for score in scores) < 3
+
+
+def test_top_p_limits_the_draw_but_not_the_logprob(
     make_sampler, make_request, generate, check_exact
 ):
     sampler = make_sampler()
-    requests = ragged(make_request, 4, n=2, top_k=3, top_p=0.9)
-    check_exact(sampler, requests, generate(sampler, requests))
+    requests = ragged(make_request, 4, top_p=1e-6)
+    results = generate(sampler, requests)
+    check_exact(sampler, requests, results)
+    greedy = generate(sampler, ragged(make_request, 4, temperature=0.0))
+    assert [g.ids for gs in results for g in gs] == [g.ids for gs in greedy for g in gs]
 
 
 def test_greedy_takes_the_most_likely_and_reports_at_temperature_one(
