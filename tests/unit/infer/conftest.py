@@ -82,13 +82,22 @@ def generate():
 
 
 @torch.no_grad()
-def forced_logprobs(model, prompt, ids, temperature=1.0):
-    """Log-probs of `ids` after `prompt` by one forward over the whole sequence."""
+def forced_distributions(model, prompt, ids, temperature=1.0):
+    """Log-probs of the whole vocabulary at each of `ids`, by one forward over the sequence."""
     whole = torch.tensor([*prompt, *ids])
     hidden = model(whole, torch.arange(len(whole)), causal_attend)
     logits = model.logits(hidden) / temperature
-    logprobs = logits.log_softmax(-1)[:-1].gather(1, whole[1:, None]).squeeze(1)
-    return logprobs[len(prompt) - 1 :]
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def forced_logprobs(model, prompt, ids, temperature=1.0):
+    every = forced_distributions(model, prompt, ids, temperature)
+    return every.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+
+
+@pytest.fixture
+def teacher_forced_distributions():
+    return forced_distributions
 
 
 @pytest.fixture

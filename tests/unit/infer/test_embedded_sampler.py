@@ -1,6 +1,7 @@
 """What is particular to the embedded engine: updates under way, failures, refusals, memory."""
 
 import asyncio
+import random
 
 import pytest
 import torch
@@ -214,3 +215,56 @@ def test_settings_that_cannot_work_are_refused(settings, sentence):
 def test_a_cache_without_a_block_is_refused(make_sampler):
     with pytest.raises(UserError, match="holds no block of 4 tokens"):
         make_sampler(kv_cache_tokens=None, kv_cache_bytes=100)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_mixture_of_calls_ends_with_nothing_held(make_sampler, make_request, tiny_dims, seed):
+    sampler = make_sampler(version=0, kv_cache_tokens=160, max_running=6, max_batch_tokens=24)
+    weights = [list(iter_hf(create_model(tiny_dims, seed=s))) for s in (2, 3)]
+    rng = random.Random(seed)
+
+    async def disturb():
+        for version in range(1, 12):
+            await asyncio.sleep(rng.random() * 0.02)
+            kind = rng.choice(["install", "pause", "sleep", "abort"])
+            if kind == "install":
+                await sampler.install(version, weights[version % 2])
+            elif kind == "pause":
+                await sampler.pause()
+                await asyncio.sleep(0.002)
+                await sampler.resume()
+            elif kind == "sleep":
+                await sampler.sleep()
+                await sampler.wake()
+            else:
+                await sampler.abort(f"r{rng.randrange(25)}")
+
+    async def one(i):
+        await asyncio.sleep(rng.random() * 0.1)
+        size, new, n = rng.randrange(1, 30), rng.randrange(1, 30), rng.randrange(1, 5)
+        task = asyncio.create_task(
+            sampler.generate(make_request(f"r{i}", range(size), n=n, max_new_tokens=new))
+        )
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.random() * 0.02)
+            task.cancel()
+        generations = (await asyncio.gather(task, return_exceptions=True))[0]
+        if isinstance(generations, asyncio.CancelledError):
+            return
+        assert len(generations) == n
+        for g in generations:
+            assert len(g.ids) == new if g.finish == "length" else g.finish == "abort"
+            assert len(g.ids) == len(g.logprobs) == len(g.versions)
+            assert g.versions == sorted(g.versions)
+
+    async def main():
+        await asyncio.wait_for(asyncio.gather(disturb(), *(one(i) for i in range(25))), 60)
+        await sampler.pause()  # aborts of cancelled requests are through
+        await sampler.resume()
+        await sampler.health()
+        return sampler.stats()
+
+    stats = asyncio.run(main())
+    assert stats["running"] == stats["waiting"] == stats["kv_usage"] == 0
+    assert sampler.open == {}
+    assert len(sampler.engine.table.free_rows) == 6
