@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
@@ -26,6 +26,8 @@ from pentad.weights.regions import Box, full_box
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+"""What transformers wants in the header of a file."""
 SHARD_BYTES = 5 << 30
 """Where a new file begins, unless one tensor is larger."""
 COMPANIONS = (
@@ -197,10 +199,10 @@ def save_folder(
     aside.mkdir()
     try:
         checksums = _write_tensors(aside, iter(pairs), infos, shard_bytes)
-        _write_json(aside / "config.json", config)
-        _copy_companions(companions, aside)
+        write_json(aside / "config.json", config)
+        copy_companions(companions, aside)
         _verify(aside, infos, checksums)
-        _move_into_place(aside, target)
+        move_into_place(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -216,28 +218,42 @@ def _write_tensors(
     checksums: dict[str, int] = {}
     files = plan_files(infos, shard_bytes)
     for file, names in files.items():
-        with (folder / file).open("wb") as handle:
-            _write_header(handle, {name: infos[name] for name in names})
-            for expected in names:
-                name, tensor = next(stream, ("nothing", torch.empty(0)))
-                info = TensorInfo(tuple(tensor.shape), tensor.dtype)
-                assert (name, info) == (expected, infos[expected]), f"{expected}: got {name} {info}"
-                data = _bytes_of(tensor)
-                checksums[name] = crc32(data)
-                handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
+        checksums |= write_file(folder / file, stream, {name: infos[name] for name in names})
     assert next(stream, None) is None, "more tensors than were announced"
     if len(files) > 1:
         total = sum(info.size_bytes for info in infos.values())
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
     return checksums
 
 
-def _write_header(handle: BinaryIO, infos: Mapping[str, TensorInfo]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def write_file(
+    path: Path,
+    stream: Iterator[tuple[str, Tensor]],
+    infos: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str] = METADATA,
+) -> dict[str, int]:
+    """One safetensors file from the next tensors of the stream; returns their checksums."""
+    checksums: dict[str, int] = {}
+    with path.open("wb") as handle:
+        _write_header(handle, infos, metadata)
+        for expected, announced in infos.items():
+            name, tensor = next(stream, ("nothing", torch.empty(0)))
+            info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            assert (name, info) == (expected, announced), f"{expected}: got {name} {info}"
+            data = bytes_of(tensor)
+            checksums[name] = crc32(data)
+            handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return checksums
+
+
+def _write_header(
+    handle: BinaryIO, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, info in infos.items():
         stop = start + info.size_bytes
@@ -250,16 +266,16 @@ def _write_header(handle: BinaryIO, infos: Mapping[str, TensorInfo]) -> None:
     handle.write(struct.pack("<Q", len(text)) + text)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _copy_companions(folders: Sequence[str | Path], target: Path) -> None:
+def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
     for name in COMPANIONS:
         found = [Path(folder) / name for folder in folders if (Path(folder) / name).is_file()]
         if found:
@@ -273,14 +289,14 @@ def _verify(folder: Path, infos: Mapping[str, TensorInfo], checksums: Mapping[st
     for name, info in infos.items():
         if (
             not wrong
-            and crc32(_bytes_of(reader.read(name, full_box(info.shape)))) != checksums[name]
+            and crc32(bytes_of(reader.read(name, full_box(info.shape)))) != checksums[name]
         ):
             wrong.append(name)
     if wrong:
         raise RunError(f"{folder}: {wrong[0]} does not read back as written; the disk is at fault")
 
 
-def _move_into_place(aside: Path, target: Path) -> None:
+def move_into_place(aside: Path, target: Path) -> None:
     """Renames; a folder that is already there is moved out of the way first and removed last."""
     old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():

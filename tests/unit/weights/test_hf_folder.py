@@ -14,8 +14,8 @@ from pentad.weights.hf import (
     INDEX,
     SINGLE,
     HfFolder,
-    _bytes_of,
     _verify,
+    bytes_of,
     plan_files,
     read_header,
     save_folder,
@@ -107,7 +107,7 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
 def test_a_byte_that_changes_on_disk_is_noticed(tmp_path):
     given = tensors()
     save(tmp_path / "out", given)
-    sums = {name: crc32(_bytes_of(tensor)) for name, tensor in given.items()}
+    sums = {name: crc32(bytes_of(tensor)) for name, tensor in given.items()}
     _verify(tmp_path / "out", infos_of(given), sums)
     file = tmp_path / "out" / SINGLE
     data = bytearray(file.read_bytes())
