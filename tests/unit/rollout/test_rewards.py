@@ -320,16 +320,17 @@ def test_a_reward_that_fails_once_is_tried_again(custom, tmp_path):
     assert rewards(score(fn, group_of(["x"]))) == [0.5]
 
 
-def test_a_lost_worker_is_the_machinerys_fault():
+@pytest.mark.parametrize(("fn", "answer"), [("math", "1"), ("code", IO), ("code", ["assert f()"])])
+def test_a_lost_worker_is_the_machinerys_fault_and_no_verdict(fn, answer):
     async def use(scorer):
         async def lost(*args, **kwargs):
             return JobFailed("lost", "its pipe is closed")
 
         scorer.sandbox.run = lost
-        await scorer.score(group_of(["x"]))
+        await scorer.score(group_of(["x"], answer))
 
     with pytest.raises(InfraFailure, match="the reward pool lost a worker: its pipe is closed"):
-        score("math", group_of(["x"]), use, on_failure="zero")
+        score(fn, group_of(["x"]), use, on_failure="zero")
 
 
 def test_samples_are_scored_at_the_same_time(custom, tmp_path):
