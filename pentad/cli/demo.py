@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from pentad.config.load import prepare
@@ -19,6 +20,8 @@ NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
 def run_demo(*, seed: int, fileroot: str, device: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     chosen = pick_device(device)
+    # The model is too small to share between cores, and one thread gives one result everywhere.
+    torch.set_num_threads(1)
     root = Path(fileroot) / "demo"
     console.print(
         f"[bold]Pentad demo[/] on {chosen}, seed {seed}: a tiny Qwen3 learns to sort five digits.\n"

@@ -36,9 +36,10 @@ from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import OpenRun, RunSummary, checkpoint_path, count_steps, open_run
 from pentad.trainer.saver import Saver
 from pentad.trainer.scheduler import Scheduler
-from pentad.trainer.selftest import BFLOAT16, FLOAT32, run_selftest
+from pentad.trainer.selftest import run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
 from pentad.trainer.state import RunState
+from pentad.trainer.stopping import StopFlag
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     compute_dtype,
@@ -116,7 +117,7 @@ class Assembly:
             await self._scheduler(reward, evaluator, stack).run()
         trained = self.state.budget.trained
         folders = [saver.save(trained - 1) for saver in self.savers] if trained else []
-        self.state.check_complete()
+        StopFlag(self.state.stop_reason).check_complete(trained, self.num_steps)
         evals = [result.as_record() for result in evaluator.results] if evaluator else []
         return RunSummary(self.open.folder.path, folders[0], trained, evals)
 
@@ -127,7 +128,6 @@ class Assembly:
             lambda: take_snapshot(0, self.learner.iter_weights(), copy=False)
         )
         published = await self.publisher.publish(snapshot)
-        is_low = compute_dtype(self.config.actor, self.device) != "float32"
         stream = self.checked.stream
         found = await run_selftest(
             self.learner,
@@ -135,7 +135,7 @@ class Assembly:
             [stream.prompt(gid).ids for gid in range(min(3, len(stream)))],
             temperature=self.params.temperature,
             weights_digest=published.digest,
-            tolerance=BFLOAT16 if is_low else FLOAT32,
+            tolerance=tolerance_of(compute_dtype(self.config.actor, self.device)),
             seed=self.config.seed,
         )
         log.info("self-test passed: %s", found)

@@ -145,12 +145,3 @@ def mode_problems(config: Config) -> list[Problem]:
         rule = "scorers on devices of their own are not built yet, and this algorithm needs one"
         return [Problem("mode = async", rule, "use hybrid, which scores in the trainer")]
     return []
-
-
-def require_one_process(config: Config, *, needs_sampler: bool) -> None:
-    problems = [
-        *one_process_problems(config, needs_sampler=needs_sampler),
-        *unbuilt_problems(config),
-    ]
-    if problems:
-        raise UserError(problems)

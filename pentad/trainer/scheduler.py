@@ -14,14 +14,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from pentad.core.errors import RunError, UserError
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.state import RunState
+from pentad.trainer.stopping import stop_on_signals
 from pentad.trainer.train_pump import TrainPump
 from pentad.trainer.watchdog import Watchdog
 
@@ -45,7 +43,7 @@ class Scheduler:
         """Until all batches are trained and published, or a signal asked to stop. Raises the first
         failure, unwrapped."""
         try:
-            with stop_on_signals(self.state):
+            with stop_on_signals(self.state.request_stop):
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self.watchdog.run(), name="watchdog")
                     pumps = [
@@ -73,28 +71,3 @@ def first_cause(failures: BaseExceptionGroup) -> BaseException:
     collect(failures)
     spoken = [failure for failure in flat if isinstance(failure, RunError | UserError)]
     return (spoken or flat)[0]
-
-
-@contextmanager
-def stop_on_signals(state: RunState) -> Iterator[None]:
-    """SIGINT and SIGTERM end the run after the step in progress; a second one ends it at once."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-
-    def stop(name: str) -> None:
-        if state.stop_reason and task is not None:
-            task.cancel()
-        state.request_stop(name)
-
-    handled = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            loop.add_signal_handler(number, stop, number.name)
-        except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
-            continue
-        handled.append(number)
-    try:
-        yield
-    finally:
-        for number in handled:
-            loop.remove_signal_handler(number)

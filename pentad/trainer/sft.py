@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
-from pentad.core.errors import RunError
+from pentad.core.dims import ModelDims
 from pentad.core.roles import Learner
 from pentad.core.types import Row
 from pentad.data.sft import SftDataset, open_sft
@@ -17,26 +17,21 @@ from pentad.engine.engine import build_engine
 from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
 from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.preflight import require_one_process
+from pentad.trainer.preflight import Collector, one_process_problems
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
 from pentad.trainer.saver import Saver
-from pentad.trainer.translate import engine_settings, sft_settings
+from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
+from pentad.trainer.stopping import StopFlag, stop_flag
+from pentad.trainer.translate import engine_settings, sft_settings, unbuilt_problems
 
 
 def run_sft(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Trains on prompts with given responses; returns where everything is."""
-    require_one_process(config, needs_sampler=False)
     assert config.actor.path is not None, "checked with the config"
+    dims, data, valid = check_sft(config)
     chosen = pick_device(device)
-    tokenizer = load_tokenizer(config.actor.path)
-    dims = dims_of(config.actor.path)
-    limits = {"seed": config.seed, "max_tokens": dims.max_position}
-    data = open_sft(sft_settings(config.train_dataset, "train_dataset", **limits), tokenizer)
-    valid = None
-    if config.valid_dataset:
-        valid = open_sft(sft_settings(config.valid_dataset, "valid_dataset", **limits), tokenizer)
     size = config.train_dataset.batch_size
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = count_steps(config, steps_per_epoch)
@@ -65,9 +60,33 @@ def run_sft(
             seed=config.seed,
             tokenizer_folder=config.actor.path,
         )
-        run.started()
+        probe = data.batch(0, min(NUM_PROBES, len(data)))
+        packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
+        run.started(selftest={"packed_max_difference": packed}, device=str(chosen))
         held_out = HeldOut(valid, learner) if valid else None
         return train(run, learner, data, held_out, num_steps, size)
+
+
+def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]:
+    """Everything the run reads, or one UserError with every problem."""
+    asked = Collector()
+    asked.problems += one_process_problems(config, needs_sampler=False)
+    asked.problems += unbuilt_problems(config)
+    path = config.actor.path
+    assert path is not None, "checked with the config"
+    dims = asked.ask(lambda: dims_of(path))
+    tokenizer = asked.ask(lambda: load_tokenizer(path))
+    found: dict[str, SftDataset | None] = {}
+    if dims is not None and tokenizer is not None:
+        limits = {"seed": config.seed, "max_tokens": dims.max_position}
+        for key, source in (("train", config.train_dataset), ("valid", config.valid_dataset)):
+            if source is not None:
+                settings = sft_settings(source, f"{key}_dataset", **limits)
+                found[key] = asked.ask(lambda s=settings: open_sft(s, tokenizer))  # type: ignore[misc]
+    asked.settle()
+    data = found.get("train")
+    assert dims is not None and data is not None, "a step failed without a word"
+    return dims, data, found.get("valid")
 
 
 @dataclass(slots=True)
@@ -101,6 +120,19 @@ def train(
     num_steps: int,
     size: int,
 ) -> RunSummary:
+    with stop_flag() as stop:
+        return _train(run, learner, data, held_out, num_steps, size, stop)
+
+
+def _train(
+    run: OpenRun,
+    learner: Learner,
+    data: SftDataset,
+    held_out: HeldOut | None,
+    num_steps: int,
+    size: int,
+    stop: StopFlag,
+) -> RunSummary:
     loss = SftLoss()
     saver = Saver(learner, run.checkpoints, run.frequency(run.config.saver), run.steps_per_epoch)
     is_due = run.frequency(run.config.evaluator)
@@ -113,7 +145,10 @@ def train(
 
     if held_out:
         evaluate(0)
+    trained = 0
     for step in range(num_steps):
+        if stop.reason:
+            break
         timer = PhaseTimer()
         rows: list[Row] = data.batch(step, size)
         with timer.phase("train"):
@@ -128,7 +163,7 @@ def train(
         run.recorder.step(
             run.steps.sft_record(step + 1, result, [len(row.ids) for row in rows], timer)
         )
-    if num_steps == 0:
-        raise RunError("there is no step to train: the data set is empty")
-    folder = saver.save(num_steps - 1)
-    return RunSummary(run.folder.path, folder, num_steps, [dict(entry) for entry in evals])
+        trained = step + 1
+    folder = saver.save(trained - 1) if trained else run.checkpoints
+    stop.check_complete(trained, num_steps)
+    return RunSummary(run.folder.path, folder, trained, [dict(entry) for entry in evals])

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pentad.core.errors import RunError
 from pentad.data.ledger import Ledger
 from pentad.data.store import Store
 from pentad.trainer.budget import Budget
@@ -45,15 +44,6 @@ class RunState:
     @property
     def is_over(self) -> bool:
         return bool(self.stop_reason) or self.budget.trained >= self.budget.num_batches
-
-    def check_complete(self) -> None:
-        """A run that ended early says so: it must not pass for one that did all its steps."""
-        trained, planned = self.budget.trained, self.budget.num_batches
-        if trained < planned:
-            saved = "what was trained is saved" if trained else "nothing was trained"
-            raise RunError(
-                f"stopped by {self.stop_reason} after {trained} of {planned} steps; {saved}"
-            )
 
     async def wait_for(self, pump: str, what: str, predicate: Callable[[], bool]) -> None:
         """Waits for the predicate or the end of the run, saying meanwhile what for."""

@@ -1,8 +1,12 @@
 """Whole SFT runs on CPU."""
 
+import signal
+
 import pytest
 from conftest import steps_of, values_of
 
+from pentad.core.errors import RunError, UserError
+from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 
 
@@ -32,3 +36,29 @@ def test_rl_starts_from_what_sft_saved(lab):
     cold_reward = steps_of(lab.train())[0]["rl"]["reward_mean"]
     summary = lab.train(f"actor.path={warm.model}", "actor.init_from_scratch=false")
     assert steps_of(summary)[0]["rl"]["reward_mean"] > cold_reward + 0.05
+
+
+def test_everything_wrong_with_the_inputs_comes_at_once(lab):
+    broken = lab.fileroot / "broken.jsonl"
+    broken.write_text('{"prompt": "12>", "response": "12"}\n{"prompt": "1>"}\n')
+    with pytest.raises(UserError) as caught:
+        lab.sft(f"train_dataset.path={broken}", "saver.mode=async", "allocation_mode=archon:d2")
+    text = str(caught.value)
+    assert "broken.jsonl:2" in text and "saver.mode" in text and "archon:d2" in text
+
+
+def test_a_signal_ends_sft_after_its_step_and_saves(lab, monkeypatch):
+    record = Recorder.step
+
+    def stop_at_2(self, *args, **kwargs):
+        line = record(self, *args, **kwargs)
+        if line["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return line
+
+    monkeypatch.setattr(Recorder, "step", stop_at_2)
+    with pytest.raises(RunError, match="stopped by SIGTERM after 2 of 8 steps; what was trained"):
+        lab.sft()
+    (folder,) = lab.fileroot.glob("checkpoints/*/default/*/default/*")
+    assert folder.name == "epoch0epochstep1globalstep1"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

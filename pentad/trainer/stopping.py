@@ -1,0 +1,76 @@
+"""How a run is asked to stop: SIGINT and SIGTERM end it after the step in progress, saved."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from pentad.core.errors import RunError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class StopFlag:
+    reason: str = ""
+    """Name of the signal; empty as long as none came."""
+
+    def check_complete(self, trained: int, planned: int) -> None:
+        """A run that ended early says so: it must not pass for one that did all its steps."""
+        if trained < planned:
+            saved = "what was trained is saved" if trained else "nothing was trained"
+            raise RunError(f"stopped by {self.reason} after {trained} of {planned} steps; {saved}")
+
+
+@contextmanager
+def stop_flag() -> Iterator[StopFlag]:
+    """For a plain loop that looks at the flag; a second signal ends the program at once."""
+    flag = StopFlag()
+    before: dict[signal.Signals, object] = {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if flag.reason:
+            raise KeyboardInterrupt
+        flag.reason = signal.Signals(number).name
+
+    for number in SIGNALS:
+        try:
+            before[number] = signal.signal(number, stop)
+        except ValueError:  # not the main thread: the caller handles signals
+            continue
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+@contextmanager
+def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """For an event loop: the first signal asks, a second one cancels the task that is here."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    asked = False
+
+    def stop(name: str) -> None:
+        nonlocal asked
+        if asked and task is not None:
+            task.cancel()
+        asked = True
+        request_stop(name)
+
+    handled = []
+    for number in SIGNALS:
+        try:
+            loop.add_signal_handler(number, stop, number.name)
+        except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
+            continue
+        handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
