@@ -1,0 +1,369 @@
+"""Conversion between HF folders and Megatron's, and from one Megatron layout to another.
+
+Every source is read under HF-on-disk names and every output is filled from those, so each pair of
+formats and layouts is a conversion. The output says what it was made from; asked for again, it is
+found and nothing is done.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.models.columns import padded_vocab
+from pentad.models.families import dims_of, map_of, path_of, read_config
+from pentad.models.sources import column_of, open_weights
+from pentad.weights import flow
+from pentad.weights.flow import Reader
+from pentad.weights.hf import (
+    COMPANIONS,
+    SHARD_BYTES,
+    HfFolder,
+    copy_companions,
+    plan_files,
+    write_json,
+)
+from pentad.weights.hf import INDEX as HF_INDEX
+from pentad.weights.map import WeightMap
+from pentad.weights.megatron.arguments import build_args
+from pentad.weights.megatron.dist import COMMON, INDEX
+from pentad.weights.megatron.folders import (
+    Kind,
+    checkpoint_name,
+    find_weights,
+    iteration_of,
+    write_tracker,
+)
+from pentad.weights.megatron.layout import RANK_FILE, build_layout, check_rank_files
+from pentad.weights.megatron.outputs import (
+    DistOutput,
+    Filler,
+    HfFile,
+    HfOutput,
+    LegacyOutput,
+    Output,
+    hf_files,
+    hf_files_of,
+)
+from pentad.weights.megatron.stored import Form, Spelling
+from pentad.weights.megatron.work import (
+    Finished,
+    Progress,
+    Record,
+    Source,
+    check_target,
+    is_whole,
+    open_aside,
+    put_in_place,
+    read_record,
+    read_source,
+    stats_of,
+    text_digest,
+    write_files,
+)
+
+VERSION = 1
+"""Of what is written for a request; a record of another version is not the same output."""
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What is to be converted into what."""
+
+    source: str
+    target: str
+    to: Kind
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """null: as tp."""
+    checkpoint: str | None = None
+    """Of a Megatron source, which one is read; null: the one its tracker file names."""
+    iteration: int | None = None
+    """Under which a Megatron output is filed; null: as released weights."""
+    spec: Spelling = "te"
+    separate_layers: bool = False
+    """torch_dist with a key per layer also where all layers are alike."""
+    dtype: str | None = None
+    vocab_divisor: int = 128
+    """Megatron's `make_vocab_size_divisible_by`."""
+    config: str | None = None
+    """HF folder or config.json of the model, where the source has none."""
+    model: str | None = None
+    """Its family, instead of the config's `model_type`."""
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """How a conversion ended."""
+
+    folder: Path
+    status: Literal["written", "found"]
+    identity: str
+    num_files: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The source of a conversion."""
+
+    root: Path
+    folder: Path
+    """Where its weights are: the root itself, or one checkpoint in it."""
+    kind: Kind
+    config: Path
+    dims: ModelDims
+    reader: Reader
+
+    def files(self) -> dict[str, Path]:
+        """Everything the output depends on, by a name that does not tell where it lies."""
+        if isinstance(self.reader, HfFolder):
+            paths = {*self.reader.file_of.values(), self.folder / HF_INDEX}
+        elif self.kind == "torch_dist":
+            paths = {*self.folder.glob("*.distcp"), self.folder / INDEX, self.folder / COMMON}
+        else:
+            paths = set(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))
+        named = {str(path.relative_to(self.folder)): path for path in paths if path.is_file()}
+        for name in COMPANIONS:
+            found = [f / name for f in self.companions() if (f / name).is_file()]
+            if found:
+                named[name] = found[0]
+        return {**named, CONFIG: self.config}
+
+    def companions(self) -> list[Path]:
+        return [self.root, self.config.parent]
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    pass
+
+
+def open_source(conversion: Conversion) -> Opened:
+    root = Path(conversion.source)
+    folder, kind = find_weights(root, conversion.checkpoint)
+    config = _config_of(conversion, root, folder)
+    dims = dims_of(config, conversion.model)
+    reader = open_weights(root, dims, conversion.checkpoint)
+    return Opened(root, folder, kind, config, dims, reader)
+
+
+def _config_of(conversion: Conversion, root: Path, folder: Path) -> Path:
+    given = Path(conversion.config) if conversion.config else None
+    if given is not None:
+        path = given / CONFIG if given.is_dir() else given
+        if not path.is_file():
+            raise UserError(Problem(f"config = {given}", f"no {CONFIG} there"))
+        return path
+    for place in (root, folder, root.parent):
+        if (place / CONFIG).is_file():
+            return place / CONFIG
+    rule = f"no {CONFIG} in it, and the shape of the model is read from that"
+    raise UserError(Problem(str(root), rule, "name the HF folder of the model with --config"))
+
+
+def convert(
+    conversion: Conversion,
+    *,
+    processes: int = 1,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Converted:
+    """Converts, or finds that it was done; raises before anything is written if it cannot be."""
+    started = time.monotonic()
+    opened = open_source(conversion)
+    recipe = _settled(conversion, opened)
+    target = Path(conversion.target)
+    request = _request(recipe)
+    known = read_record(target) if target.is_dir() else None
+    same = known is not None and known.request == request and is_whole(target, known)
+    if known and same and known.source["stats"] == stats_of(opened.files()):
+        return _ended(target, "found", known, started)
+    source = read_source(opened.files(), progress)
+    identity = text_digest({"request": request, "source": source.digests})
+    if known and same and known.identity == identity:
+        return _ended(target, "found", known, started)
+    is_damaged = known is not None and known.identity == identity
+    check_target(target, force=force or is_damaged)
+    output = build_output(recipe)
+    with open_aside(target, identity) as aside:
+        folder = aside if recipe.to == "hf" else aside / checkpoint_name(recipe.iteration)
+        finished = write_files(
+            output, build_output, recipe, folder, processes=processes, progress=progress
+        )
+        progress("finishing", 0, 1)
+        output.finish(folder, {name: file.notes for name, file in finished.items()})
+        _write_companions(recipe, opened, aside)
+        if stats_of(opened.files()) != source.stats:
+            raise RunError(f"{conversion.source}: changed while it was read; run it again")
+        record = _record(identity, request, source, finished, folder.relative_to(aside), opened)
+        put_in_place(aside, folder, target, record)
+    return _ended(target, "written", record, started)
+
+
+def _settled(conversion: Conversion, opened: Opened) -> Conversion:
+    """What follows from the source put in, so that worker processes find the same."""
+    source = str(Path(conversion.source).absolute())
+    recipe = replace(conversion, source=source, target=str(Path(conversion.target).absolute()))
+    recipe = replace(recipe, model=path_of(opened.dims.family), config=str(opened.config))
+    if opened.kind != "hf":
+        name, iteration = opened.folder.name, iteration_of(opened.folder)
+        inside = opened.folder != opened.root
+        recipe = replace(recipe, checkpoint=name if inside else None, iteration=iteration)
+    return recipe
+
+
+def _request(recipe: Conversion) -> dict[str, Any]:
+    """What is asked for, without where it lies and how it is run."""
+    out = asdict(recipe)
+    for place in ("source", "target", "config", "checkpoint"):
+        del out[place]
+    return {**out, "version": VERSION}
+
+
+def _ended(
+    target: Path, status: Literal["written", "found"], record: Record, started: float
+) -> Converted:
+    size = sum(size for size, _ in record.files.values())
+    seconds = time.monotonic() - started
+    return Converted(target, status, record.identity, len(record.files), size, seconds)
+
+
+def build_output(recipe: Conversion) -> Output:
+    """The output of a recipe over its source; also what worker processes begin with."""
+    opened = open_source(recipe)
+    dims = opened.dims
+    filler = Filler(opened.reader, _dtype(recipe))
+    if recipe.to == "hf":
+        _refuse_axes(recipe)
+        return HfOutput(_hf_plan(recipe, opened), filler, map_of(dims).tied)
+    layout = build_layout(
+        dims, tp=recipe.tp, pp=recipe.pp, vpp=recipe.vpp, ep=recipe.ep, etp=recipe.etp
+    )
+    if recipe.to == "legacy":
+        check_rank_files(layout)
+    vocab_rows = padded_vocab(dims.vocab_size, layout.tp, recipe.vocab_divisor)
+    column = column_of(dims, vocab_rows)
+    _check_source(column.map, opened.reader)
+    embedding = next(iter(column.map.sources))
+    args = build_args(
+        dims,
+        layout,
+        vocab_rows=vocab_rows,
+        vocab_divisor=recipe.vocab_divisor,
+        file_format=recipe.to,
+        spelling=recipe.spec,
+        dtype=filler.dtype or opened.reader.infos[embedding].dtype,
+    )
+    args.iteration = recipe.iteration or 0
+    if recipe.to == "legacy":
+        return LegacyOutput(
+            column, layout, filler, args, iteration=recipe.iteration, spelling=recipe.spec
+        )
+    return DistOutput(
+        column,
+        filler,
+        args,
+        iteration=recipe.iteration,
+        form=_form(recipe, dims),
+        spelling=recipe.spec,
+        shard_bytes=recipe.shard_bytes,
+    )
+
+
+def _refuse_axes(recipe: Conversion) -> None:
+    sizes = {"tp": recipe.tp, "pp": recipe.pp, "vpp": recipe.vpp, "ep": recipe.ep}
+    cut = [f"{axis} = {n}" for axis, n in {**sizes, "etp": recipe.etp or 1}.items() if n != 1]
+    if cut:
+        rule = "says how Megatron's files are cut, and a HF folder is whole"
+        raise UserError(Problem(", ".join(cut), rule, "leave it out"))
+
+
+def _form(recipe: Conversion, dims: ModelDims) -> Form:
+    """Megatron stacks the layers of a model whose layers are all alike."""
+    mixed = any(dims.moe_layers) and not all(dims.moe_layers)
+    return "separate" if mixed or recipe.separate_layers else "stacked"
+
+
+def _dtype(recipe: Conversion) -> torch.dtype | None:
+    if recipe.dtype is None:
+        return None
+    if recipe.dtype not in DTYPES:
+        names = ", ".join(DTYPES)
+        raise UserError(Problem(f"dtype = {recipe.dtype}", "no such type", f"use one of {names}"))
+    return DTYPES[recipe.dtype]
+
+
+def _check_source(weight_map: WeightMap, reader: Reader) -> None:
+    """Every tensor the output needs is there, none is left over, tied ones agree."""
+    nothing = flow.Shard(torch.empty(0), ())
+    flow.check(dict.fromkeys(weight_map.entries, nothing), weight_map, reader)
+    flow.check_tied(weight_map, reader)
+
+
+def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
+    """The files of the HF folder the weights came from, as far as that is known."""
+    if isinstance(opened.reader, HfFolder):
+        return hf_files_of(opened.reader)
+    known = _hf_files_of_record(opened.root)
+    tied = map_of(opened.dims).tied
+    named = {name for file in known for name in file.tensors}
+    if known and named >= opened.reader.infos.keys() >= named - tied.keys():
+        return known
+    infos = {
+        name: replace(info, dtype=_dtype(recipe) or info.dtype)
+        for name, info in opened.reader.infos.items()
+    }
+    return hf_files(plan_files(infos, recipe.shard_bytes))
+
+
+def _hf_files_of_record(root: Path) -> list[HfFile]:
+    record = read_record(root)
+    if record is None:
+        return []
+    files = record.extra.get("hf_files", [])
+    return [HfFile(name, tuple(tensors), metadata) for name, tensors, metadata in files]
+
+
+def _write_companions(recipe: Conversion, opened: Opened, root: Path) -> None:
+    """Config and tokenizer beside the weights, so that the folder is enough on the way back."""
+    copy_companions(opened.companions(), root)
+    if recipe.to == "hf" and recipe.dtype is not None:
+        config = {**read_config(opened.config), "dtype": recipe.dtype}
+        config.pop("torch_dtype", None)
+        write_json(root / CONFIG, config)
+    else:
+        shutil.copyfile(opened.config, root / CONFIG)
+    if recipe.to != "hf":
+        write_tracker(root, recipe.iteration)
+
+
+def _record(
+    identity: str,
+    request: dict[str, Any],
+    source: Source,
+    finished: Mapping[str, Finished],
+    inside: Path,
+    opened: Opened,
+) -> Record:
+    files = {str(inside / n): [file.size_bytes, file.digest] for n, file in finished.items()}
+    if isinstance(opened.reader, HfFolder):
+        known = hf_files_of(opened.reader)
+    else:
+        known = _hf_files_of_record(opened.root)
+    plan = [[file.name, list(file.tensors), dict(file.metadata)] for file in known]
+    return Record(identity, request, asdict(source), files, {"hf_files": plan})

@@ -1,0 +1,207 @@
+"""Megatron's layouts: which layers, experts and rows each model-parallel rank holds.
+
+A legacy checkpoint has one file per rank of tp x pp x ep; within a pipeline rank, `vpp` chunks of
+layers lie side by side. Experts are cut by ep and etp over the same ranks, in Megatron's default
+order: of the ranks r of a pipeline rank, tp = r % TP, etp = r % ETP, ep = r // ETP % EP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import divisors
+
+RANK_FILE = "model_optim_rng.pt"
+RANK_FOLDER = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?(?:_(\d\d\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Where a rank file stands."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronLayout:
+    """The sizes of the model-parallel axes, and how many layers each pipeline stage holds."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stages: tuple[int, ...] = ()
+    """Layers of each stage in the order of the model: stage v * pp + p is chunk v of rank p."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.stages)
+
+    def layers(self, pp: int, chunk: int) -> range:
+        """The layers, counted over the whole model, of one chunk of a pipeline rank."""
+        stage = chunk * self.pp + pp
+        start = sum(self.stages[:stage])
+        return range(start, start + self.stages[stage])
+
+    def ranks(self) -> list[Rank]:
+        """The ranks that have a file of their own: each pair of tp and ep that some rank is."""
+        pairs = {
+            (r % self.tp, r // self.etp % self.ep)
+            for r in range(math.lcm(self.tp, self.etp * self.ep))
+        }
+        return [Rank(tp, pp, ep) for pp in range(self.pp) for tp, ep in sorted(pairs)]
+
+    def folder(self, rank: Rank) -> str:
+        """The name of a rank's folder, `mp_rank_01_003`; axes of size 1 are left out."""
+        name = f"mp_rank_{rank.tp:02d}"
+        if self.pp > 1:
+            name += f"_{rank.pp:03d}"
+        return name + (f"_{rank.ep:03d}" if self.ep > 1 else "")
+
+    def folders(self) -> set[str]:
+        """The folders that ranks of this layout read."""
+        return {self.folder(rank) for rank in self.ranks()}
+
+    def grid(self) -> set[str]:
+        """Every folder of tp x pp x ep; where etp is not tp some are replicas nobody reads."""
+        spots = itertools.product(range(self.tp), range(self.pp), range(self.ep))
+        return {self.folder(Rank(*spot)) for spot in spots}
+
+    def coords(self, rank: Rank) -> dict[str, tuple[int, int]]:
+        """How the rank's tensors are cut, for the parallel plan."""
+        return {"tp": (self.tp, rank.tp), "etp": (self.etp, rank.tp % self.etp)}
+
+    def chunks(self) -> list[str]:
+        """The keys of a rank file that hold its chunks."""
+        return ["model"] if self.vpp == 1 else [f"model{v}" for v in range(self.vpp)]
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The axes as Megatron's arguments have them: without chunks vpp is None."""
+        vpp = self.vpp if self.vpp > 1 else None
+        return {"tp": self.tp, "pp": self.pp, "vpp": vpp, "ep": self.ep, "etp": self.etp}
+
+    def __str__(self) -> str:
+        sizes = [f"{axis} {size}" for axis, size in self.sizes.items() if size and size > 1]
+        return " ".join(sizes) or "one rank"
+
+
+def build_layout(
+    dims: ModelDims, *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int | None = None
+) -> MegatronLayout:
+    """A layout with equal stages; raises UserError with every rule that the sizes break.
+
+    `etp` is `tp` unless told, as in Megatron; without experts it does not matter and is 1.
+    """
+    if not dims.num_experts:
+        etp_size = 1
+    else:
+        etp_size = tp if etp is None else etp
+    given = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp_size}
+    problems = [Problem(f"{a} = {n}", "must be at least 1") for a, n in given.items() if n < 1]
+    if not problems:
+        problems = _problems(dims, etp_was_given=etp is not None, **given)
+    if problems:
+        raise UserError(problems)
+    stages = (dims.num_layers // (pp * vpp),) * (pp * vpp)
+    return MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp_size, stages=stages)
+
+
+def _problems(
+    dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, etp: int, etp_was_given: bool
+) -> list[Problem]:
+    found = []
+    if dims.num_layers % (pp * vpp):
+        rule = f"pp * vpp = {pp * vpp} must divide num_layers = {dims.num_layers}"
+        found.append(Problem(f"pp = {pp}, vpp = {vpp}", rule, _fits(dims.num_layers)))
+    if vpp > 1 and pp == 1:
+        found.append(Problem(f"vpp = {vpp}", "needs a pipeline, and pp = 1", "give pp too"))
+    kv = dims.num_kv_heads
+    if dims.num_heads % tp:
+        rule = f"must divide num_heads = {dims.num_heads}"
+        found.append(Problem(f"tp = {tp}", rule, _fits(dims.num_heads)))
+    elif kv % tp and tp % kv:
+        rule = f"must divide num_kv_heads = {kv}, or be a multiple of it"
+        found.append(Problem(f"tp = {tp}", rule, _fits(kv)))
+    elif (dims.q_dim + 2 * dims.kv_dim) % tp:
+        rule = f"must divide the {dims.q_dim + 2 * dims.kv_dim} rows of the fused qkv"
+        found.append(Problem(f"tp = {tp}", rule, _fits(dims.q_dim + 2 * dims.kv_dim)))
+    is_dense = any(not dims.is_moe(layer) for layer in range(dims.num_layers))
+    if is_dense and dims.intermediate_size % tp:
+        rule = f"must divide intermediate_size = {dims.intermediate_size}"
+        found.append(Problem(f"tp = {tp}", rule, _fits(dims.intermediate_size)))
+    if not dims.num_experts:
+        if ep > 1 or etp_was_given:
+            rule = f"{dims.family} has no experts"
+            found.append(Problem(f"ep = {ep}, etp = {etp}", rule, "leave both out"))
+        return found
+    if dims.num_experts % ep:
+        rule = f"must divide num_experts = {dims.num_experts}"
+        found.append(Problem(f"ep = {ep}", rule, _fits(dims.num_experts)))
+    if dims.moe_intermediate_size % etp:
+        rule = f"must divide moe_intermediate_size = {dims.moe_intermediate_size}"
+        why = "" if etp_was_given else " (it is tp unless told)"
+        fits = _fits(dims.moe_intermediate_size)
+        found.append(Problem(f"etp = {etp}{why}", rule, fits))
+    return found
+
+
+def _fits(number: int) -> str:
+    return f"use one of {', '.join(map(str, divisors(number)))}"
+
+
+def check_rank_files(layout: MegatronLayout) -> None:
+    """Rank folders are named by tp, pp and ep, so files of differing etp would collide."""
+    if layout.tp % layout.etp:
+        where = f"etp = {layout.etp}"
+        rule = f"must divide tp = {layout.tp} in legacy folders, whose names do not tell etp"
+        raise UserError(Problem(where, rule, "use torch_dist, or an etp that divides tp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank folder turned out to hold."""
+
+    indices: tuple[int, int | None, int | None]
+    """The numbers of its name."""
+    layers: tuple[int, ...]
+    """How many layers each of its chunks has."""
+    expert_rows: int | None
+    """The height of an expert's first matrix."""
+
+
+def infer_layout(where: str, found: Mapping[str, Found], dims: ModelDims) -> MegatronLayout:
+    """The layout of a legacy folder from its names and contents, which need no arguments."""
+    tp = 1 + max(folder.indices[0] for folder in found.values())
+    pp = 1 + max((folder.indices[1] or 0) for folder in found.values())
+    ep = 1 + max((folder.indices[2] or 0) for folder in found.values())
+    first = found[min(found)]
+    # `mp_rank_00_001` is a pipeline rank or an expert rank: a pipeline rank lacks layers.
+    if first.indices[2] is None and sum(first.layers) == dims.num_layers:
+        pp, ep = 1, pp
+    by_rank = []
+    for p in range(pp):
+        names = [n for n, f in found.items() if pp == 1 or (f.indices[1] or 0) == p]
+        if not names:
+            rule = f"no mp_rank folder of pipeline rank {p} is there"
+            raise UserError(Problem(where, rule, "fetch the folder again"))
+        by_rank.append(found[min(names)].layers)
+    vpp = len(first.layers)
+    if any(len(layers) != vpp for layers in by_rank):
+        raise UserError(Problem(where, "its ranks hold differing numbers of model chunks"))
+    stages = tuple(by_rank[p][v] for v in range(vpp) for p in range(pp))
+    if sum(stages) != dims.num_layers:
+        rule = f"its files hold {sum(stages)} layers, but the config says {dims.num_layers}"
+        raise UserError(Problem(where, rule, "give the config.json that belongs to it"))
+    rows = next((f.expert_rows for f in found.values() if f.expert_rows), None)
+    etp = max(1, 2 * dims.moe_intermediate_size // rows) if rows else 1
+    return MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, stages=stages)

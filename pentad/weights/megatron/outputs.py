@@ -1,0 +1,276 @@
+"""What a conversion writes: each output knows its files, and writes any one of them alone.
+
+Sources are read under HF-on-disk names whatever they are, so one output serves all of them. A
+file is read back after writing and compared with what was handed over.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.weights.flow import Reader, TensorInfo, source_block, target_block
+from pentad.weights.hf import INDEX as HF_INDEX
+from pentad.weights.hf import METADATA, HfFolder, bytes_of, read_header, write_file, write_json
+from pentad.weights.megatron.dist import Item, write_block, write_common, write_index
+from pentad.weights.megatron.layout import MegatronLayout
+from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
+from pentad.weights.megatron.pickles import load_rank_file, load_tensor
+from pentad.weights.megatron.stored import Column, Form, Piece, Spelling, dist_pieces
+from pentad.weights.regions import full_box
+
+Notes = list[dict[str, Any]]
+"""What an output wants to know of a written file when it finishes, as JSON."""
+
+
+class Output(Protocol):
+    """The files of a converted checkpoint."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Path within the folder -> bytes of tensors in it."""
+        ...
+
+    def write(self, name: str, path: Path) -> Notes:
+        """Writes one of the files at `path` and reads it back."""
+        ...
+
+    def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
+        """Writes what belongs to the files together, once all of them are there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Filler:
+    """Makes stored tensors from a reader of HF tensors."""
+
+    reader: Reader
+    dtype: torch.dtype | None
+    """Cast to it; None keeps each tensor's own."""
+
+    def dtype_of(self, piece: Piece) -> torch.dtype:
+        """The type of the tensors a piece is made of, which must be one."""
+        if self.dtype is not None:
+            return self.dtype
+        kinds = {self.reader.infos[r.source].dtype: r.source for r in piece.entry.regions}
+        if len(kinds) > 1:
+            said = " and ".join(f"{name} ({dtype})" for dtype, name in kinds.items())
+            rule = f"Megatron keeps {said} in one tensor, {piece.entry.name}"
+            raise UserError(Problem(self.reader.where, rule, "give one type with --dtype"))
+        return next(iter(kinds))
+
+    def size_bytes(self, piece: Piece) -> int:
+        return TensorInfo(piece.shape, self.dtype_of(piece)).size_bytes
+
+    def fill(self, piece: Piece) -> Tensor:
+        out = torch.zeros(piece.shape, dtype=self.dtype_of(piece))
+        for region in piece.fills:
+            block = self.reader.read(region.source, region.source_box)
+            local = replace(region, source_start=(0,) * len(region.source_start))
+            target_block(out, region).copy_(source_block(block, local))
+        return out
+
+
+def _check_back(path: Path, written: Mapping[str, int], found: Mapping[str, int]) -> None:
+    wrong = [name for name in written if written[name] != found.get(name)]
+    if wrong or written.keys() != found.keys():
+        name = wrong[0] if wrong else "a tensor"
+        raise RunError(f"{path}: {name} does not read back as written; the disk is at fault")
+
+
+def _sum(tensor: Tensor) -> int:
+    return crc32(bytes_of(tensor))
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class LegacyOutput:
+    """A legacy checkpoint: one file per rank."""
+
+    def __init__(
+        self,
+        column: Column,
+        layout: MegatronLayout,
+        filler: Filler,
+        args: Namespace,
+        *,
+        iteration: int | None,
+        spelling: Spelling,
+    ) -> None:
+        self.pieces = pieces_of_file(column, layout, spelling)
+        self.filler = filler
+        self.args = args
+        self.iteration = iteration or 0
+        self.spelling = spelling
+        self.files = {
+            name: sum(filler.size_bytes(p) for pieces in chunks.values() for p in pieces)
+            for name, chunks in self.pieces.items()
+        }
+
+    def write(self, name: str, path: Path) -> Notes:
+        chunks = {
+            chunk: {piece.key: self.filler.fill(piece) for piece in pieces}
+            for chunk, pieces in self.pieces[name].items()
+        }
+        written = {f"{c}.{key}": _sum(t) for c, ts in chunks.items() for key, t in ts.items()}
+        write_rank_file(path, chunks, self.args, iteration=self.iteration, spelling=self.spelling)
+        _sync(path)
+        del chunks
+        back = chunks_of(load_rank_file(path))
+        pairs = [(f"{c}.{key}", t) for c, ts in back.items() for key, t in ts.items()]
+        _check_back(path, written, {name: _sum(t) for name, t in pairs if t is not None})
+        return []
+
+    def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
+        pass
+
+
+class DistOutput:
+    """A torch_dist checkpoint: whole tensors, layer after layer, in files of limited size."""
+
+    def __init__(
+        self,
+        column: Column,
+        filler: Filler,
+        args: Namespace,
+        *,
+        iteration: int | None,
+        form: Form,
+        spelling: Spelling,
+        shard_bytes: int,
+    ) -> None:
+        self.all = dist_pieces(column, form, spelling)
+        self.filler = filler
+        self.args = args
+        self.iteration = iteration or 0
+        self.form: Form = form
+        self.spelling = spelling
+        _check_one_dtype(filler, self.all)
+        self.pieces: dict[str, list[Piece]] = {}
+        self.files: dict[str, int] = {}
+        name, filled = "", shard_bytes
+        for piece in self.all:
+            size = filler.size_bytes(piece)
+            if filled + size > shard_bytes and filled > 0:
+                name, filled = f"__{len(self.files)}_0.distcp", 0
+            self.pieces.setdefault(name, []).append(piece)
+            filled += size
+            self.files[name] = filled
+
+    def write(self, name: str, path: Path) -> Notes:
+        items, written = [], {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for piece in self.pieces[name]:
+                tensor = self.filler.fill(piece)
+                items.append(write_block(file, piece, tensor))
+                written[str(items[-1].start)] = _sum(tensor)
+        _sync(path)
+        back = ((item.start, load_tensor(path, item.start, item.length)) for item in items)
+        _check_back(path, written, {str(start): _sum(tensor) for start, tensor in back})
+        return [asdict(item) for item in items]
+
+    def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
+        files = {name: [_item(note) for note in notes[name]] for name in self.files}
+        write_index(folder, files, self.all, self.spelling)
+        write_common(folder, self.args, self.iteration, self.form)
+
+
+def _item(note: Mapping[str, Any]) -> Item:
+    """An item that was JSON: tuples come back as lists."""
+    return Item(**{**note, "offset": tuple(note["offset"]), "shape": tuple(note["shape"])})
+
+
+def _check_one_dtype(filler: Filler, pieces: Iterable[Piece]) -> None:
+    """A stacked key has one type, so all layers must have it."""
+    kinds: dict[str, tuple[torch.dtype, str]] = {}
+    for piece in pieces:
+        dtype = filler.dtype_of(piece)
+        known, name = kinds.setdefault(piece.key, (dtype, piece.entry.name))
+        if known != dtype:
+            rule = f"torch_dist keeps {name} ({known}) and {piece.entry.name} ({dtype}) in one key"
+            raise UserError(Problem(filler.reader.where, rule, "give one type with --dtype"))
+
+
+@dataclass(frozen=True)
+class HfFile:
+    """What one safetensors file of a HF folder holds, in its order."""
+
+    name: str
+    tensors: tuple[str, ...]
+    metadata: Mapping[str, str]
+
+
+class HfOutput:
+    """A HF folder; with the files of the folder the weights once came from, those again."""
+
+    def __init__(self, files: Sequence[HfFile], filler: Filler, tied: Mapping[str, str]) -> None:
+        self.plan = {file.name: file for file in files}
+        self.reader = filler.reader
+        self.tied = tied
+        """Tensors that are another one of the reader's a second time."""
+        self.infos = {
+            file.name: {name: self._info(name, filler.dtype) for name in file.tensors}
+            for file in files
+        }
+        self.files = {
+            name: sum(info.size_bytes for info in infos.values())
+            for name, infos in self.infos.items()
+        }
+
+    def _info(self, name: str, dtype: torch.dtype | None) -> TensorInfo:
+        info = self.reader.infos[self._source(name)]
+        return TensorInfo(info.shape, dtype or info.dtype)
+
+    def _source(self, name: str) -> str:
+        return name if name in self.reader.infos else self.tied[name]
+
+    def _read(self, name: str, info: TensorInfo) -> Tensor:
+        whole = self.reader.read(self._source(name), full_box(info.shape))
+        return whole.to(info.dtype)
+
+    def write(self, name: str, path: Path) -> Notes:
+        infos = self.infos[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pairs = ((key, self._read(key, info)) for key, info in infos.items())
+        written = write_file(path, pairs, infos, self.plan[name].metadata)
+        assert read_header(path) == infos, f"{path}: the header was not written as planned"
+        with safe_open(path, framework="pt", device="cpu") as file:
+            _check_back(path, written, {key: _sum(file.get_tensor(key)) for key in infos})
+        return []
+
+    def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
+        if len(self.plan) == 1:
+            return
+        weight_map = {key: name for name, infos in self.infos.items() for key in infos}
+        index = {"metadata": {"total_size": sum(self.files.values())}, "weight_map": weight_map}
+        write_json(folder / HF_INDEX, index)
+
+
+def hf_files(plan: Mapping[str, Sequence[str]]) -> list[HfFile]:
+    return [HfFile(name, tuple(tensors), METADATA) for name, tensors in plan.items()]
+
+
+def hf_files_of(reader: HfFolder) -> list[HfFile]:
+    """The files of a HF folder as they are."""
+    names: dict[Path, list[str]] = {}
+    for name, path in reader.file_of.items():
+        names.setdefault(path, []).append(name)
+    out = []
+    for path, tensors in names.items():
+        with safe_open(path, framework="pt") as file:
+            out.append(HfFile(path.name, tuple(tensors), file.metadata() or {}))
+    return out

@@ -1,0 +1,246 @@
+"""Megatron's tensors as files hold them: the pieces of a column, and the names they go by.
+
+A `Piece` is one tensor of a rank file, or one part of a torch_dist key, with the blocks of the
+column's tensor that it is. Both directions use the same pieces: written, a piece is filled from
+the regions of its blocks; read, the blocks are found in the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pentad.weights.cuts import Plan, cut_entry
+from pentad.weights.map import Entry, Rule, Sizes, WeightMap
+from pentad.weights.megatron.layout import MegatronLayout, Rank
+from pentad.weights.regions import Box, Region, Run, Shape, clip, full_box
+
+Spelling = Literal["te", "local"]
+"""Which layer spec names the tensors: Transformer Engine's, or Megatron's own modules."""
+Form = Literal["stacked", "separate", "singleton"]
+"""torch_dist keys: all layers in one key, a key per layer, or also one per expert and GLU half."""
+
+SEQUENTIAL = ".local_experts.{e}."
+"""How the names of experts that are modules of their own count them."""
+EXPERT_KEY: dict[Form, str] = {
+    "stacked": ".experts.",
+    "separate": ".experts.",
+    "singleton": ".experts.{e}.",
+}
+"""What torch_dist has in its place."""
+FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+"""The torch_dist keys of the separate norms of Megatron's own spec, in mixture layers too."""
+
+LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+NORMS = {"q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm"}
+EXTRA_STATE = "_extra_state"
+"""The fp8 state of a module. Empty in ours; strict loading wants the key to be there."""
+STATEFUL: dict[Spelling, set[str]] = {"te": LINEARS | NORMS, "local": LINEARS}
+"""Modules that have one. Transformer Engine's attention core has one too, and no weights."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model's Megatron tensors over its HF-on-disk tensors, and how ranks cut them."""
+
+    map: WeightMap
+    plan: Plan
+    sizes: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stored tensor, and which blocks of a column's tensor it is."""
+
+    key: str
+    """Its name where it is stored; several pieces of torch_dist may lie in one key."""
+    lead: Shape
+    """Its place along the leading axes that a torch_dist key adds (layer, expert)."""
+    shape: Shape
+    """Without those axes."""
+    entry: Entry
+    blocks: tuple[tuple[Box, Shape], ...]
+    """(block of the column's tensor, where it starts in this one)."""
+    is_copy: bool = False
+    """The same elements are stored by another piece."""
+    names: tuple[str, ...] = ()
+    """Keys that other layer specs use for it."""
+
+    @property
+    def fills(self) -> list[Region]:
+        """This tensor as regions of HF-on-disk tensors."""
+        parts = [(r, box, at) for box, at in self.blocks for r in self.entry.regions]
+        clipped = [(clip(region, box), at) for region, box, at in parts]
+        return [
+            replace(region, target_start=_add(region.target_start, at))
+            for region, at in clipped
+            if region is not None
+        ]
+
+    def gives(self, key: str, key_shape: Shape) -> list[Region]:
+        """The column's tensor as regions of the stored one."""
+        shift = len(self.lead)
+        return [
+            Region(
+                key,
+                key_shape,
+                (*self.lead, *at),
+                tuple(start for start, _ in box),
+                tuple(Run(dim + shift, dim, stop - start) for dim, (start, stop) in enumerate(box)),
+            )
+            for box, at in self.blocks
+        ]
+
+
+def _add(a: Shape, b: Shape) -> Shape:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def rank_pieces(
+    column: Column, layout: MegatronLayout, spelling: Spelling = "te"
+) -> dict[tuple[Rank, str], list[Piece]]:
+    """(rank, chunk) -> what it holds, under the names it counts its own layers and experts by."""
+    out: dict[tuple[Rank, str], list[Piece]] = {}
+    seen: set[tuple[str, tuple[tuple[Box, Shape], ...]]] = set()
+    local_experts = column.map.dims.num_experts // layout.ep
+    by_stage = _by_stage(column.map, layout)
+    for rank in layout.ranks():
+        coords = layout.coords(rank)
+        for number, chunk in enumerate(layout.chunks()):
+            layers = layout.layers(rank.pp, number)
+            pieces = out.setdefault((rank, chunk), [])
+            for entry in by_stage[number * layout.pp + rank.pp]:
+                index = {}
+                if entry.layer is not None:
+                    index["i"] = entry.layer - layers.start
+                if entry.expert is not None:
+                    owner, index["e"] = divmod(entry.expert, local_experts)
+                    if owner != rank.ep:
+                        continue
+                local = cut_entry(entry, column.plan, coords, column.sizes)
+                name, others = _spell(entry.rule, spelling)
+                once = (entry.name, local.boxes)
+                piece = Piece(
+                    name.format(**index),
+                    (),
+                    local.shape,
+                    entry,
+                    local.boxes,
+                    entry.is_copy or once in seen,
+                    tuple(other.format(**index) for other in others),
+                )
+                seen.add(once)
+                pieces.append(piece)
+    return out
+
+
+def _spell(rule: Rule, spelling: Spelling) -> tuple[str, tuple[str, ...]]:
+    """The pattern a rank file uses, and those of other specs."""
+    every = (rule.target, *rule.alias)
+    name = rule.alias[0] if spelling == "local" and rule.alias else rule.target
+    return name, tuple(other for other in every if other != name)
+
+
+def _by_stage(column: WeightMap, layout: MegatronLayout) -> list[list[Entry]]:
+    """The tensors of every stage; a tied head lies on the last stage if it is not the first."""
+    out: list[list[Entry]] = [[] for _ in layout.stages]
+    stage_of = [stage for stage, count in enumerate(layout.stages) for _ in range(count)]
+    last = len(layout.stages) - 1
+    entries = list(column.entries.values())
+    first_layer = next(n for n, entry in enumerate(entries) if entry.layer is not None)
+    for number, entry in enumerate(entries):
+        if entry.layer is not None:
+            out[stage_of[entry.layer]].append(entry)
+        elif number < first_layer:
+            out[0].append(entry)
+        elif not (entry.is_copy and layout.pp == 1):
+            out[last].append(entry)
+    return out
+
+
+def dist_pieces(column: Column, form: Form, spelling: Spelling = "te") -> list[Piece]:
+    """What a torch_dist folder holds, whole tensors each."""
+    out = []
+    for entry in column.map.entries.values():
+        if entry.is_copy:
+            continue
+        name, others = _dist_names(entry, form, spelling)
+        lead = tuple(
+            index
+            for index in (
+                entry.layer if form == "stacked" else None,
+                entry.expert if form != "singleton" else None,
+            )
+            if index is not None
+        )
+        whole = ((full_box(entry.shape), (0,) * len(entry.shape)),)
+        piece = Piece(name, lead, entry.shape, entry, whole, names=others)
+        halves = form == "singleton" and "+" in entry.rule.shape.split()[0]
+        out += _halves(piece) if halves else [piece]
+    return out
+
+
+def _dist_names(entry: Entry, form: Form, spelling: Spelling) -> tuple[str, tuple[str, ...]]:
+    """The key of torch_dist, and the key that files of the other spec have."""
+    te, local = entry.rule.target, _spell(entry.rule, "local")[0]
+    for norm, fused in FUSED_NORMS.items():
+        local = local.replace(norm, fused)
+    if entry.expert is not None:
+        assert SEQUENTIAL in local, f"{te}: an expert's rule needs an alias with {SEQUENTIAL}"
+        te = local = local.replace(SEQUENTIAL, EXPERT_KEY[form])
+    chosen, other = (te, local) if spelling == "te" else (local, te)
+    index = {"i": entry.layer, "e": entry.expert}
+    if form == "stacked":
+        chosen, other = chosen.replace(".{i}.", "."), other.replace(".{i}.", ".")
+    names = () if other == chosen else (other.format(**index),)
+    return chosen.format(**index), names
+
+
+def _halves(piece: Piece) -> list[Piece]:
+    height = piece.shape[0] // 2
+    shape = (height, *piece.shape[1:])
+    out = []
+    for half, suffix in enumerate(("_w", "_v")):
+        box = ((half * height, (half + 1) * height), *full_box(piece.shape[1:]))
+        block = ((box, (0,) * len(shape)),)
+        names = tuple(name + suffix for name in piece.names)
+        key = piece.key + suffix
+        out.append(replace(piece, key=key, shape=shape, blocks=block, names=names))
+    return out
+
+
+def key_shapes(pieces: Iterable[Piece]) -> dict[str, Shape]:
+    """The shape of every torch_dist key: the pieces' shape under the axes they are counted on."""
+    leads: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
+    for piece in pieces:
+        known = leads.get(piece.key, (0,) * len(piece.lead))
+        leads[piece.key] = tuple(max(a, b + 1) for a, b in zip(known, piece.lead, strict=True))
+        shapes[piece.key] = piece.shape
+    return {key: (*leads[key], *shape) for key, shape in shapes.items()}
+
+
+def extra_states(keys: Iterable[str], spelling: Spelling) -> list[str]:
+    """The fp8 state keys that belong to the modules of these tensors."""
+    modules: dict[str, None] = {}
+    for key in keys:
+        module, _, leaf = key.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if not leaf.startswith("weight"):
+            continue
+        if kind in STATEFUL[spelling]:
+            modules[module] = None
+        if kind == "linear_qkv" and spelling == "te":
+            modules[module.removesuffix("linear_qkv") + "core_attention"] = None
+    return [f"{module}.{EXTRA_STATE}" for module in modules]
+
+
+def by_key(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
+    out: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        out.setdefault(piece.key, []).append(piece)
+    return out
