@@ -5,7 +5,10 @@ predicts: position t of a sequence says something about token t + 1. So everythi
 to the left on the way in and back on the way out; the last position of a sequence predicts nothing
 (label -1, columns 0), and a sequence's first token gets 0 on the way out.
 
-Shapes: T packed tokens, S sequences, C columns.
+Where tokens are dealt over ranks (cp, tp), a microbatch is filled up with one more sequence that
+is never trained; what is shifted is shifted before the tokens are dealt.
+
+Shapes: T packed tokens (of this rank's share), S sequences, C columns.
 """
 
 from __future__ import annotations
@@ -20,16 +23,22 @@ from torch import Tensor
 
 from pentad.core.errors import RunError
 from pentad.core.types import Row
+from pentad.parallel.collectives import sum_ranks
+from pentad.parallel.mesh import ALONE, Axis
 
 NO_LABEL = -1
 
 
 class PackedSegments:
-    """`core.types.Segments` over sequences that lie one after the other, whole."""
+    """`core.types.Segments` over sequences that lie one after the other, dealt over cp ranks.
 
-    def __init__(self, lengths_S: Tensor, num_tokens: int) -> None:
+    Each rank has all S sequences, with the tokens of its share: none of most of them.
+    """
+
+    def __init__(self, lengths_S: Tensor, num_tokens: int, cp: Axis = ALONE) -> None:
         self.lengths_S = lengths_S
         self.num_tokens = num_tokens
+        self.cp = cp
 
     @property
     def num(self) -> int:
@@ -37,7 +46,7 @@ class PackedSegments:
 
     def sum(self, x_T: Tensor) -> Tensor:
         result: Tensor = _SegmentSum.apply(x_T, self.lengths_S)
-        return result
+        return sum_ranks(result, self.cp)
 
     def spread(self, x_S: Tensor) -> Tensor:
         result: Tensor = _SegmentSpread.apply(x_S, self.lengths_S, self.num_tokens)
@@ -78,9 +87,13 @@ class _SegmentSpread(torch.autograd.Function):
 
 @dataclass(slots=True)
 class PackedRows:
-    """One microbatch on the device. Everything but ids and positions is prediction-aligned."""
+    """This rank's share of one microbatch, on the device. Everything but ids and positions is
+    prediction-aligned."""
 
+    num_rows: int
+    """0: nothing but filling, computed so that all ranks make the same calls."""
     lengths: list[int]
+    """Of all sequences of the microbatch, the filling one included."""
     ids_T: Tensor
     positions_T: Tensor
     labels_T: Tensor
@@ -89,7 +102,8 @@ class PackedRows:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids_T)
+        """Of the whole microbatch."""
+        return sum(self.lengths)
 
 
 def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> None:
@@ -115,28 +129,60 @@ def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> 
             raise RunError(f"row {i} holds token id {bad}, outside the vocabulary of {vocab_size}")
 
 
-def pack_rows(rows: Sequence[Row], columns: Sequence[str], device: torch.device) -> PackedRows:
-    lengths = [row.ids.numel() for row in rows]
+def fill_up(lengths: Sequence[int], multiple: int) -> list[int]:
+    """The lengths with one more sequence where their sum is no positive multiple."""
+    total = sum(lengths)
+    missing = -total % multiple if total else multiple
+    return [*lengths, missing] if missing else list(lengths)
+
+
+def pack_rows(
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    device: torch.device,
+    *,
+    multiple: int = 1,
+    cp: Axis = ALONE,
+) -> PackedRows:
+    """One microbatch, filled up to a multiple of tokens; of it, the share of this cp rank."""
+    lengths = fill_up([row.ids.numel() for row in rows], multiple)
     length_S = np.asarray(lengths, dtype=np.int64)
     ends_S = np.cumsum(length_S)
-    positions = np.arange(ends_S[-1]) - np.repeat(ends_S - length_S, length_S)
+    num_tokens, num_real = int(ends_S[-1]), sum(row.ids.numel() for row in rows)
+    positions = np.arange(num_tokens) - np.repeat(ends_S - length_S, length_S)
     last_S = torch.from_numpy(ends_S - 1)
-    ids_T = torch.cat([row.ids for row in rows])
+
+    def pack(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if num_tokens > num_real:
+            parts = [*parts, torch.zeros(num_tokens - num_real, dtype=dtype)]
+        return torch.cat(parts)
+
+    ids_T = pack([row.ids for row in rows], torch.int64)
     labels_T = shift_in(ids_T, last_S, NO_LABEL)
+    labels_T[num_real:] = NO_LABEL
     flat = {
-        name: shift_in(torch.cat([row.columns[name] for row in rows]), last_S) for name in columns
+        name: shift_in(pack([row.columns[name] for row in rows], torch.float32), last_S)
+        for name in columns
     }
+    assert num_tokens % cp.size == 0, f"{num_tokens} tokens cannot be dealt to {cp.size}"
+    start, stop = (num_tokens // cp.size * r for r in (cp.rank, cp.rank + 1))
+    here_S = np.clip(ends_S, start, stop) - np.clip(ends_S - length_S, start, stop)
 
-    def send(x: Tensor) -> Tensor:
-        return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+    def send(x_T: Tensor) -> Tensor:
+        x_T = x_T[start:stop] if cp.size > 1 else x_T
+        return x_T if device.type == "cpu" else x_T.pin_memory().to(device, non_blocking=True)
 
+    lengths_S = torch.from_numpy(here_S)
+    if device.type != "cpu":
+        lengths_S = lengths_S.pin_memory().to(device, non_blocking=True)
     return PackedRows(
+        num_rows=len(rows),
         lengths=lengths,
         ids_T=send(ids_T),
         positions_T=send(torch.from_numpy(positions)),
         labels_T=send(labels_T),
         columns={name: send(x_T) for name, x_T in flat.items()},
-        segments=PackedSegments(send(torch.from_numpy(length_S)), len(ids_T)),
+        segments=PackedSegments(lengths_S, stop - start, cp),
     )
 
 

@@ -1,4 +1,4 @@
-"""AdamW over named parameters: groups, state that exists from the start, exact norm, one scale."""
+"""AdamW over named parameters: groups, and state that exists from the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pentad.core.errors import RunError
 from pentad.engine.settings import OptimizerSettings
@@ -15,16 +14,12 @@ from pentad.engine.settings import OptimizerSettings
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's memory of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def is_decayed(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.startswith("embed.")
 
 
 def build_adamw(parameters: Mapping[str, Tensor], settings: OptimizerSettings) -> torch.optim.AdamW:
+    """Over this rank's memory of the parameters: every operation is elementwise."""
     decayed = [p for name, p in parameters.items() if is_decayed(name, p)]
     plain = [p for name, p in parameters.items() if not is_decayed(name, p)]
     groups: list[dict[str, Any]] = [
@@ -58,23 +53,9 @@ def optimizer_state(
     }
 
 
-def gradient_norm(gradients: Iterable[Tensor]) -> float:
-    """The 2-norm of all gradients together, inf and NaN kept. Waits for the device."""
-    parts = [local(gradient) for gradient in gradients]
-    if not parts:
-        return 0.0
-    norms = torch.stack([x.double() for x in torch._foreach_norm(parts)])
-    return float(norms.square().sum().sqrt())
-
-
 def clip_scale(norm: float, max_norm: float | None) -> float:
     """What the gradient is multiplied by so that its norm is at most `max_norm`, exactly."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
-
-
-def scale_gradients(gradients: Iterable[Tensor], scale: float) -> None:
-    if scale != 1.0:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
 
 
 def check_named(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], what: str) -> None:
@@ -89,12 +70,6 @@ def check_named(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], wh
         if target.shape != sources[name].shape:
             shapes = f"{tuple(sources[name].shape)}, not {tuple(target.shape)}"
             raise RunError(f"the saved {what} does not fit this model: {name} is {shapes}")
-
-
-@torch.no_grad()
-def copy_named(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    for name, target in targets.items():
-        target.copy_(sources[name])
 
 
 def _some(names: Iterable[str]) -> str:

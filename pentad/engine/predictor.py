@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 from pentad.core.types import Attend
 from pentad.models.decoder import Decoder
-from pentad.ops.logprob import token_logprobs
+from pentad.ops.logprob import WHOLE_VOCAB, VocabShard, token_logprobs
+from pentad.parallel.collectives import gather_parts, gather_shared
+from pentad.parallel.cuts import Cut
+from pentad.parallel.mesh import ALONE, Axis
 
 Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
 """(logprobs_T, entropy_T, values_T), None where the decoder has no such head."""
@@ -14,13 +17,21 @@ Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 class Predictor(nn.Module):
     """One module around decoder and heads, so that whatever shards or casts weights around a
-    forward pass covers the heads too, which are used outside the decoder's own forward."""
+    forward pass covers the heads too, which are used outside the decoder's own forward.
+
+    Under tensor parallelism the decoder gives this rank's share of the tokens, and the head is cut
+    by vocabulary: all tp ranks return the same numbers for all tokens.
+    """
 
     def __init__(self, decoder: Decoder, temperature: float, chunk_bytes: int | None) -> None:
         super().__init__()
         self.decoder = decoder
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
+        self.tp: Axis = ALONE
+        self.vocab: VocabShard = WHOLE_VOCAB
+        self.cuts: dict[str, Cut] = {}
+        """Who holds what of each parameter, by native name."""
 
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, labels_T: Tensor, attend: Attend
@@ -29,12 +40,13 @@ class Predictor(nn.Module):
         logprobs_T = entropy_T = values_T = None
         if self.decoder.has_lm_head:
             logprobs_T, entropy_T = token_logprobs(
-                hidden_TD,
+                gather_parts(hidden_TD, self.tp),
                 self.decoder.head_weight,
                 labels_T,
                 temperature=self.temperature,
                 chunk_bytes=self.chunk_bytes,
+                shard=self.vocab,
             )
         if self.decoder.value_head is not None:
-            values_T = self.decoder.values(hidden_TD)
+            values_T = gather_shared(self.decoder.values(hidden_TD), self.tp)
         return logprobs_T, entropy_T, values_T

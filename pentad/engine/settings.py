@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 
+__all__ = ["DTYPES", "DType", "EngineSettings", "OptimizerSettings"]
 DType = Literal["float32", "bfloat16", "float64"]
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +76,8 @@ class EngineSettings:
     every n-th block whole."""
     compile: bool = False
     """torch.compile per block; on CUDA only."""
+    reshard_after_forward: bool = True
+    """Whether blocks give up their gathered weights between forward and backward."""
     deterministic: bool = False
     """Bitwise repeatable, or torch refuses with the name of the operation."""
     tag_memory: Literal["host", "device"] = "host"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import RunError
-from pentad.engine.optim import local
 
 
 class FlatCopy:
@@ -117,7 +116,7 @@ class WeightTags:
             del self.copies[tag]
         for tag, tensors in saved.items():
             copy = self.copies.setdefault(tag, self._new())
-            copy_all(copy.views, [local(tensors[name]) for name in self.names])
+            copy_all(copy.views, [tensors[name] for name in self.names])
 
     def _new(self) -> FlatCopy:
         return FlatCopy(self.tensors, self.device, self.pin)

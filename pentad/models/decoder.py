@@ -7,7 +7,7 @@ some of the layers and perhaps neither embedding nor head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from pentad.core.types import Attend
 from pentad.models.layers import Attention, Mlp, Norm
 from pentad.models.moe import Moe
 from pentad.models.rope import Rotary
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Block(nn.Module):
@@ -62,6 +66,8 @@ class Decoder(nn.Module):
             nn.Linear(dims.hidden_size, 1, bias=False) if is_last and value_head else None
         )
         self.has_lm_head = is_last and lm_head
+        self.present: Callable[[str, Tensor], Tensor] = as_it_is
+        """How a parameter shows to the outside; under a layout, as a DTensor of the whole."""
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Token ids (a later stage: the stage before's hidden_TD) to hidden_TD.

@@ -24,12 +24,12 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def native_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The model's parameters by their native names."""
+    """The model's parameters by their native names, as the whole tensors they are parts of."""
     out: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
-        out[name] = parameter
+        out[name] = model.present(name, parameter)
     return out
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.families import ConfigLike, dims_of, map_of, read_config, register, spec_of
@@ -27,7 +28,6 @@ __all__ = [
     "spec_of",
 ]
 Device = torch.device | str
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_model(

@@ -7,8 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.core.seams import Seam
 from pentad.models.columns import MEGATRON, megatron_sizes
 from pentad.weights.map import Rule, WeightMap, build_map, through
+
+
+def is_dense(dims: ModelDims, layer: int) -> bool:
+    return not dims.is_moe(layer)
+
+
+DECODER_SEAMS = (
+    Seam("embed", "lookup"),
+    Seam("layers.{i}.attn", "gather"),
+    Seam("layers.{i}.attn.o", "scatter"),
+    Seam("layers.{i}.ffn", "gather", is_dense),
+    Seam("layers.{i}.ffn.down", "scatter", is_dense),
+)
+"""Of `decoder.Decoder`. A mixture has none: its router and experts take each rank's own tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +36,8 @@ class ModelSpec:
     """The weight map: native tensors as regions of HF-on-disk tensors."""
     plan: Mapping[str, str]
     """The parallel plan: size symbol -> mesh axis that splits every dim of that symbol."""
+    seams: tuple[Seam, ...] = DECODER_SEAMS
+    """Where tensor parallelism gathers and deals tokens."""
     read_dims: Callable[[Mapping[str, Any]], ModelDims] = dims_from_hf
     """The config adapter: the dimensions from a HF config."""
     model: str = "pentad.models.decoder:Decoder"

@@ -17,10 +17,10 @@ from engine_toys import (
 from torch import Tensor
 
 from pentad.engine.settings import EngineSettings
-from pentad.engine.wrap import apply_to_block
 from pentad.models import qwen3_moe
 from pentad.models.decoder import causal_attend
 from pentad.models.families import REGISTERED
+from pentad.parallel.blocks import apply_to_block
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
 
 def tiny(vocab_size: int, **extra) -> ModelDims:
     return ModelDims(
-        family="qwen3",
+        family="qwen3_moe" if "num_experts" in extra else "qwen3",
         vocab_size=vocab_size,
         hidden_size=96,
         num_layers=6,

@@ -1,0 +1,113 @@
+"""What microbatches gave, put together: per row and in sums, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.types import Row
+from pentad.engine.batch import fill_up, split_out
+from pentad.engine.packing import Plan
+from pentad.engine.predictor import Predicted
+from pentad.parallel.collectives import gather_shared, reduce_ranks
+from pentad.parallel.mesh import Meshes
+
+NAMES = ("logprobs", "entropy", "values")
+Sums = tuple[Tensor, dict[str, Tensor]]
+"""The loss of one microbatch and its statistics."""
+
+
+def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
+    """All ranks must be given the same rows: each takes its share of them."""
+    if meshes.world.size == 1:
+        return
+    digest = hashlib.blake2b(digest_size=7)
+    for row in rows:
+        digest.update(row.ids.numpy().tobytes() + repr((row.count, len(row.ids))).encode())
+    number = int.from_bytes(digest.digest(), "little")
+    pair = torch.tensor([number, -number], device=meshes.device)
+    high, low = reduce_ranks(pair, meshes.world, "max").tolist()
+    if high != -low:
+        raise RunError("the ranks were given different rows; every rank must be given all of them")
+
+
+def per_row(
+    predicted: Sequence[Predicted], plan: Plan, rows: Sequence[Row], meshes: Meshes
+) -> list[dict[str, Tensor]]:
+    """Gives each row its own, token-aligned, on the CPU; after all work was sent to the device.
+
+    `predicted` are this rank's microbatches; `plan` says what those of the others hold.
+    """
+    outputs: list[dict[str, Tensor]] = [{} for _ in rows]
+    if not predicted:
+        return outputs
+    lengths = [
+        [fill_up([rows[i].ids.numel() for i in mb], meshes.token_multiple) for mb in mbs]
+        for mbs in plan
+    ]
+    for k, name in enumerate(NAMES):
+        mine = [x_T for parts in predicted if (x_T := parts[k]) is not None]
+        if not mine:
+            continue
+        for mbs, padded, flat_T in zip(plan, lengths, _of_all(mine, lengths, meshes), strict=True):
+            pieces_T = flat_T.split([sum(sizes) for sizes in padded])
+            for indices, sizes, x_T in zip(mbs, padded, pieces_T, strict=True):
+                for i, piece in zip(indices, split_out(x_T, sizes), strict=False):
+                    outputs[i][name] = piece
+    return outputs
+
+
+def _of_all(
+    mine: Sequence[Tensor], lengths: Sequence[Sequence[Sequence[int]]], meshes: Meshes
+) -> list[Tensor]:
+    """For each data-parallel rank its microbatches one after the other, whole, on the CPU."""
+    flat_t = torch.cat(list(mine)) if len(mine) > 1 else mine[0]
+    if meshes.batch.size == 1:
+        return [flat_t.cpu()]
+    cp = meshes.cp.size
+    totals = [sum(map(sum, mbs)) // cp for mbs in lengths]
+    padded = flat_t.new_zeros(1, max(totals))
+    padded[0, : len(flat_t)] = flat_t
+    all_Bt = gather_shared(padded, meshes.batch).cpu()
+    out = []
+    for d, mbs in enumerate(lengths):
+        shares = all_Bt[d * cp : (d + 1) * cp, : totals[d]]
+        sizes = [sum(mb) // cp for mb in mbs]
+        pieces = shares.split(sizes, dim=1)
+        out.append(torch.cat([piece.flatten() for piece in pieces]))
+    return out
+
+
+def add_up(sums: Sequence[Sums], meshes: Meshes) -> tuple[float, dict[str, float]]:
+    """Totals of loss and statistics over microbatches and ranks."""
+    loss_total, totals = _add_up(sums)
+    if meshes.batch.size == 1:
+        return loss_total, totals
+    gathered: list[tuple[float, dict[str, float]]] = [(0.0, {})] * meshes.batch.size
+    dist.all_gather_object(gathered, (loss_total, totals), group=meshes.batch.group)
+    names = {name: None for _, stats in gathered for name in stats}
+    # In the order of ranks, in double: the same bits everywhere.
+    return (
+        sum(loss for loss, _ in gathered),
+        {name: sum(stats.get(name, 0.0) for _, stats in gathered) for name in names},
+    )
+
+
+def _add_up(sums: Sequence[Sums]) -> tuple[float, dict[str, float]]:
+    """Over this rank's microbatches, fetched from the device at once."""
+    if not sums:
+        return 0.0, {}
+    flat = [x.detach().double() for loss_sum, stats in sums for x in (loss_sum, *stats.values())]
+    fetched = iter(torch.stack(flat).tolist())
+    loss_total = 0.0
+    totals: dict[str, float] = {}
+    for _, stats in sums:
+        loss_total += next(fetched)
+        for name in stats:
+            totals[name] = totals.get(name, 0.0) + next(fetched)
+    return loss_total, totals

@@ -1,0 +1,97 @@
+"""What is laid around each block: recomputation of activations, then compilation.
+
+Both replace the block's forward, not the block: hooks of FSDP2 stay outside of it, and parameter
+names stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+KEPT_OPS = {
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "torch_attn._varlen_attn.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
+}
+"""By name, since not every build of torch has all of them."""
+
+
+class BlockSettings(Protocol):
+    """`engine.settings.EngineSettings` says what each means."""
+
+    @property
+    def gradient_checkpointing(self) -> bool: ...
+    @property
+    def ac_mode(self) -> str: ...
+    @property
+    def ac_selective(self) -> Literal["op"] | int: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+def apply_to_block(
+    block: nn.Module, index: int, settings: BlockSettings, device: torch.device
+) -> None:
+    run: Callable[..., Tensor] | None = None
+    if settings.gradient_checkpointing and settings.ac_mode != "none":
+        if settings.ac_mode == "full":
+            run = _run_recomputed
+        elif settings.ac_selective == "op":
+            run = _run_keeping_products
+        elif index % settings.ac_selective == 0:
+            run = _run_recomputed
+    if settings.compile and device.type == "cuda":
+        # One function for all blocks, the block an argument: they share one compiled graph.
+        run = torch.compile(run or _run_plain, dynamic=True)
+    if run is not None:
+        block.forward = partial(run, block)
+
+
+def _run_plain(block: nn.Module, *args: Any) -> Tensor:
+    result: Tensor = type(block).forward(block, *args)
+    return result
+
+
+def _run_recomputed(block: nn.Module, *args: Any) -> Tensor:
+    # Blocks draw no random numbers, so there is no generator state to restore.
+    result: Tensor = checkpoint(
+        _run_plain, block, *args, use_reentrant=False, preserve_rng_state=False
+    )
+    return result
+
+
+def _run_keeping_products(block: nn.Module, *args: Any) -> Tensor:
+    result: Tensor = checkpoint(
+        _run_plain,
+        block,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_keep_products,
+    )
+    return result
+
+
+def _keep_products() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = str(op) in KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

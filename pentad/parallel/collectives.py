@@ -1,0 +1,143 @@
+"""Collectives with gradients, over an `Axis`; each does nothing where the axis has one rank.
+
+They are named by what they do to the value; the gradient follows from who uses the result. Built
+on torch's functional collectives, which torch.compile can trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentad.parallel.mesh import Axis
+
+_ops = torch.ops._c10d_functional
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    out = _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+    return _wait(out)
+
+
+def _scatter(x: Tensor, axis: Axis) -> Tensor:
+    out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+    return _wait(out)
+
+
+def _swap(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Tensor:
+    out = _ops.all_to_all_single(x.contiguous(), list(out_sizes), list(in_sizes), axis.name)
+    return _wait(out)
+
+
+def _wait(x: Tensor) -> Tensor:
+    result: Tensor = _ops.wait_tensor(x)
+    return result
+
+
+def reduce_ranks(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The sum (max, min) over the ranks, a new tensor, without a gradient."""
+    if axis.size == 1:
+        return x
+    return _wait(_ops.all_reduce(x.contiguous(), op, axis.name))
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _scatter(grads[0], ctx.axis), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.axis), None
+
+
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.axis.size)[ctx.axis.rank], None
+
+
+class _SumRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_ranks(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_ranks(grads[0], ctx.axis), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence[int]
+    ) -> Tensor:
+        ctx.axis, ctx.out_sizes, ctx.in_sizes = axis, out_sizes, in_sizes
+        return _swap(x, axis, out_sizes, in_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _swap(grads[0], ctx.axis, ctx.in_sizes, ctx.out_sizes), None, None, None
+
+
+def gather_parts(x: Tensor, axis: Axis) -> Tensor:
+    """All ranks' rows, one after the other; each rank then computes something of its own with
+    them, so the gradients are summed."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _GatherParts.apply(x, axis)
+    return result
+
+
+def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's share of the rows of the sum over ranks."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _ScatterSum.apply(x, axis)
+    return result
+
+
+def gather_shared(x: Tensor, axis: Axis) -> Tensor:
+    """All ranks' rows, of which all ranks compute one and the same thing: its gradient counts
+    once."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _GatherShared.apply(x, axis)
+    return result
+
+
+def sum_ranks(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks, of which each rank computes a part of the whole: gradients are summed."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _SumRanks.apply(x, axis)
+    return result
+
+
+def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Tensor:
+    """Rows dealt to ranks, in_sizes[r] of them to rank r, and out_sizes[r] received from it."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _Exchange.apply(x, axis, out_sizes, in_sizes)
+    return result

@@ -1,0 +1,172 @@
+"""Who holds which part of a parameter: the cut a rank computes with, and the shard it stores.
+
+A rank computes with plain tensors: the box that tp, ep and etp leave it, as the model file's plan
+says. FSDP2 stores that box over fsdp or efsdp. To the outside a parameter is a DTensor of the
+whole tensor, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.parallel.mesh import ALONE, Axis, Meshes
+from pentad.weights.cuts import REPEATED, UNITS, Plan, cut_entry, split_dims
+from pentad.weights.map import Entry, WeightMap
+from pentad.weights.regions import Box, Shape
+
+EXPERT_AXES = ("ep", "etp")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's memory of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One parameter under a layout."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    box: Box
+    """What this rank computes with."""
+    copies: Axis
+    """Ranks of one microbatch that compute with the same box. Each sees only some of its tokens
+    or heads: gradients are summed over them, and counted once in the norm."""
+    is_expert: bool
+    stored_dim: int
+    """The dim that storage cuts."""
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+    """Of the stored shard, as a DTensor of the whole."""
+
+    @property
+    def local_shape(self) -> Shape:
+        return tuple(stop - start for start, stop in self.box)
+
+    def present(self, local: Tensor) -> Tensor:
+        """A stored shard as the tensor it is a part of; shares memory."""
+        if self.mesh is None:
+            return local
+        whole = torch.empty(self.shape, device="meta")
+        meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+        return DTensor(  # not from_local, which would move a shard kept on the host
+            local.detach(), DTensorSpec(self.mesh, self.placements, meta), requires_grad=False
+        )
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """The stored shard out of a tensor of this layout, or out of a whole one."""
+        if not isinstance(tensor, DTensor):
+            if self.mesh is None:
+                return tensor
+            spec = self.present(torch.empty(self.shape, device="meta"))
+            assert isinstance(spec, DTensor)
+            return tensor[_slices(stored_box(spec))]
+        if self.mesh is None or tensor.device_mesh != self.mesh:
+            if tensor.device_mesh.size() == 1:
+                return tensor.to_local()
+            raise RunError(f"{name} was saved under another layout; load it through a checkpoint")
+        if tensor.placements != self.placements:
+            raise RunError(f"{name} lies as {tensor.placements}, not as {self.placements}")
+        return tensor.to_local()
+
+
+def stored_box(tensor: DTensor) -> Box:
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def plan_cuts(
+    names: Mapping[str, Tensor], weight_map: WeightMap, plan: Plan, meshes: Meshes
+) -> dict[str, Cut]:
+    """The cut of every named parameter. Every rank must call it."""
+    return {name: _cut(weight_map.entries[name], weight_map, plan, meshes) for name in names}
+
+
+def _cut(entry: Entry, weight_map: WeightMap, plan: Plan, meshes: Meshes) -> Cut:
+    layout, at = meshes.layout, meshes.coords
+    coords = {
+        "tp": (layout.tp, at.tp),
+        "ep": (layout.ep, at.ep),
+        "etp": (layout.etp, at.etp),
+    }
+    axes = split_dims(entry, plan)
+    local = cut_entry(entry, plan, coords, weight_map.sizes)
+    (box, _), *rest = local.boxes or [((), ())]
+    assert not rest, f"{entry.name} would lie in several pieces"
+    if not local.boxes:
+        size = entry.shape[axes["tp"]]
+        rule = f"leaves a rank without any of the {size} rows of {entry.name}"
+        raise UserError(Problem(f"tp = {layout.tp}", rule, "use fewer tensor-parallel ranks"))
+    is_expert = any(axis in axes for axis in EXPERT_AXES)
+    num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp
+    dim = storage_dim(local.shape, num_stored)
+    copies, mesh, placements = _outside(entry, weight_map, axes, meshes, is_expert)
+    return Cut(
+        shape=entry.shape,
+        box=box,
+        copies=copies,
+        is_expert=is_expert,
+        stored_dim=dim,
+        mesh=mesh,
+        placements=(*placements, Shard(dim)),
+    )
+
+
+def _outside(
+    entry: Entry, weight_map: WeightMap, axes: Mapping[str, int], meshes: Meshes, is_expert: bool
+) -> tuple[Axis, DeviceMesh | None, tuple[Placement, ...]]:
+    """(copies, mesh, placements but the last) of a parameter."""
+    if meshes.dense is None or meshes.expert is None:
+        return ALONE, None, ()
+
+    def at(axis: str) -> Placement:
+        return Shard(axes[axis]) if axis in axes else Replicate()
+
+    if is_expert:
+        return ALONE, meshes.expert["ep", "etp", "efsdp"], (at("ep"), at("etp"))
+    if "tp" not in axes:
+        return meshes.tp, meshes.dense["tp", "fsdp"], (Replicate(),)
+    symbol = entry.rule.shape.split()[axes["tp"]]
+    if symbol in REPEATED:
+        num_units = weight_map.sizes[symbol] // weight_map.sizes[UNITS[symbol]]
+        if num_units < meshes.layout.tp:
+            mesh, copies = meshes.copied_heads(num_units)
+            return copies, mesh["tp_heads", "tp_copies", "fsdp"], (at("tp"), Replicate())
+    return ALONE, meshes.dense["tp", "fsdp"], (at("tp"),)
+
+
+def storage_dim(shape: Shape, num: int) -> int:
+    """Which dim of a rank's box storage cuts: the first that divides evenly, else the first.
+
+    FSDP2 takes uneven shards on dim 0 only. A gate and up pair has a first dim of 2, which would
+    leave all but two ranks with nothing.
+    """
+    even = [dim for dim, size in enumerate(shape) if size % num == 0]
+    return even[0] if even else 0
+
+
+def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Replaces meta parameters by ones of the shape this rank computes with."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.shape == torch.Size(cuts[name].local_shape):
+            continue
+        assert parameter.is_meta, "parameters are cut before they have memory"
+        path, _, key = name.rpartition(".")
+        local = torch.empty(cuts[name].local_shape, dtype=parameter.dtype, device="meta")
+        setattr(model.get_submodule(path), key, nn.Parameter(local))

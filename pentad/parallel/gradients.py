@@ -1,0 +1,53 @@
+"""Gradients over ranks: the sums that storage does not make, and the exact norm.
+
+FSDP2 has summed over the ranks a parameter is stored on. What is left are parameters that several
+ranks of one microbatch compute with (norms and routers under tp, kv heads that are held more than
+once): each of them saw some of the tokens or heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from pentad.parallel.collectives import reduce_ranks
+from pentad.parallel.cuts import Cut
+from pentad.parallel.mesh import Axis, Meshes
+
+
+@torch.no_grad()
+def sum_copies(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
+    """Adds up, in place, what ranks with the same parameter contributed; once a step.
+
+    All ranks of an axis must have the same gradients, which equal calls give them.
+    """
+    by_axis: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
+    for name, gradient in gradients.items():
+        axis = cuts[name].copies
+        if axis.size > 1:
+            by_axis.setdefault((axis, gradient.dtype), []).append(gradient)
+    for (axis, _), parts in by_axis.items():
+        total = reduce_ranks(_flatten_dense_tensors(parts), axis)
+        torch._foreach_copy_(parts, list(_unflatten_dense_tensors(total, parts)))
+
+
+def global_norm(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], meshes: Meshes) -> float:
+    """The 2-norm of the whole gradient from each rank's shards, inf and NaN kept.
+
+    Every element counts once: of equal shards only the first rank's. All ranks get the same
+    bits, so all decide alike. Waits for the device.
+    """
+    is_first = meshes.coords.dp_replicate == 0
+    counted = [g for name, g in gradients.items() if is_first and cuts[name].copies.rank == 0]
+    square = sum_of_squares(counted, meshes.device)
+    return float(reduce_ranks(square, meshes.world).sqrt())
+
+
+def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack([x.double() for x in torch._foreach_norm(list(parts))])
+    return norms.square().sum()

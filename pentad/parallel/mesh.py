@@ -1,0 +1,169 @@
+"""The meshes of a layout: which ranks share which axis, twice over the same ranks.
+
+Dense parameters see the world as pp x dp_replicate x dp_shard x cp x tp, experts as
+pp x dp_replicate x efsdp x ep x etp. Parameters are stored over fsdp = dp_shard x cp and over
+efsdp. In the device meshes the axes that cut a tensor first stand first (tp before fsdp), so that
+a stored shard is plain nested sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Coords, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The ranks this rank meets along one axis, and its place among them."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    """None where the axis has one rank."""
+
+    @property
+    def name(self) -> str:
+        """What the functional collectives call the group."""
+        assert self.group is not None, "an axis of one rank has no group"
+        return self.group.group_name
+
+
+ALONE = Axis()
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Everything a rank must know to talk to others. Built by `build_meshes`."""
+
+    layout: Layout
+    coords: Coords
+    rank: int
+    device: torch.device
+    tp: Axis = ALONE
+    cp: Axis = ALONE
+    batch: Axis = ALONE
+    """dp_replicate x dp_shard x cp: ranks that hold different tokens and the same tp part."""
+    cell: Axis = ALONE
+    """ep x etp: ranks that together hold all experts once."""
+    world: Axis = ALONE
+    dense: DeviceMesh | None = None
+    """pp x tp x dp_replicate x fsdp; None in a world of one."""
+    expert: DeviceMesh | None = None
+    """pp x ep x etp x dp_replicate x efsdp."""
+    copies: dict[int, tuple[DeviceMesh, Axis]] = field(default_factory=dict)
+
+    @property
+    def token_multiple(self) -> int:
+        """What a microbatch's tokens must be divisible by."""
+        return self.layout.cp * self.layout.tp
+
+    def storage(self, experts: bool = False) -> DeviceMesh:
+        """Where parameters are stored: fsdp or efsdp, with dp_replicate before it if used."""
+        mesh, last = (self.expert, "efsdp") if experts else (self.dense, "fsdp")
+        if mesh is None:
+            return solo_mesh(self.device)
+        return mesh["dp_replicate", last] if self.layout.dp_replicate > 1 else mesh[last]
+
+    def copied_heads(self, num_heads: int) -> tuple[DeviceMesh, Axis]:
+        """With fewer kv heads than tp ranks: pp x tp_heads x tp_copies x dp_replicate x fsdp, and
+        the ranks that hold the same head. Every rank must ask for it."""
+        if num_heads not in self.copies:
+            layout = self.layout
+            ranks = _ranks(layout).view(-1, num_heads, layout.tp // num_heads)
+            shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp)
+            ranks = ranks.view(*shape, num_heads, -1).permute(0, 3, 4, 1, 2)
+            names = ("pp", "tp_heads", "tp_copies", "dp_replicate", "fsdp")
+            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
+            self.copies[num_heads] = (mesh, _axis_of(mesh, "tp_copies"))
+        return self.copies[num_heads]
+
+
+_BUILT: dict[tuple[Layout, str], tuple[dist.ProcessGroup | None, Meshes]] = {}
+
+
+def build_meshes(layout: Layout, device: torch.device) -> Meshes:
+    """The meshes of this process in the present process group; kept, since groups cost.
+
+    A world of one needs no process group and makes none.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    size = dist.get_world_size() if world is not None else 1
+    if size != layout.world:
+        rule = f"needs {layout.world} processes, but this group has {size}"
+        raise UserError(Problem(f"layout = {layout}", rule, "start as many as the layout has"))
+    known = _BUILT.get((layout, device.type))
+    if known is not None and known[0] is world:
+        return known[1]
+    if world is None or size == 1:
+        meshes = Meshes(layout, layout.coords(0), 0, device)
+    else:
+        meshes = _build(layout, device, dist.get_rank())
+    _BUILT[layout, device.type] = (world, meshes)
+    return meshes
+
+
+def _ranks(layout: Layout) -> Tensor:
+    return torch.arange(layout.world, device="cpu")
+
+
+def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
+    pp, rep, fsdp = layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp
+    dense = DeviceMesh(
+        device.type,
+        _ranks(layout).view(pp, rep, fsdp, layout.tp).permute(0, 3, 1, 2),
+        mesh_dim_names=("pp", "tp", "dp_replicate", "fsdp"),
+    )
+    expert = DeviceMesh(
+        device.type,
+        _ranks(layout).view(pp, rep, layout.efsdp, layout.ep, layout.etp).permute(0, 3, 4, 1, 2),
+        mesh_dim_names=("pp", "ep", "etp", "dp_replicate", "efsdp"),
+    )
+    inner = _ranks(layout).view(-1, layout.cp, layout.tp)
+    batch = _ranks(layout).view(pp, rep * fsdp, layout.tp).transpose(1, 2)
+    cell = _ranks(layout).view(-1, layout.ep * layout.etp)
+    return Meshes(
+        layout,
+        layout.coords(rank),
+        rank,
+        device,
+        tp=_axis_of(dense, "tp"),
+        cp=_axis_over(inner.transpose(1, 2).reshape(-1, layout.cp), rank),
+        batch=_axis_over(batch.reshape(-1, rep * fsdp), rank),
+        cell=_axis_over(cell, rank),
+        world=Axis(layout.world, rank, dist.group.WORLD),
+        dense=dense,
+        expert=expert,
+    )
+
+
+def _axis_of(mesh: DeviceMesh, name: str) -> Axis:
+    size = mesh[name].size()
+    return Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) if size > 1 else ALONE
+
+
+def _axis_over(rows: Tensor, rank: int) -> Axis:
+    """The axis whose groups are the rows; one that is the whole world needs no new group."""
+    lists: Sequence[list[int]] = rows.tolist()
+    if len(lists[0]) == 1:
+        return ALONE
+    mine = next(row for row in lists if rank in row)
+    if len(lists) == 1 and mine == sorted(mine):
+        return Axis(len(mine), rank, dist.group.WORLD)
+    group, _ = dist.new_subgroups_by_enumeration(list(lists))
+    return Axis(len(mine), mine.index(rank), group)
+
+
+def solo_mesh(device: torch.device) -> DeviceMesh:
+    """A mesh of this process alone; makes a process group of one where there is none."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))

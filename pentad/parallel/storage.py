@@ -1,0 +1,100 @@
+"""Sharded storage of parameters by FSDP2: dense ones over fsdp, experts over efsdp.
+
+Gradients are summed over ranks, never averaged: the engine divides once, by the global count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from pentad.core.dtypes import DTYPES
+from pentad.parallel.cuts import Cut
+from pentad.parallel.mesh import Meshes
+
+
+class StorageSettings(Protocol):
+    """`engine.settings.EngineSettings` says what each means."""
+
+    @property
+    def compute_dtype(self) -> str: ...
+    @property
+    def reduce_dtype(self) -> str: ...
+    @property
+    def is_mixed(self) -> bool: ...
+    @property
+    def reshard_after_forward(self) -> bool: ...
+
+
+def needs_storage(settings: StorageSettings, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
+    """Whether anything is sharded, replicated or cast; if not, parameters stay plain tensors."""
+    layout = meshes.layout
+    num_dense = layout.dp * layout.cp
+    has_experts = any(cut.is_expert for cut in cuts.values())
+    num_expert = layout.dp_replicate * layout.efsdp if has_experts else 1
+    return settings.is_mixed or num_dense > 1 or num_expert > 1
+
+
+def apply_storage(
+    root: nn.Module,
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    cuts: Mapping[str, Cut],
+    own_dtypes: Mapping[str, str],
+    settings: StorageSettings,
+    meshes: Meshes,
+) -> None:
+    """Master weights in storage, cast to `compute_dtype` block by block when used.
+
+    Modules whose parameters have a dtype of their own (routers) or lie on the expert mesh are
+    units of their own. Embedding, final norm and heads are the root's: a tied head is used at
+    both ends.
+    """
+    if not needs_storage(settings, meshes, cuts):
+        return
+    dims = {id(p): cuts[name].stored_dim for name, p in model.named_parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(dims[id(parameter)])
+
+    def shard(module: nn.Module, dtype: str, *, experts: bool = False) -> None:
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[dtype],
+            reduce_dtype=DTYPES[settings.reduce_dtype],
+            cast_forward_inputs=False,
+        )
+        unit = fully_shard(
+            module,
+            mesh=meshes.storage(experts),
+            mp_policy=policy,
+            shard_placement_fn=place,
+            reshard_after_forward=settings.reshard_after_forward if module is not root else None,
+        )
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+    for name, module in model.named_modules():
+        keys = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        if any(key in cuts and cuts[key].is_expert for key in keys):
+            shard(module, settings.compute_dtype, experts=True)
+            continue
+        own = {own_dtypes[key] for key in keys if key in own_dtypes} - {settings.compute_dtype}
+        for dtype in own:
+            shard(module, dtype)
+    for block in blocks:
+        shard(block, settings.compute_dtype)
+    shard(root, settings.compute_dtype)
+
+
+def units(root: nn.Module) -> Iterable[FSDPModule]:
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(root: nn.Module) -> None:
+    """Puts the stored weights back in place, wherever a forward pass left the gathered ones."""
+    for unit in units(root):
+        unit.reshard()
