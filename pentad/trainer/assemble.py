@@ -196,9 +196,7 @@ class Assembly:
         with trained.timer.phase("save"):
             for saver in self.savers:
                 saver.after_step(trained.batch)
-        record = self.open.steps.rl_record(
-            trained, self.checked.algorithm, self.state.ledger.funnel()
-        )
+        record = self.open.steps.rl_record(trained, self.checked.algorithm)
         self.open.recorder.step(record, trained.groups)
 
     def _placement(self) -> Placement:

@@ -11,7 +11,6 @@ import torch
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Group, StepResult
-from pentad.data.ledger import Funnel as LedgerFunnel
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import compute_metrics, staleness_histogram
 from pentad.rl.settings import AlgorithmSettings
@@ -45,12 +44,7 @@ class StepRecorder:
         self.allocated_gb: float | None = None
         self.steps_below_target = 0
 
-    def rl_record(
-        self,
-        trained: TrainedBatch,
-        settings: AlgorithmSettings,
-        funnel: LedgerFunnel,
-    ) -> StepRecord:
+    def rl_record(self, trained: TrainedBatch, settings: AlgorithmSettings) -> StepRecord:
         result, groups = trained.result, trained.groups
         lengths = [len(row.ids) for row in result.rows]
         return self._record(
@@ -61,7 +55,7 @@ class StepRecorder:
             num_groups=len(groups),
             version=trained.batch + 1,
             rl=self._rl(trained, settings),
-            funnel=Funnel(**funnel.as_record()),
+            funnel=Funnel(**trained.funnel.as_record()),
         )
 
     def sft_record(

@@ -11,6 +11,7 @@ from typing import TypeVar
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner
 from pentad.core.types import Group
+from pentad.data.ledger import Funnel
 from pentad.sync.publisher import take_snapshot
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.placement import Placement, Turnstile
@@ -41,6 +42,8 @@ class TrainedBatch:
     batch: int
     groups: list[Group]
     result: BatchResult
+    funnel: Funnel
+    """As it was when the batch was done; the next one may be under way by now."""
     timer: PhaseTimer
 
 
@@ -98,7 +101,7 @@ class TrainPump:
         self.state.ledger.ack(gids)
         for gid in gids:
             self.state.store.delete(gid)
-        return TrainedBatch(batch, groups, result, timer)
+        return TrainedBatch(batch, groups, result, self.state.ledger.funnel(), timer)
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
         """The batch's groups in slot order, as soon as each chunk of them is ready."""
