@@ -113,6 +113,30 @@ def demo(
     run_demo(seed=seed, fileroot=fileroot, device=device)
 
 
+@app.command(name="verify-model")
+@reporting
+def verify_model(
+    model: Annotated[str, typer.Argument(help="A family, a model file, or a HF folder.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Prove a model file against transformers, on the CPU."""
+    from pentad.cli.verify_model import run_verify_model
+
+    raise typer.Exit(run_verify_model(model, json))
+
+
+@app.command(name="new-model")
+@reporting
+def new_model(
+    config: Annotated[str, typer.Argument(help="A HF folder, a config.json, or a model_type.")],
+    out: Annotated[str | None, typer.Option(help="The file to write.")] = None,
+) -> None:
+    """Draft the file of a new model family from its HF config."""
+    from pentad.cli.new_model import run_new_model
+
+    run_new_model(config, out)
+
+
 def main() -> None:
     app()
 

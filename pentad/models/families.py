@@ -1,19 +1,21 @@
 """Model families by name: their specs, dimensions and weight maps.
 
 A family is one file whose `SPEC` is its `ModelSpec`; those of this package are found by their
-`model_type`, others by a dotted path such as `mypackage.mymodel:SPEC`. Importing this module
-loads no torch, so dimensions and maps can be had where torch is not wanted.
+`model_type`, others by `mypackage.mymodel:SPEC` or `path/to/mymodel.py:SPEC`. Importing this
+module loads no torch, so dimensions and maps can be had where torch is not wanted.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import json
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from pentad.core.dims import ModelDims
@@ -37,7 +39,7 @@ ConfigLike = str | Path | Mapping[str, Any] | HfConfig
 
 
 def register(path: str) -> ModelSpec:
-    """Makes the family of `package.module:SPEC` known under its `model_type`."""
+    """Makes the family of a model file from outside known under its `model_type`."""
     spec = _load(path)
     REGISTERED[spec.family] = path
     return spec
@@ -45,19 +47,19 @@ def register(path: str) -> ModelSpec:
 
 def known_families() -> list[str]:
     """The families of this package (each module here that holds a SPEC), and registered ones."""
-    own = [module.name for module in pkgutil.iter_modules(_package_paths())]
+    own = [path.stem for path in Path(__file__).parent.glob("*.py")]
     return sorted({*filter(_is_family, own), *REGISTERED})
-
-
-def _package_paths() -> list[str]:
-    return [str(Path(__file__).parent)]
 
 
 @lru_cache
 def _is_family(name: str) -> bool:
-    if name not in {module.name for module in pkgutil.iter_modules(_package_paths())}:
+    """Told by the file's syntax: listing families must not import every module beside them."""
+    file = Path(__file__).parent / f"{name}.py"
+    if not name.isidentifier() or not file.is_file():
         return False
-    return isinstance(vars(importlib.import_module(f"{PACKAGE}.{name}")).get("SPEC"), ModelSpec)
+    body = ast.parse(file.read_text()).body
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
 
 
 def path_of(family: str) -> str:
@@ -69,7 +71,7 @@ def path_of(family: str) -> str:
         return REGISTERED[family]
     if _is_family(family):
         return f"{PACKAGE}.{family}:SPEC"
-    remedy = f"use one of {', '.join(known_families())}, or give your own as package.module:SPEC"
+    remedy = f"use one of {', '.join(known_families())}, or give a model file of your own"
     raise UserError(Problem(f"model_type = {family}", "no such model family", remedy))
 
 
@@ -79,17 +81,29 @@ def spec_of(family: str) -> ModelSpec:
 
 @lru_cache
 def _load(path: str) -> ModelSpec:
-    module, _, name = path.partition(":")
+    where, _, name = path.rpartition(":")
     try:
-        spec = vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError) as error:
-        remedy = "give package.module:SPEC of an importable module"
+        spec = vars(_module(where))[name]
+    except (ImportError, OSError, KeyError) as error:
+        remedy = "give package.module:SPEC or path/to/file.py:SPEC"
         raise UserError(
             Problem(f"model = {path}", f"cannot be imported ({error})", remedy)
         ) from error
     if not isinstance(spec, ModelSpec):
         raise UserError(Problem(f"model = {path}", f"is a {type(spec).__name__}, not a ModelSpec"))
     return spec
+
+
+def _module(where: str) -> ModuleType:
+    """A module by its dotted name or by its file."""
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    file = Path(where).resolve()
+    origin = importlib.util.spec_from_file_location(f"_pentad_model_{file.stem}", file)
+    assert origin is not None and origin.loader is not None
+    module = importlib.util.module_from_spec(origin)
+    origin.loader.exec_module(module)
+    return module
 
 
 def read_config(source: ConfigLike) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def build_case(name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: Path) -> Case:
-    config = {key: value for key, value in config.items() if key != "model_type"}
+    config = {key: deepcopy(value) for key, value in config.items() if key != "model_type"}
     hf_config = transformers.AutoConfig.for_model(spec.family, **config)
     theirs = transformers.AutoModelForCausalLM.from_config(hf_config, **PLAIN)
     randomise(theirs)

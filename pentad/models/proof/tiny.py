@@ -9,6 +9,7 @@ every default, so a config that is not read shows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 NUM_LAYERS = 4
@@ -72,8 +73,8 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     out = {}
     for name, changes in VARIANTS.items():
         known = {key: value for key, value in changes.items() if key in family_keys}
-        if known and (name != "window" or "use_sliding_window" in known):
-            out[name] = {**base, **known}
+        if known and (name != "window" or "sliding_window" in known):
+            out[name] = deepcopy({**base, **known})  # transformers' configs change what they get
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ class Report:
     family: str
     rules: list[RuleRow] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    skipped: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -62,6 +64,8 @@ class Subject:
     spec: ModelSpec
     configs: Mapping[str, Mapping[str, Any]]
     folder: Path | None = None
+    skipped: tuple[str, ...] = ()
+    """Variants that transformers' config of the family refuses."""
 
 
 def verify(name_or_path: str, on_outcome: Callable[[Outcome], None] = lambda _: None) -> Report:
@@ -72,7 +76,7 @@ def verify(name_or_path: str, on_outcome: Callable[[Outcome], None] = lambda _: 
 def verify_subject(
     subject: Subject, on_outcome: Callable[[Outcome], None] = lambda _: None
 ) -> Report:
-    report = Report(subject.spec.family)
+    report = Report(subject.spec.family, skipped=subject.skipped)
 
     def run(check: str, case: str, body: Callable[[], str]) -> None:
         report.outcomes.append(_run(check, case, body))
@@ -104,7 +108,9 @@ def _build_map(case: Case) -> str:
 
 def subject_of(name_or_path: str) -> Subject:
     path = Path(name_or_path)
-    if path.exists():
+    if path.suffix == ".py" and path.exists():
+        name_or_path = f"{path}:SPEC"
+    elif path.exists():
         config = read_config(path)
         spec = spec_of(str(config.get("model_type")))
         return Subject(spec, {"as configured": shrunk(config)}, path if path.is_dir() else None)
@@ -112,8 +118,18 @@ def subject_of(name_or_path: str) -> Subject:
     if spec.family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so there is nothing to hold it against"
         raise UserError(Problem(f"family = {spec.family}", rule))
-    keys = transformers.AutoConfig.for_model(spec.family).to_dict()
-    return Subject(spec, variants_of(keys))
+    variants = variants_of(transformers.AutoConfig.for_model(spec.family).to_dict())
+    offered = {name: config for name, config in variants.items() if _is_offered(spec, config)}
+    return Subject(spec, offered, skipped=tuple(variants.keys() - offered.keys()))
+
+
+def _is_offered(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
+    """Whether transformers' config takes the variant (Phi-3, for one, takes no linear rope)."""
+    try:
+        transformers.AutoConfig.for_model(spec.family, **deepcopy(dict(config)))
+    except Exception:  # each config class raises its own kinds
+        return False
+    return True
 
 
 def _prepare(

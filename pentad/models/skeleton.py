@@ -1,0 +1,257 @@
+"""Writes the first draft of a model file from a HF config, by the names that transformers saves.
+
+Tensors with customary names become rules; the others are listed as remarks, to be mapped by
+hand. Whether the draft is right is `verify-model`'s business.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from pentad.core.dims import dims_from_hf
+from pentad.core.errors import Problem, UserError
+from pentad.models.proof.tiny import EXPERT_SIZES, SIZES
+from pentad.weights.hf import HfFolder
+
+Row = tuple[str, str, str, str]
+"""(native name, shape, spec, init) of a rule; without a spec the tensor is taken as it is."""
+RULES: dict[str, list[Row]] = {
+    "input_layernorm.weight": [("attn_norm.weight", "D", "", "ones")],
+    "self_attn.q_proj.weight": [("attn.q.weight", "Q D", "", "normal")],
+    "self_attn.k_proj.weight": [("attn.k.weight", "K D", "", "normal")],
+    "self_attn.v_proj.weight": [("attn.v.weight", "K D", "", "normal")],
+    "self_attn.qkv_proj.weight": [
+        ("attn.q.weight", "Q D", 'Rows({hf}, "Q+K+K", 0)', "normal"),
+        ("attn.k.weight", "K D", 'Rows({hf}, "Q+K+K", 1)', "normal"),
+        ("attn.v.weight", "K D", 'Rows({hf}, "Q+K+K", 2)', "normal"),
+    ],
+    "self_attn.o_proj.weight": [("attn.o.weight", "D Q", "", "normal")],
+    "self_attn.q_proj.bias": [("attn.q.bias", "Q", "", "zeros")],
+    "self_attn.k_proj.bias": [("attn.k.bias", "K", "", "zeros")],
+    "self_attn.v_proj.bias": [("attn.v.bias", "K", "", "zeros")],
+    "self_attn.o_proj.bias": [("attn.o.bias", "D", "", "zeros")],
+    "self_attn.q_norm.weight": [("attn.q_norm.weight", "d", "", "ones")],
+    "self_attn.k_norm.weight": [("attn.k_norm.weight", "d", "", "ones")],
+    "post_attention_layernorm.weight": [("ffn_norm.weight", "D", "", "ones")],
+    "mlp.gate_proj.weight": [("ffn.gate_up.weight", "2 F D", "Glu({hf}, {up})", "normal")],
+    "mlp.gate_up_proj.weight": [
+        (
+            "ffn.gate_up.weight",
+            "2 F D",
+            'Glu(Rows({hf}, "F+F", 0), Rows({hf}, "F+F", 1))',
+            "normal",
+        )
+    ],
+    "mlp.up_proj.weight": [],
+    "mlp.down_proj.weight": [("ffn.down.weight", "D F", "", "normal")],
+    "mlp.gate_proj.bias": [("ffn.gate_up.bias", "2 F", "Glu({hf}, {up})", "zeros")],
+    "mlp.up_proj.bias": [],
+    "mlp.down_proj.bias": [("ffn.down.bias", "D", "", "zeros")],
+    "mlp.gate.weight": [("ffn.router.weight", "R D", "", "normal")],
+    "mlp.experts.{e}.gate_proj.weight": [
+        ("ffn.experts.gate_up", "E 2 M D", "Stack(Glu({hf}, {up}))", "normal")
+    ],
+    "mlp.experts.{e}.up_proj.weight": [],
+    "mlp.experts.{e}.down_proj.weight": [("ffn.experts.down", "E D M", "Stack({hf})", "normal")],
+}
+"""Customary names within a layer, in the order of the file."""
+BEFORE = {"model.embed_tokens.weight": ("embed.weight", "V D", "", "normal")}
+AFTER = {
+    "model.norm.weight": ("norm.weight", "D", "", "ones"),
+    "lm_head.weight": ("head.weight", "V D", "", "normal"),
+}
+VALUE = '    Rule("value_head.weight", "1 D", "score.weight", optional=True),'
+SWITCHES = ("attention_bias", "mlp_bias")
+"""Config keys that bring tensors; the draft makes their rules conditional."""
+CONDITIONS = {
+    "has_bias": "dims.qkv_bias",
+    "has_out_bias": "dims.out_bias",
+    "has_mlp_bias": "dims.mlp_bias",
+    "is_moe": "dims.is_moe(layer)",
+    "is_dense": "not dims.is_moe(layer)",
+}
+FACTS = {
+    "qkv_bias": "self_attn.q_proj.bias",
+    "out_bias": "self_attn.o_proj.bias",
+    "mlp_bias": "mlp.down_proj.bias",
+    "qk_norm": "self_attn.q_norm.weight",
+}
+"""Dimension -> the tensor whose presence tells it."""
+LAYER = "model.layers.{i}."
+
+
+def draft(config: Mapping[str, Any]) -> str:
+    """The text of a model file for a family that transformers knows."""
+    family = str(config.get("model_type"))
+    if family not in transformers.CONFIG_MAPPING:
+        rule = "transformers has no such model_type, so its tensors are not known"
+        raise UserError(Problem(f"model_type = {family}", rule, "write the file by hand"))
+    always, ever = tensors_of(family, False), tensors_of(family, True)
+    rules = _rules(always, ever)
+    unknown = [f"    # no rule yet: {name} {list(ever[name])}" for name in _unknown(ever)]
+    adapter = _adapter(config, always)
+    conditions = [name for name in CONDITIONS if any(f"when={name}," in r for r in rules)]
+    functions = [_condition(name) for name in conditions] + ([adapter] if adapter else [])
+    body = [
+        *_imports("\n".join([*functions, *rules])),
+        "",
+        *(f"\n{function}\n" for function in functions),
+        *([""] if functions else []),
+        f'LAYER = "{LAYER}"',
+        "",
+        "RULES = (",
+        *rules,
+        *unknown,
+        ")",
+        "",
+        *_spec(family, bool(adapter), any("{e}" in name for name in ever)),
+    ]
+    title = f"{family}, drafted from its transformers config; say here what is special about it."
+    return "\n".join([f'"""{title}"""', "", "from __future__ import annotations", "", *body]) + "\n"
+
+
+def tensors_of(family: str, switched_on: bool) -> dict[str, tuple[int, ...]]:
+    """Patterns of the names that transformers saves, with shapes at tiny sizes."""
+    keys = transformers.AutoConfig.for_model(family).to_dict()
+    tiny = {**SIZES, "tie_word_embeddings": False}
+    tiny |= EXPERT_SIZES if "moe_intermediate_size" in keys else {}
+    tiny |= {key: switched_on for key in SWITCHES if key in keys}
+    config = transformers.AutoConfig.for_model(family, **tiny)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        infos = HfFolder(folder).infos
+    return {_pattern(name): info.shape for name, info in infos.items()}
+
+
+def _pattern(name: str) -> str:
+    name = re.sub(r"\.layers\.\d+\.", ".layers.{i}.", name)
+    return re.sub(r"\.experts\.\d+\.", ".experts.{e}.", name)
+
+
+def _unknown(names: Mapping[str, Any]) -> list[str]:
+    known = {*BEFORE, *AFTER, *(LAYER + suffix for suffix in RULES)}
+    return [name for name in names if name not in known]
+
+
+def _rules(always: Mapping[str, Any], ever: Mapping[str, Any]) -> list[str]:
+    """The lines of the rules, one entry per rule."""
+    has_mixture = any("{e}" in name for name in ever)
+    out = [_rule(row, f'"{name}"', "") for name, row in BEFORE.items() if name in ever]
+    for suffix, rows in RULES.items():
+        if LAYER + suffix in ever:
+            when = _when(suffix, LAYER + suffix in always, has_mixture)
+            out += [_rule(_inside(row), f'LAYER + "{suffix}"', when) for row in rows]
+    out += [_rule(row, f'"{name}"', "") for name, row in AFTER.items() if name in ever]
+    return [*out, VALUE]
+
+
+def _inside(row: Row) -> Row:
+    return ("layers.{i}." + row[0], *row[1:])
+
+
+def _when(suffix: str, is_always: bool, has_mixture: bool) -> str:
+    if not is_always:
+        if suffix.startswith("mlp."):
+            return "has_mlp_bias"
+        return "has_out_bias" if "o_proj" in suffix else "has_bias"
+    if has_mixture and suffix.startswith("mlp."):
+        return "is_moe" if "experts" in suffix or suffix == "mlp.gate.weight" else "is_dense"
+    return ""
+
+
+def _rule(row: Row, hf: str, when: str) -> str:
+    native, shape, spec, init = row
+    source = spec.format(hf=hf, up=hf.replace("gate_proj", "up_proj")) if spec else hf
+    parts = [f'"{native}"', f'"{shape}"', source]
+    parts += [f"when={when}"] if when else []
+    parts += [f'init="{init}"'] if init != "normal" else []
+    parts += ['tied="embed.weight"'] if native == "head.weight" else []
+    return _folded(f"Rule({', '.join(parts)})", 4)
+
+
+def _folded(call: str, indent: int) -> str:
+    """A call on one line with a comma after it, or its arguments on lines of their own."""
+    pad = " " * indent
+    if len(pad + call) < 100 or not call.endswith(")"):
+        return f"{pad}{call},"
+    name, _, rest = call.partition("(")
+    arguments = [_folded(argument, indent + 4) for argument in _arguments(rest[:-1])]
+    return "\n".join([f"{pad}{name}(", *arguments, f"{pad}),"])
+
+
+def _arguments(text: str) -> list[str]:
+    out, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            out.append("")
+        else:
+            out[-1] += char
+    return [argument.strip() for argument in out]
+
+
+def _condition(name: str) -> str:
+    return f"def {name}(dims: ModelDims, layer: int) -> bool:\n    return {CONDITIONS[name]}"
+
+
+def _adapter(config: Mapping[str, Any], always: Mapping[str, Any]) -> str:
+    """A config adapter, if the tensors say something that reading the config does not."""
+    dims = dims_from_hf({**config, **dict.fromkeys(SWITCHES, False)})
+    read = {
+        "qkv_bias": dims.qkv_bias,
+        "out_bias": dims.out_bias,
+        "mlp_bias": dims.mlp_bias,
+        "qk_norm": dims.qk_norm,
+    }
+    told = {fact: LAYER + suffix in always for fact, suffix in FACTS.items()}
+    changes = "".join(f", {fact}={told[fact]}" for fact in FACTS if told[fact] != read[fact])
+    window = config.get("sliding_window")
+    remark = window and dims.sliding_window is None and not config.get("use_sliding_window")
+    if not changes and not remark:
+        return ""
+    lines = ["def read_dims(hf: Mapping[str, Any]) -> ModelDims:"]
+    if remark:
+        lines.append(f"    # sliding_window = {window} is not read; set it and sliding_layers if")
+        lines.append("    # the model's layers have a window")
+    body = f"replace(dims_from_hf(hf){changes})" if changes else "dims_from_hf(hf)"
+    return "\n".join([*lines, f"    return {body}"])
+
+
+def _imports(text: str) -> list[str]:
+    """What the text uses."""
+    standard = {
+        "Mapping[": "from collections.abc import Mapping",
+        "replace(": "from dataclasses import replace",
+        "Any]": "from typing import Any",
+    }
+    out = [line for use, line in standard.items() if use in text]
+    out += [""] if out else []
+    dims = [name for name in ("ModelDims", "dims_from_hf") if name in text]
+    out += [f"from pentad.core.dims import {', '.join(dims)}"] if dims else []
+    words = [word for word in ("Glu", "Rows", "Rule", "Stack") if f"{word}(" in text]
+    spec = "from pentad.models.spec import ModelSpec"
+    return [*out, spec, f"from pentad.weights.map import {', '.join(words)}"]
+
+
+def _spec(family: str, has_adapter: bool, has_mixture: bool) -> list[str]:
+    axes = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp"}
+    axes |= {"E": "ep", "M": "etp"} if has_mixture else {}
+    plan = ", ".join(f'"{symbol}": "{axis}"' for symbol, axis in axes.items())
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, "")
+    scalar = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(family, "")
+    return [
+        "SPEC = ModelSpec(",
+        f'    family="{family}",',
+        "    rules=RULES,",
+        *(["    read_dims=read_dims,"] if has_adapter else []),
+        f"    plan={{{plan}}},",
+        f'    classes=("{causal}", "{scalar}"),',
+        ")",
+    ]

@@ -1,0 +1,111 @@
+"""docs/adding-a-model.md, done as it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from pentad.cli.new_model import run_new_model
+from pentad.core.errors import UserError
+from pentad.models import families
+from pentad.models.decoder import causal_attend
+from pentad.models.proof.verify import verify
+from pentad.models.registry import load_model
+from pentad.models.skeleton import draft
+
+PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(families, "REGISTERED", {})
+    families._load.cache_clear()
+    yield tmp_path
+    families._load.cache_clear()
+
+
+def test_the_page_works_as_written(folder, capsys):
+    text, adapter, line, use = BLOCKS
+    run_new_model("phi3", "my_phi3.py")
+    assert capsys.readouterr().out.splitlines() == [
+        "my_phi3.py: 12 rules",
+        "Next: pentad verify-model my_phi3.py",
+    ]
+    assert (folder / "my_phi3.py").read_text() == text
+    (fault,) = [o for o in verify("my_phi3.py").outcomes if not o.passed]
+    said = f"{fault.check}, {fault.case}: {fault.detail}"
+    (promised,) = re.findall(r"says\n\n    (.*)\n", PAGE)
+    number = r"\d\.\de[+-]\d+"
+    assert re.sub(number, "#", said) == re.sub(number, "#", promised)
+
+    imports, function = adapter.split("\n\n\n", 1)
+    text = text.replace("from pentad.models.spec", imports + "\nfrom pentad.models.spec", 1)
+    text = text.replace("\nLAYER =", f"\n\n{function}\n\nLAYER =", 1)
+    text = text.replace("    rules=RULES,\n", f"    rules=RULES,\n{line}")
+    (folder / "my_phi3.py").write_text(text)
+    families._load.cache_clear()
+    report = verify("my_phi3.py")
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+
+    config = transformers.Phi3Config(
+        vocab_size=99, hidden_size=24, intermediate_size=33, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=3, pad_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    theirs = transformers.Phi3ForCausalLM(config).eval()
+    theirs.save_pretrained(folder / "hf")
+    names = {"folder": folder / "hf"}
+    exec(use, names)
+    ids = torch.arange(9)
+    hidden = names["model"](ids, torch.arange(9), causal_attend)
+    torch.testing.assert_close(names["model"].logits(hidden), theirs(ids[None]).logits[0])
+
+
+def test_without_the_file_the_folder_is_refused(folder):
+    transformers.Phi3Config(hidden_size=24).save_pretrained(folder)
+    with pytest.raises(
+        UserError, match="model_type = phi3: no such model family; use one of llama"
+    ):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "mistral"])
+def test_drafts_of_plain_families_pass_at_once(folder, family):
+    config = transformers.AutoConfig.for_model(family).to_dict()
+    (folder / "drafted.py").write_text(draft(config))
+    report = verify("drafted.py")
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+
+
+def test_tensors_that_are_not_known_are_left_as_remarks():
+    config = transformers.AutoConfig.for_model("olmo2").to_dict()
+    text = draft(config)
+    assert "# no rule yet: model.layers.{i}.post_feedforward_layernorm.weight [60]" in text
+    assert "replace(dims_from_hf(hf), qk_norm=True)" in text
+
+
+def test_a_draft_never_replaces_a_file(folder):
+    (folder / "mine.py").write_text("work of days")
+    with pytest.raises(UserError, match="--out = mine.py: is there already"):
+        run_new_model("qwen3", "mine.py")
+    assert (folder / "mine.py").read_text() == "work of days"
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("no.such.module:SPEC", r"cannot be imported \(No module named 'no'\)"),
+        ("absent.py:SPEC", "cannot be imported"),
+        ("pentad.models.qwen3:RULES", "is a tuple, not a ModelSpec"),
+        ("pentad.models.qwen3:SPECIAL", r"cannot be imported \('SPECIAL'\)"),
+    ],
+)
+def test_a_wrong_path_is_told(folder, path, sentence):
+    with pytest.raises(UserError, match=f"model = {path}: {sentence}"):
+        families.spec_of(path)
