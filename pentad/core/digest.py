@@ -1,4 +1,10 @@
-"""Digests of weights: equal bytes under equal names give equal digests, on any device."""
+"""Digests of weights: equal bytes under equal names give equal digests, on any device.
+
+The checksum of a tensor is a 64-bit sum over its 32-bit words, each hashed together with its
+position: integer arithmetic only, so it does not depend on device, batches or thread count, while
+swapped rows, transposes and single flipped bits change it. Many tensors are hashed at once, and
+the sums are fetched from the device at the end: a digest costs a few passes over the bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +14,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-CHUNK_WORDS = 1 << 21
-
-
-def tensor_checksum(tensor: Tensor) -> int:
-    """A position-sensitive 64-bit sum over the bytes, computed where the tensor lies.
-
-    Each 32-bit word is hashed together with its position and the hashes are added modulo 2**64:
-    integer arithmetic only, so the result does not depend on device, chunks or thread count, while
-    swapped rows, transposes and single flipped bits change it.
-    """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    rest = -flat.numel() % 4
-    if rest:
-        flat = torch.cat([flat, flat.new_zeros(rest)])
-    words = flat.view(torch.int32)
-    total = 0
-    for start in range(0, words.numel(), CHUNK_WORDS):
-        piece = words[start : start + CHUNK_WORDS].to(torch.int64)
-        index = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
-        total += int(_mix(piece + _mix(index)).sum().item())
-    return total & 0xFFFFFFFFFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: a bijection of 64-bit integers in which every bit counts.
-
-    https://doi.org/10.1145/2714064.2660195; constants as signed integers, since torch has no
-    unsigned arithmetic, and shifts masked, since torch's keep the sign.
-    """
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+BATCH_WORDS = 1 << 24
+"""Words hashed at once; the work space is about 40 bytes a word."""
 
 
 class WeightDigest:
-    """Collects (name, tensor) pairs in any order; `hex()` is the digest of the set."""
+    """What is known of a set of named tensors; `hex()` is the digest of the set."""
 
     def __init__(self) -> None:
         self.entries: dict[str, str] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        assert name not in self.entries, f"{name} was given twice"
-        shape = "x".join(map(str, tensor.shape))
-        self.entries[name] = f"{tensor.dtype}/{shape}/{tensor_checksum(tensor):016x}"
+        """Name -> dtype, shape and checksum."""
 
     def hex(self) -> str:
         lines = "\n".join(f"{name} {entry}" for name, entry in sorted(self.entries.items()))
@@ -59,7 +31,91 @@ class WeightDigest:
 
 
 def digest_of(weights: Iterable[tuple[str, Tensor]]) -> WeightDigest:
-    digest = WeightDigest()
+    """The digest of (name, tensor) pairs, in any order; every name once."""
+    headers: dict[str, str] = {}
+    hasher = _Hasher()
     for name, tensor in weights:
-        digest.add(name, tensor)
+        assert name not in headers, f"{name} was given twice"
+        headers[name] = f"{tensor.dtype}/{'x'.join(map(str, tensor.shape))}"
+        hasher.add(tensor)
+    digest = WeightDigest()
+    for (name, header), checksum in zip(headers.items(), hasher.finish(), strict=True):
+        digest.entries[name] = f"{header}/{checksum:016x}"
     return digest
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    hasher = _Hasher()
+    hasher.add(tensor)
+    return hasher.finish()[0]
+
+
+class _Hasher:
+    """Collects pieces of tensors into batches of about BATCH_WORDS."""
+
+    def __init__(self) -> None:
+        self.num_tensors = 0
+        self.pieces: list[tuple[int, int, Tensor]] = []
+        """(tensor, index of the first word in it, words) not hashed yet."""
+        self.num_words = 0
+        self.sums: list[tuple[list[int], Tensor]] = []
+        """Of each batch: which tensor a piece belongs to, and the sum of each piece."""
+
+    def add(self, tensor: Tensor) -> None:
+        words = _words(tensor)
+        for start in range(0, words.numel(), BATCH_WORDS):
+            piece = words[start : start + BATCH_WORDS]
+            if self.pieces and self.pieces[0][2].device != piece.device:
+                self._hash()
+            self.pieces.append((self.num_tensors, start, piece))
+            self.num_words += piece.numel()
+            if self.num_words >= BATCH_WORDS:
+                self._hash()
+        self.num_tensors += 1
+
+    def finish(self) -> list[int]:
+        self._hash()
+        totals = [0] * self.num_tensors
+        for owners, sums in self.sums:
+            for owner, value in zip(owners, sums.tolist(), strict=True):
+                totals[owner] = (totals[owner] + value) & 0xFFFFFFFFFFFFFFFF
+        return totals
+
+    def _hash(self) -> None:
+        """One sum per piece, all pieces in the same few operations."""
+        if not self.pieces:
+            return
+        owners, starts, pieces = zip(*self.pieces, strict=True)
+        self.pieces, self.num_words = [], 0
+        device = pieces[0].device
+        lengths = torch.tensor([piece.numel() for piece in pieces])
+        ends = lengths.cumsum(0)
+        # Position within its tensor: position in the batch, moved by a constant for each piece.
+        shift = torch.tensor(starts) - (ends - lengths) + 1
+        total = int(ends[-1])
+        moved = torch.repeat_interleave(shift.to(device), lengths.to(device), output_size=total)
+        position = torch.arange(total, device=device).add_(moved)
+        words = torch.cat(pieces).to(torch.int64)
+        running = _mix(words, position).cumsum(0)
+        at_ends = running[(ends - 1).to(device)]
+        self.sums.append((list(owners), torch.diff(at_ends, prepend=at_ends.new_zeros(1))))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes as 32-bit words, filled up with zeros."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    rest = -flat.numel() % 4
+    if rest:
+        flat = torch.cat([flat, flat.new_zeros(rest)])
+    return flat.view(torch.int32)
+
+
+def _mix(words: Tensor, position: Tensor) -> Tensor:
+    """Hashes each word with its position: a bijection of the word in which every bit counts.
+
+    h = (word ^ G * position) * C1;  h = (h ^ (h >> 32)) * C2, modulo 2**64. G is the golden ratio,
+    C1 and C2 are those of splitmix64 (https://doi.org/10.1145/2714064.2660195), as signed integers
+    since torch has no unsigned arithmetic; its shift keeps the sign, hence the mask. In place.
+    """
+    h = position.mul_(-7046029254386353131).bitwise_xor_(words).mul_(-4658895280553007687)
+    return h.bitwise_xor_((h >> 32).bitwise_and_(0xFFFFFFFF)).mul_(-7723592293110705685)

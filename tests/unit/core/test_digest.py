@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentad.core.digest import CHUNK_WORDS, digest_of, tensor_checksum
+from pentad.core.digest import BATCH_WORDS, digest_of, tensor_checksum
 
 
 def test_equal_bytes_give_equal_checksums_whatever_the_strides():
@@ -43,9 +43,9 @@ def test_every_single_flipped_bit_is_seen(seed):
 def test_chunks_do_not_change_the_sum(monkeypatch):
     x = torch.randn(1000)
     whole = tensor_checksum(x)
-    monkeypatch.setattr("pentad.core.digest.CHUNK_WORDS", 64)
+    monkeypatch.setattr("pentad.core.digest.BATCH_WORDS", 64)
     assert tensor_checksum(x) == whole
-    assert CHUNK_WORDS > 64
+    assert BATCH_WORDS > 64
 
 
 def test_bytes_beyond_the_last_word_count():
@@ -63,3 +63,30 @@ def test_the_digest_covers_names_dtypes_and_shapes_but_not_order():
     assert digest_of([("a", a.view(3, 2)), ("b", b)]).hex() != whole
     assert digest_of([("a", a), ("b", b.bfloat16())]).hex() != whole
     assert digest_of([("a", a)]).hex() != whole
+
+
+@pytest.mark.parametrize("batch_words", [1, 7, 64, 1 << 20])
+def test_batches_do_not_change_the_digest(monkeypatch, batch_words):
+    weights = [(f"w{n}", torch.randn(n, 3)) for n in (1, 5, 40)] + [("b", torch.ones(3).bfloat16())]
+    expected = {name: tensor_checksum(tensor) for name, tensor in weights}
+    monkeypatch.setattr("pentad.core.digest.BATCH_WORDS", batch_words)
+    entries = digest_of(weights).entries
+    assert {name: int(entry.rpartition("/")[2], 16) for name, entry in entries.items()} == expected
+
+
+def test_hashing_leaves_the_tensor_alone():
+    x = torch.arange(10)
+    tensor_checksum(x)
+    assert torch.equal(x, torch.arange(10))
+
+
+def test_empty_tensors_have_a_checksum():
+    assert (
+        digest_of([("none", torch.zeros(0, 3))]).hex()
+        != digest_of([("none", torch.zeros(0))]).hex()
+    )
+
+
+def test_a_name_given_twice_is_a_defect():
+    with pytest.raises(AssertionError, match="twice"):
+        digest_of([("a", torch.ones(1)), ("a", torch.ones(1))])
