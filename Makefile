@@ -17,16 +17,28 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/pentad demo $(ARGS)
 
+# Distributed tests have the cores to themselves: each case is several processes.
 test: setup
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not dist"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m dist
+endif
 
 check: setup
 	$(BIN)/ruff check pentad tests
 	$(BIN)/ruff format --check pentad tests
 	$(BIN)/mypy
 
+# Each script says in its head what it measures and needs; ARGS="benchmarks/x.py" runs one.
+BENCHMARKS := benchmarks/sampler_cpu.py
+ifneq ($(shell command -v nvidia-smi),)
+BENCHMARKS += benchmarks/engine_smoke.py benchmarks/sampler_gpu.py benchmarks/plan_memory.py
+endif
+
 bench: setup
-	$(BIN)/pentad bench $(ARGS)
+	for script in $(or $(ARGS),$(BENCHMARKS)); do $(BIN)/python $$script || exit 1; done
 
 docs: setup
 	$(BIN)/python -m pentad.cli.reference docs
