@@ -47,6 +47,8 @@ class StepRecorder:
     def rl_record(self, trained: TrainedBatch, settings: AlgorithmSettings) -> StepRecord:
         result, groups = trained.result, trained.groups
         lengths = [len(row.ids) for row in result.rows]
+        with trained.timer.phase("record"):
+            rl = self._rl(trained, settings)
         return self._record(
             step=trained.batch + 1,
             steps=result.steps,
@@ -54,7 +56,7 @@ class StepRecorder:
             timer=trained.timer,
             num_groups=len(groups),
             version=trained.batch + 1,
-            rl=self._rl(trained, settings),
+            rl=rl,
             funnel=Funnel(**trained.funnel.as_record()),
         )
 
