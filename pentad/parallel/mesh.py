@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Coords, Layout
@@ -47,6 +48,7 @@ class Meshes:
     coords: Coords
     rank: int
     device: torch.device
+    pp: Axis = ALONE
     tp: Axis = ALONE
     cp: Axis = ALONE
     batch: Axis = ALONE
@@ -102,6 +104,10 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     known = _BUILT.get((layout, device.type))
     if known is not None and known[0] is world:
         return known[1]
+    if any(group is not world for group, _ in _BUILT.values()):
+        # A new world of the same shape: DTensor would go on with the meshes of the old one.
+        _BUILT.clear()
+        _clear_sharding_prop_cache()
     if world is None or size == 1:
         meshes = Meshes(layout, layout.coords(0), 0, device)
     else:
@@ -134,6 +140,7 @@ def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
         layout.coords(rank),
         rank,
         device,
+        pp=_axis_of(dense, "pp"),
         tp=_axis_of(dense, "tp"),
         cp=_axis_over(inner.transpose(1, 2).reshape(-1, layout.cp), rank),
         batch=_axis_over(batch.reshape(-1, rep * fsdp), rank),

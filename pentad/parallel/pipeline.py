@@ -1,0 +1,146 @@
+"""The pipeline of a layout: which stage holds what, on which rank, and how many microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, Protocol
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Layout
+from pentad.core.stages import (
+    SCHEDULES,
+    default_stages_per_rank,
+    split_layers,
+    splits_backward,
+    stages_of_rank,
+    takes_microbatches,
+    takes_stages_per_rank,
+)
+
+
+class PipelineSettings(Protocol):
+    """`engine.settings.EngineSettings` says what each means."""
+
+    @property
+    def pp_schedule(self) -> str: ...
+    @property
+    def stages_per_rank(self) -> int | None: ...
+    @property
+    def layers_per_stage(self) -> tuple[int, ...] | None: ...
+    @property
+    def reshard_after_forward(self) -> bool: ...
+    @property
+    def gradient_checkpointing(self) -> bool: ...
+    @property
+    def ac_mode(self) -> str: ...
+    @property
+    def ac_selective(self) -> Literal["op"] | int: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages of one model over the pipeline ranks. Made by `plan_pipeline`."""
+
+    schedule: str
+    pp: int
+    stages_per_rank: int
+    layers: tuple[range, ...]
+    """Of each stage."""
+    recomputes: bool
+    """Whether blocks are run again in backward."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        return stages_of_rank(self.schedule, self.pp, self.stages_per_rank, rank)
+
+    def rank_of(self, stage: int) -> int:
+        return next(rank for rank in range(self.pp) if stage in self.stages(rank))
+
+    @property
+    def last_rank(self) -> int:
+        """Who computes the loss."""
+        return self.rank_of(self.num_stages - 1)
+
+    def stage_of(self, name: str, layer: int | None) -> int:
+        """Who holds a native parameter: the lookup comes first, what is no layer's else last."""
+        if layer is not None:
+            return next(n for n, held in enumerate(self.layers) if layer in held)
+        return 0 if name.startswith("embed.") else self.num_stages - 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are computed apart.
+
+        Not where blocks are recomputed: each weight would recompute its block once more.
+        """
+        return splits_backward(self.schedule) and not self.recomputes
+
+    def take(self, at_least: int) -> int:
+        """The fewest microbatches, this many or more, that the schedule takes."""
+        num = max(at_least, self.num_stages)
+        while not takes_microbatches(self.schedule, self.pp, num):
+            num += 1
+        return num
+
+
+def plan_pipeline(dims: ModelDims, layout: Layout, settings: PipelineSettings) -> Pipeline | None:
+    """The pipeline a layout asks for; None where it has one rank of it. Refuses what cannot be."""
+    if layout.pp == 1:
+        return None
+    schedule = settings.pp_schedule
+    if schedule not in SCHEDULES:
+        rule = "is no pipeline schedule"
+        raise UserError(Problem(f"pp_schedule = {schedule}", rule, f"use {', '.join(SCHEDULES)}"))
+    _check_split_backward(settings)
+    num = settings.stages_per_rank or default_stages_per_rank(schedule)
+    if not takes_stages_per_rank(schedule, num):
+        want = default_stages_per_rank(schedule)
+        rule = f"does not suit pp_schedule = {schedule}"
+        raise UserError(Problem(f"stages_per_rank = {num}", rule, f"use {want}"))
+    return Pipeline(
+        schedule=schedule,
+        pp=layout.pp,
+        stages_per_rank=num,
+        layers=_layers(dims, layout.pp * num, settings.layers_per_stage),
+        recomputes=settings.gradient_checkpointing and settings.ac_mode != "none",
+    )
+
+
+def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> tuple[range, ...]:
+    if given is None:
+        if num_stages > dims.num_layers:
+            rule = f"more than the {dims.num_layers} layers of the model"
+            raise UserError(Problem(f"pipeline stages = {num_stages}", rule, "use fewer ranks"))
+        return tuple(split_layers(dims, num_stages))
+    if len(given) != num_stages or sum(given) != dims.num_layers or min(given) < 1:
+        rule = f"must be {num_stages} positive numbers that sum to {dims.num_layers}"
+        raise UserError(Problem(f"layers_per_stage = {list(given)}", rule))
+    ends = list(accumulate(given))
+    return tuple(range(end - size, end) for end, size in zip(ends, given, strict=True))
+
+
+def _check_split_backward(settings: PipelineSettings) -> None:
+    """What a backward pass in two parts would do wrong, or wait for without end."""
+    if not splits_backward(settings.pp_schedule):
+        return
+    schedule = f"pp_schedule = {settings.pp_schedule}"
+    problems = []
+    if settings.reshard_after_forward:
+        rule = f"{schedule} would give wrong gradients with parameters sharded in between"
+        problems.append(Problem("reshard_after_forward = True", rule, "set it to False"))
+    uses_op = settings.ac_mode == "selective" and settings.ac_selective == "op"
+    if settings.gradient_checkpointing and uses_op:
+        rule = f"{schedule} needs the kept results twice, and they are dropped after the first use"
+        problems.append(Problem("ac_selective = op", rule, "use a stride, or ac_mode full"))
+    if settings.compile:
+        rule = f"{schedule} splits backward, which compiled blocks do not support"
+        problems.append(Problem("compile = True", rule, "set it to False"))
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,239 @@
+"""One stage in the schedules of torch.distributed.pipelining, for microbatches of unequal length.
+
+A schedule says what comes when; a stage computes, keeps and says what travels. torch's own
+stages learn one shape from the first microbatch. Here the shape of every microbatch is known to
+all ranks beforehand, so memory for what arrives is made when it is needed, and nothing about
+shapes is exchanged.
+
+The schedules of torch 2.11 and 2.13 call a stage in the same way. Their function that computes
+weight gradients apart differs: before 2.13 it adds up the gradients of several outputs of one
+node and counts some paths twice, so there the backward pass runs whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+CAN_SPLIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+Compute = Callable[[int, Tensor | None], Tensor]
+"""(microbatch, what the stage before made of it) -> what the next stage gets; of the last stage
+the loss, and anything where there is no backward."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One run of a schedule, as a stage sees it."""
+
+    compute: Compute
+    shapes: list[tuple[int, int]]
+    """Of what travels between stages, by microbatch."""
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _Alive:
+    """What microbatches left behind, by number."""
+
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """(input, output) between forward and backward."""
+    grads_in: dict[int, Tensor] = field(default_factory=dict)
+    """Of outputs, as they arrive from the next stage."""
+    grads_out: dict[int, Tensor] = field(default_factory=dict)
+    """Of inputs, for the stage before."""
+    weight_parts: dict[int, Any] = field(default_factory=dict)
+    """What the weight part of a split backward continues from."""
+
+
+class PackedStage(_PipelineStageBase):
+    """A model part at its place in the pipeline; `begin` before each run of a schedule."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        splits: bool,
+    ) -> None:
+        super().__init__(module, index, num_stages, device, group)
+        self.splits = splits and CAN_SPLIT
+        self.alive = _Alive()
+        self.now: Pass | None = None
+        self.reduces = True
+        """Whether a run of the schedule ends by reducing gradients over data-parallel ranks."""
+
+    def begin(self, now: Pass, *, reduces: bool) -> None:
+        self.now, self.reduces = now, reduces
+
+    def end(self) -> None:
+        self.now = None
+        self.clear_runtime_states()
+
+    @property
+    def run(self) -> Pass:
+        assert self.now is not None, "a stage is told what to compute before its schedule runs"
+        return self.now
+
+    # What the schedules ask before their first microbatch
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        self.chunks = num_microbatches
+        self.args_recv_info = {0: ()}
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        self.chunks = num_microbatches
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        raise AssertionError("memory for gradients is made when they are received")
+
+    def clear_runtime_states(self) -> None:
+        self.alive = _Alive()
+
+    # What travels
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        self.alive.inputs[fwd_chunk_id] = self._room(fwd_chunk_id)
+        return [self._receive(self.alive.inputs[fwd_chunk_id], self.stage_index - 1)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        alive = self.alive.outputs
+        _, output = alive[fwd_chunk_id] if self.has_backward else alive.pop(fwd_chunk_id)
+        return [self._send(output.detach(), self.stage_index + 1)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last or not self.has_backward:
+            return []
+        self.alive.grads_in[bwd_chunk_id] = self._room(bwd_chunk_id)
+        return [self._receive(self.alive.grads_in[bwd_chunk_id], self.stage_index + 1)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self.has_backward:
+            return []
+        return [self._send(self.alive.grads_out.pop(bwd_chunk_id), self.stage_index - 1)]
+
+    def _room(self, microbatch: int) -> Tensor:
+        return torch.empty(self.run.shapes[microbatch], dtype=self.run.dtype, device=self.device)
+
+    def _receive(self, tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, tensor, self._peer(stage), self.group)
+
+    def _send(self, tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, tensor.contiguous(), self._peer(stage), self.group)
+
+    def _peer(self, stage: int) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
+
+    # Where two neighbours lie on one rank (the point of a V), nothing travels
+
+    def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
+        self.alive.inputs[mb_index] = prev_stage_outputs.detach()
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
+        return (self.alive.grads_out.pop(mb_index),) if self.has_backward else ()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        for grad in next_stage_bwd_outputs:
+            assert grad is not None, f"stage {self.stage_index + 1} made no gradient"
+            self.alive.grads_in[mb_index] = grad
+
+    # What is computed
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Tensor:
+        given = None if self.is_first else self.alive.inputs.pop(fwd_chunk_id)
+        if given is not None and self.has_backward:
+            given.requires_grad_(True)
+        output = self.run.compute(fwd_chunk_id, given)
+        if not self.is_last:
+            made = (*output.shape, output.dtype)
+            due = (*self.run.shapes[fwd_chunk_id], self.run.dtype)
+            assert made == due, f"stage {self.stage_index} made {made}, the next awaits {due}"
+        if self.has_backward or not self.is_last:
+            self.alive.outputs[fwd_chunk_id] = given, output
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        if not self.has_backward:
+            return
+        given, output = self.alive.outputs.pop(bwd_chunk_id)
+        grad = None if self.is_last else self.alive.grads_in.pop(bwd_chunk_id)
+        self._hold_gradients()
+        if full_backward or not self.splits:
+            torch.autograd.backward(output, grad)
+            grad_out = None if given is None else given.grad
+        elif given is None:  # nobody waits for the first stage's: all of it is the weight part
+            self.alive.weight_parts[bwd_chunk_id] = output, grad
+            return
+        else:
+            grads = None if grad is None else [grad]
+            (grad_out, *_), parts = stage_backward_input(
+                [output], grads, [given], self.submod.parameters()
+            )
+            self.alive.weight_parts[bwd_chunk_id] = parts
+        if given is not None:
+            assert grad_out is not None, f"stage {self.stage_index} does not depend on its input"
+            self.alive.grads_out[bwd_chunk_id] = grad_out
+            given.grad = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward or not self.splits:
+            return
+        parts = self.alive.weight_parts.pop(bwd_chunk_id)
+        self._hold_gradients()
+        if self.is_first:
+            torch.autograd.backward(*parts)
+        else:
+            stage_backward_weight(self.submod.parameters(), parts)
+            self._keep_precision()
+
+    # Gradients of sharded parameters
+
+    def _hold_gradients(self) -> None:
+        """Gradients add up unsharded; `perform_reduce_grad` reduces them once."""
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+
+    def _keep_precision(self) -> None:
+        """Adds up in the reduce dtype, as FSDP2 does after a whole backward; its hook for that
+        does not run after the weight part."""
+        for unit in self.submod.modules():
+            if isinstance(unit, FSDPModule):
+                for parameter in _sharded_parameters(unit):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward and self.reduces:
+            super().perform_reduce_grad(1)
+
+
+def _sharded_parameters(unit: FSDPModule) -> Iterable[Any]:
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
