@@ -67,8 +67,7 @@ def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -
     if keeping.is_compiled:
         # The compiler keeps products and recomputes what is pointwise; of the two sums of the
         # residual stream it keeps one besides the input.
-        down = keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
-        return products(dims, layer, layout, keeping) - down
+        return products(dims, layer, layout, keeping) - unread(dims, layer, layout, keeping)
     ffn = experts_kept if dims.is_moe(layer) else mlp_kept
     return attention_kept(dims, layout, keeping) + ffn(dims, layout, keeping)
 
@@ -81,8 +80,15 @@ def products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> f
     kept = c * (h + q + 2 * k + q + h) + statistics_bytes(dims, tp)  # input, q, k, v, core, o
     if not dims.is_moe(layer):
         return (kept + c * (2 * dims.intermediate_size / tp + h)) / layout.cp
-    rows = dims.num_experts_per_token * (2 * dims.moe_intermediate_size + dims.hidden_size)
+    rows = dims.num_experts_per_token * 2 * dims.moe_intermediate_size
     return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
+
+
+def unread(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """Of the products of a dense layer backward does not read the last, the result of `down`."""
+    if dims.is_moe(layer):
+        return 0.0
+    return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
 
 
 def attention_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
@@ -116,10 +122,8 @@ def experts_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
     c, tp, chosen = keeping.compute_bytes, layout.tp, dims.num_experts_per_token
     h, width = dims.hidden_size, dims.moe_intermediate_size
     kept = norm_kept(h, c) + c * h
-    kept += 0 if c == WIDE else WIDE * h  # input of the router in float32
     kept += WIDE * dims.num_experts + INDEX_BYTES * chosen  # probabilities; order of the rows
-    kept += chosen * c * (h + 4 * width)  # rows sorted by expert; gate, up, silu, product
-    kept += chosen * c * 2 * h  # results, before and after they are weighted
+    kept += chosen * c * (h + 3 * width)  # rows sorted by expert; gate, up, their weighted product
     if layout.ep > 1:
         kept += chosen * c * h  # rows as received, before they are sorted
     return kept / (tp * layout.cp)
@@ -144,9 +148,7 @@ def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping)
     """What running this layer backward computes again, beyond what it kept."""
     missing = whole_layer(dims, layer, layout, keeping) - kept_bytes(dims, layer, layout, keeping)
     is_op = keeping.mode == "selective" and keeping.selective == "op"
-    # Of the kept products the result of `down` is not read again.
-    unread = keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp) if is_op else 0.0
-    return max(missing, 0.0) + unread
+    return max(missing, 0.0) + (unread(dims, layer, layout, keeping) if is_op else 0.0)
 
 
 def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:

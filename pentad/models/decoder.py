@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
 from pentad.models.layers import Attention, Mlp, Norm
-from pentad.models.moe import Moe
+from pentad.models.moe import Moe, Routes
 from pentad.models.rope import Rotary
 
 
@@ -34,9 +34,21 @@ class Block(nn.Module):
         self.ffn_norm = Norm(dims.hidden_size, dims.norm_eps)
         self.ffn = Moe(dims) if dims.is_moe(layer) else Mlp(dims)
 
-    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_Td: Tensor,
+        sin_Td: Tensor,
+        attend: Attend,
+        chosen_Tk: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states, and of a mixture the experts that were chosen, or given."""
         x_TD = x_TD + self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
-        return x_TD + self.ffn(self.ffn_norm(x_TD))
+        h_TD = self.ffn_norm(x_TD)
+        if isinstance(self.ffn, Moe):
+            y_TD, chosen_Tk = self.ffn(h_TD, chosen_Tk)
+            return x_TD + y_TD, chosen_Tk
+        return x_TD + self.ffn(h_TD), None
 
 
 class Decoder(nn.Module):
@@ -69,15 +81,25 @@ class Decoder(nn.Module):
         self.present: Callable[[str, Tensor], Tensor] = as_it_is
         """How a parameter shows to the outside; under a layout, as a DTensor of the whole."""
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        routes: Routes | None = None,
+    ) -> Tensor:
         """Token ids (a later stage: the stage before's hidden_TD) to hidden_TD.
 
-        The last stage's output is after the final norm.
+        The last stage's output is after the final norm. `routes` records which experts were
+        chosen; entries it has already are followed instead.
         """
         x_TD = ids_T if self.embed is None else self.embed(ids_T)
         cos_Td, sin_Td = self.rotary(positions_T, x_TD.dtype)
-        for block in self.layers.values():
-            x_TD = block(x_TD, cos_Td, sin_Td, attend)
+        for name, block in self.layers.items():
+            given_Tk = None if routes is None else routes.get(int(name))
+            x_TD, chosen_Tk = block(x_TD, cos_Td, sin_Td, attend, given_Tk)
+            if routes is not None and chosen_Tk is not None:
+                routes[int(name)] = chosen_Tk
         return x_TD if self.norm is None else self.norm(x_TD)
 
     @property

@@ -1,6 +1,7 @@
 """The mixture-of-experts ffn: router, stacked experts, and the seam where dispatch is replaced.
 
-Shape suffixes: T tokens, D hidden, E experts held here, k experts per token, M expert width.
+Shape suffixes: T tokens, D hidden, E experts held here, R experts of the model, k experts per
+token, M expert width, N pairs of a token and one of its experts.
 """
 
 from __future__ import annotations
@@ -9,9 +10,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
+from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
+
+Routes = dict[int, Tensor]
+"""Layer -> chosen_Tk, of the tokens of one forward pass. A layer that has an entry follows it; one
+that has none chooses, and its choice is entered."""
 
 
 class Experts(nn.Module):
@@ -23,32 +29,45 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num, 2, width, hidden))
         self.down = nn.Parameter(torch.empty(num, hidden, width))
 
-    def forward(self, x_ND: Tensor, sizes_E: Tensor) -> Tensor:
-        """Runs rows sorted by expert, sizes_E[e] of them through expert e."""
-        parts = x_ND.split(sizes_E.tolist())
-        return torch.cat([self.one(e, part) for e, part in enumerate(parts)])
-
-    def one(self, expert: int, x_ND: Tensor) -> Tensor:
-        gate, up = F.linear(x_ND, self.gate_up[expert].flatten(0, 1)).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down[expert])
+    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """Runs rows sorted by expert, sizes_E[e] of them through expert e; each result times its
+        weight, if weights are given."""
+        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+        return run_experts(x_ND, self.gate_up, self.down, ends_E, weights_N)
 
 
 class Router(nn.Module):
-    """Softmax over all experts in float32, then the k largest."""
+    """Chooses and weighs each token's experts, in float32 whatever the dtype of its weight."""
+
+    bias: Tensor | None
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        self.num_chosen = dims.num_experts_per_token
-        self.normalise = dims.norm_topk_prob
+        self.rule = RouteRule(dims.num_experts_per_token, renormalise=dims.norm_topk_prob)
+        # All that follows is set by `models.balance`, and off here.
+        self.register_buffer("bias", None)
+        self.aux_loss_coef = self.z_loss_coef = 0.0
+        self.loss_scale: Tensor | None = None
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the chosen experts' weights and indices, both [T, k]."""
-        probs_TR = F.linear(x_TD.to(self.weight.dtype), self.weight).float().softmax(-1)
-        weights_Tk, chosen_Tk = probs_TR.topk(self.num_chosen, dim=-1)
-        if self.normalise:
-            weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
-        return weights_Tk.to(x_TD.dtype), chosen_Tk
+    def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights (float32) and indices of the chosen experts, both [T, k]; a given choice is
+        kept and weighed, with the same gradients."""
+        logits_TR = gate_logits(x_TD, self.weight)
+        weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
+        if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
+            weights_Tk = add_loss(weights_Tk, self.own_loss(logits_TR, chosen_Tk))
+        return weights_Tk, chosen_Tk
+
+    def own_loss(self, logits_TR: Tensor, chosen_Tk: Tensor) -> Tensor:
+        """In units of the summed loss: as many times the mean as there are tokens here."""
+        loss = logits_TR.new_zeros(())
+        if self.aux_loss_coef:
+            loss = loss + self.aux_loss_coef * balance_loss(logits_TR, chosen_Tk, self.rule)
+        if self.z_loss_coef:
+            loss = loss + self.z_loss_coef * z_loss(logits_TR)
+        loss = loss * len(logits_TR)
+        return loss if self.loss_scale is None else loss * self.loss_scale
 
 
 class Dispatch(Protocol):
@@ -60,13 +79,10 @@ class Dispatch(Protocol):
 
 
 def dispatch_local(x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts) -> Tensor:
-    """All experts are here: sort the (token, expert) pairs by expert, run, add back."""
-    num_chosen = chosen_Tk.shape[1]
-    expert_N, order_N = chosen_Tk.flatten().sort(stable=True)
-    sizes_E = torch.bincount(expert_N, minlength=experts.down.shape[0])
-    token_N = order_N // num_chosen
-    y_ND = experts(x_TD[token_N], sizes_E) * weights_Tk.flatten()[order_N, None]
-    return torch.zeros_like(x_TD).index_add(0, token_N, y_ND.to(x_TD.dtype))
+    """All experts are here: sort the pairs by expert, run, add back."""
+    pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
+    weights_N = take_weights(weights_Tk, pairs)
+    return sum_rows(experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N), pairs)
 
 
 class Moe(nn.Module):
@@ -78,6 +94,7 @@ class Moe(nn.Module):
         self.experts = Experts(dims)
         self.dispatch: Dispatch = dispatch_local
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        weights_Tk, chosen_Tk = self.router(x_TD)
-        return self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts)
+    def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mixture's result, and the experts that were chosen (those given, if any)."""
+        weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
+        return self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts), chosen_Tk

@@ -30,6 +30,8 @@ KEPT_OPS = {
     "_c10d_functional.all_to_all_single.default",
 }
 """By name, since not every build of torch has all of them."""
+GROUPED_PRODUCT = "aten._grouped_mm.default"
+"""Experts run two, gate with up and then down; backward does not read the second's result."""
 
 
 class BlockSettings(Protocol):
@@ -89,9 +91,20 @@ def _run_keeping_products(block: nn.Module, *args: Any) -> Tensor:
 
 
 def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_Policy())
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = str(op) in KEPT_OPS
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+class _Policy:
+    """Which results one pass through a block keeps; it is asked again when they are recomputed."""
+
+    def __init__(self) -> None:
+        self.num_grouped = {False: 0, True: 0}
+        """By whether it is the recomputation."""
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op)
+        is_kept = name in KEPT_OPS
+        if name == GROUPED_PRODUCT:
+            is_kept = self.num_grouped[ctx.is_recompute] % 2 == 0
+            self.num_grouped[ctx.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

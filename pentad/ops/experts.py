@@ -1,0 +1,190 @@
+"""The experts of a mixture: pairs sorted by expert, grouped products, results added back.
+
+A *pair* is one token with one of the experts it chose. Pairs are sorted by expert, so that each
+expert sees a contiguous run of rows; runs are given by where they end, on the device, so nothing
+waits for the host. Rows are copied and added up by permutation, without atomics: results and
+gradients are bitwise repeatable.
+
+Shapes: T tokens, k experts a token, N = T * k pairs, E experts, D width, M expert width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ALIGNMENT_BYTES = 16
+"""Rows of grouped products start at multiples of this, or torch refuses them."""
+GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Pairs(NamedTuple):
+    """All (token, expert) pairs in the order of their experts."""
+
+    order_N: Tensor
+    """Which flat pair, token * k + slot, lies at each place."""
+    place_N: Tensor
+    """Where each flat pair lies: the inverse of the order."""
+    token_N: Tensor
+    """Whose pair lies at each place."""
+    ends_E: Tensor
+    """int32: the place after the last row of each expert."""
+    num_chosen: int
+
+    @property
+    def sizes_E(self) -> Tensor:
+        """How many rows each expert has."""
+        return self.ends_E.diff(prepend=self.ends_E.new_zeros(1))
+
+
+def sort_pairs(chosen_Tk: Tensor, num_experts: int) -> Pairs:
+    """Sorts by expert; pairs of one expert stay in the order of their tokens."""
+    assert num_experts <= torch.iinfo(torch.int16).max, f"{num_experts} experts"
+    num_chosen = chosen_Tk.shape[1]
+    # Narrow keys: a radix sort makes one pass per byte.
+    expert_N, order_N = chosen_Tk.flatten().to(torch.int16).sort(stable=True)
+    experts_E = torch.arange(num_experts, dtype=torch.int16, device=chosen_Tk.device)
+    ends_E = torch.searchsorted(expert_N, experts_E, side="right", out_int32=True)
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    return Pairs(order_N, place_N, order_N // num_chosen, ends_E, num_chosen)
+
+
+def take_rows(x_TD: Tensor, pairs: Pairs) -> Tensor:
+    """Each pair's token: [N, D] in the order of the pairs."""
+    result: Tensor = _Take.apply(x_TD, pairs.token_N, pairs.place_N, pairs.num_chosen)
+    return result
+
+
+def take_weights(weights_Tk: Tensor, pairs: Pairs) -> Tensor:
+    """Each pair's weight: [N] in the order of the pairs."""
+    flat_N1 = weights_Tk.reshape(-1, 1)
+    result: Tensor = _Take.apply(flat_N1, pairs.order_N, pairs.place_N, 1)
+    return result.squeeze(1)
+
+
+def sum_rows(y_ND: Tensor, pairs: Pairs) -> Tensor:
+    """Each token's sum over its pairs: [T, D]."""
+    result: Tensor = _Sum.apply(y_ND, pairs.token_N, pairs.place_N, pairs.num_chosen)
+    return result
+
+
+def _sum_at(y_ND: Tensor, place_N: Tensor, num_chosen: int) -> Tensor:
+    return y_ND[place_N].unflatten(0, (-1, num_chosen)).sum(1)
+
+
+# The two are each other's gradient.
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source_N: Tensor, place_N: Tensor, num_chosen: int) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.num_chosen = num_chosen
+        return x[source_N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_N,) = ctx.saved_tensors
+        return _sum_at(grads[0], place_N, ctx.num_chosen), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, source_N: Tensor, place_N: Tensor, num_chosen: int) -> Tensor:
+        ctx.save_for_backward(source_N)
+        return _sum_at(y, place_N, num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (source_N,) = ctx.saved_tensors
+        return grads[0][source_N], None, None, None
+
+
+def run_experts(
+    x_ND: Tensor,
+    gate_up_E2MD: Tensor,
+    down_EDM: Tensor,
+    ends_E: Tensor,
+    weights_N: Tensor | None = None,
+) -> Tensor:
+    """down(weight * silu(gate(x)) * up(x)) of each row's expert, rows sorted by expert.
+
+    The weight of a row stands before the down product, which is linear: M numbers are scaled
+    instead of D, and backward does not need the result. Its gradient flows.
+    """
+    h_NG = grouped_linear(x_ND, gate_up_E2MD.flatten(1, 2), ends_E)
+    a_NM: Tensor = _WeightedSwiglu.apply(h_NG, weights_N)
+    return grouped_linear(a_NM, down_EDM, ends_E)
+
+
+def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """x @ weight[e]^T for the rows of each expert e."""
+    if can_group(x_ND, weight_EOD):
+        return F.grouped_mm(x_ND, weight_EOD.transpose(-2, -1), offs=ends_E)
+    return loop_linear(x_ND, weight_EOD, ends_E)
+
+
+def can_group(x_ND: Tensor, weight_EOD: Tensor) -> bool:
+    """Whether torch has a grouped product for these dtypes and widths."""
+    step = ALIGNMENT_BYTES // x_ND.element_size()
+    is_aligned = x_ND.shape[1] % step == 0 and weight_EOD.shape[1] % step == 0
+    is_known = x_ND.dtype in GROUPED_DTYPES and weight_EOD.dtype == x_ND.dtype
+    # Traced, only bf16 is accepted.
+    is_traced = torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16
+    return is_aligned and is_known and not is_traced and x_ND.shape[0] > 0
+
+
+def loop_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """`grouped_linear` expert by expert, in any dtype and width. Waits for the device."""
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    if not sizes:
+        return x_ND.new_empty(0, weight_EOD.shape[1])
+    parts = zip(x_ND.split(sizes), weight_EOD.unbind(), strict=True)
+    return torch.cat([F.linear(part, weight) for part, weight in parts])
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """weight * silu(gate) * up, gate and up side by side; backward recomputes from its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(h_NG, weights_N)
+        gate, up = h_NG.chunk(2, dim=-1)
+        a_NM = F.silu(gate).mul_(up)
+        # In place, so that a wider weight is not rounded before it is used.
+        return a_NM if weights_N is None else a_NM.mul_(weights_N[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        h_NG, weights_N = ctx.saved_tensors
+        gate, up = h_NG.chunk(2, dim=-1)
+        s_NM = gate.sigmoid()
+        silu_NM = gate * s_NM
+        d_NM, dweights_N = grads[0], None
+        if weights_N is not None:
+            if ctx.needs_input_grad[1]:
+                terms = d_NM * silu_NM * up
+                dweights_N = terms.sum(-1, dtype=weights_N.dtype)
+            d_NM = d_NM.clone().mul_(weights_N[:, None])
+        # silu'(g) = s * (1 + g - g * s)
+        slope_NM = (1 + gate - silu_NM).mul_(s_NM)
+        return torch.cat([slope_NM.mul_(up).mul_(d_NM), silu_NM.mul_(d_NM)], dim=-1), dweights_N
+
+
+def reference_mixture(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    chosen_Tk: Tensor,
+    gate_up_E2MD: Tensor,
+    down_EDM: Tensor,
+) -> Tensor:
+    """The whole mixture, expert by expert over all tokens: what the above must equal."""
+    out_TD = torch.zeros_like(x_TD)
+    for e, (gate_up_2MD, down_DM) in enumerate(zip(gate_up_E2MD, down_EDM, strict=True)):
+        weight_T = torch.where(chosen_Tk == e, weights_Tk, 0).sum(-1)
+        gate, up = x_TD @ gate_up_2MD[0].T, x_TD @ gate_up_2MD[1].T
+        y_TD = (F.silu(gate) * up) @ down_DM.T
+        out_TD = out_TD + weight_T[:, None].to(x_TD.dtype) * y_TD
+    return out_TD

@@ -1,0 +1,381 @@
+"""The router of a mixture: scores, the k experts of each token, and their weights.
+
+    score  = softmax(logits) or sigmoid(logits), in fp32
+    chosen = the k largest of logits, or of score + bias where there is a bias; of equal ones the
+             lower index
+    weight = score[chosen] * scale, divided by its sum first if asked for
+
+The bias takes part in the choice only (https://arxiv.org/abs/2408.15664): neither weights nor
+gradients see it. Without one the logits decide, since both scores grow with them: that choice does
+not depend on how an implementation rounds exponentials. Beside the Triton kernels stands
+`reference_route`; both give the same choices and, to rounding, the same weights and gradients.
+
+Shapes: T tokens, E experts, k experts a token, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+TINY = 1e-20
+"""Added to sums that are divided by: sigmoids may all be 0."""
+MAX_EXPERTS = 2048
+"""What the kernels hold of a row at once."""
+ENTRIES = 512
+"""Entries of the rows one program takes, if a row is not longer: 16 a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRule:
+    """How experts are chosen and weighed. Example: RouteRule(8, "softmax", renormalise=True)."""
+
+    num_chosen: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    """Weights of a token sum to `scale`."""
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.num_chosen > 0 and self.scale > 0, f"{self} weighs nothing"
+
+
+def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """x @ weight^T in fp32 (fp64 for fp64), never rounded to the dtype of its inputs."""
+    if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype and x_TD.dtype.itemsize == 2:
+        result: Tensor = _GateLogits.apply(x_TD, weight_ED)
+        return result
+    wide = torch.promote_types(torch.promote_types(x_TD.dtype, weight_ED.dtype), torch.float32)
+    return F.linear(x_TD.to(wide), weight_ED.to(wide))
+
+
+class _GateLogits(torch.autograd.Function):
+    """Products of 16-bit numbers are exact in fp32, so tensor cores lose nothing in forward. In
+    backward the gradient is split into a high and a low part, which together keep 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD, weight_ED = ctx.saved_tensors
+        parts_TF = split_wide(grads[0], x_TD.dtype)
+        dx_TD = parts_TF @ torch.cat([weight_ED, weight_ED])
+        dweight_FD = torch.mm(parts_TF.t(), x_TD, out_dtype=torch.float32)
+        high_ED, low_ED = dweight_FD.chunk(2)
+        return dx_TD, (high_ED + low_ED).to(weight_ED.dtype)
+
+
+def split_wide(x_TE: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, 2E]: x rounded to the dtype, and beside it the rounded remainder."""
+    high = x_TE.to(dtype)
+    return torch.cat([high, (x_TE - high).to(dtype)], dim=-1)
+
+
+def route(
+    logits_TE: Tensor,
+    rule: RouteRule,
+    bias_E: Tensor | None = None,
+    chosen_Tk: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(weights_Tk, chosen_Tk); given `chosen_Tk`, it weighs those, with the same gradients.
+
+    The experts of a token must be distinct. Gradients flow from the weights to the logits.
+    """
+    is_fused = HAS_TRITON and logits_TE.is_cuda and logits_TE.dtype == torch.float32
+    if is_fused and logits_TE.shape[1] <= MAX_EXPERTS:
+        return fused_route(logits_TE, rule, bias_E, chosen_Tk)
+    return reference_route(logits_TE, rule, bias_E, chosen_Tk)
+
+
+def reference_route(
+    logits_TE: Tensor,
+    rule: RouteRule,
+    bias_E: Tensor | None = None,
+    chosen_Tk: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route` in plain torch, in the dtype of the logits."""
+    scores_TE = compute_scores(logits_TE, rule)
+    if chosen_Tk is None:
+        keys_TE = (logits_TE if bias_E is None else scores_TE + bias_E).detach()
+        # A stable sort: topk leaves the order of equal keys open.
+        order_TE = keys_TE.sort(dim=-1, descending=True, stable=True).indices
+        chosen_Tk = order_TE[:, : rule.num_chosen].contiguous()
+    weights_Tk = scores_TE.gather(-1, chosen_Tk)
+    if rule.renormalise:
+        weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + TINY)
+    return weights_Tk * rule.scale, chosen_Tk
+
+
+def compute_scores(logits_TE: Tensor, rule: RouteRule) -> Tensor:
+    return logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
+
+
+def expert_load(chosen_Tk: Tensor, num_experts: int) -> Tensor:
+    """How many pairs each expert was given, int64 [E]; does not wait for the device."""
+    flat_N = chosen_Tk.flatten()
+    zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_N.device)
+    return zeros_E.scatter_add(0, flat_N, torch.ones_like(flat_N))
+
+
+def balance_loss(logits_TE: Tensor, chosen_Tk: Tensor, rule: RouteRule) -> Tensor:
+    """E * sum_e f_e * P_e (https://arxiv.org/abs/2101.03961): 1 when balanced, up to E / k.
+
+    f_e is the share of pairs that chose e, P_e the mean share of the scores; the gradient flows
+    through P. Both are means over the tokens given, so it depends on how tokens were split.
+    """
+    num_experts = logits_TE.shape[1]
+    scores_TE = compute_scores(logits_TE, rule)
+    if rule.score == "sigmoid":
+        scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
+    share_E = expert_load(chosen_Tk, num_experts) / max(chosen_Tk.numel(), 1)
+    return num_experts * (share_E * scores_TE.sum(0)).sum() / max(len(logits_TE), 1)
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Mean square of log-sum-exp: keeps logits small (https://arxiv.org/abs/2202.08906)."""
+    return logits_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
+
+
+def add_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x itself, with `loss` made part of whatever is differentiated through it."""
+    result: Tensor = _AddLoss.apply(x, loss)
+    return result
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)
+
+
+# The kernels. One program takes BLOCK rows; a row of scores lies in registers.
+
+
+def fused_route(
+    logits_TE: Tensor,
+    rule: RouteRule,
+    bias_E: Tensor | None = None,
+    chosen_Tk: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route` in two Triton kernels, one for each direction."""
+    num_chosen, num_experts = rule.num_chosen, logits_TE.shape[1]
+    assert num_chosen <= num_experts, f"{num_chosen} of {num_experts} experts cannot be chosen"
+    given = None if chosen_Tk is None else chosen_Tk.contiguous()
+    weights_Tk, chosen_Tk = _FusedRoute.apply(
+        logits_TE, bias_E, given, num_chosen, rule.score, rule.renormalise, rule.scale
+    )
+    return weights_Tk, chosen_Tk
+
+
+class _FusedRoute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        given_Tk: Tensor | None,
+        num_chosen: int,
+        score: str,
+        renormalise: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        logits_TE = logits_TE.contiguous()
+        num_tokens, num_experts = logits_TE.shape
+        shape = (num_tokens, num_chosen)
+        weights_Tk = logits_TE.new_empty(shape, dtype=torch.float32)
+        chosen_Tk = given_Tk
+        if chosen_Tk is None:
+            chosen_Tk = torch.empty(shape, dtype=torch.int64, device=logits_TE.device)
+        ctx.options = {
+            "NUM_EXPERTS": num_experts,
+            "WIDE": triton.next_power_of_2(num_experts),
+            "NUM_CHOSEN": num_chosen,
+            "IS_SOFTMAX": score == "softmax",
+            "RENORMALISE": renormalise,
+            **_launch(num_experts),
+        }
+        ctx.scale = scale
+        if num_tokens:
+            _forward_kernel[(triton.cdiv(num_tokens, ctx.options["BLOCK"]),)](
+                logits_TE,
+                logits_TE if bias_E is None else bias_E,
+                chosen_Tk,
+                weights_Tk,
+                num_tokens,
+                scale,
+                HAS_BIAS=bias_E is not None,
+                IS_GIVEN=given_Tk is not None,
+                **ctx.options,
+            )
+        # Renormalised softmax weights are a softmax over the chosen alone: they say it all.
+        needs_logits = score == "sigmoid" or not renormalise
+        ctx.save_for_backward(weights_Tk, chosen_Tk, logits_TE if needs_logits else None)
+        ctx.mark_non_differentiable(chosen_Tk)
+        return weights_Tk, chosen_Tk
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weights_Tk, chosen_Tk, logits_TE = ctx.saved_tensors
+        num_tokens = len(weights_Tk)
+        dlogits_TE = weights_Tk.new_empty((num_tokens, ctx.options["NUM_EXPERTS"]))
+        if num_tokens:
+            _backward_kernel[(triton.cdiv(num_tokens, ctx.options["BLOCK"]),)](
+                grads[0].contiguous(),
+                weights_Tk,
+                chosen_Tk,
+                weights_Tk if logits_TE is None else logits_TE,
+                dlogits_TE,
+                num_tokens,
+                ctx.scale,
+                CHOSEN_WIDE=triton.next_power_of_2(ctx.options["NUM_CHOSEN"]),
+                **ctx.options,
+            )
+        return dlogits_TE, None, None, None, None, None, None
+
+
+def _launch(num_experts: int) -> dict[str, int]:
+    """Rows and warps of a program: one warp, so that no reduction crosses warps."""
+    block = min(16, max(1, ENTRIES // triton.next_power_of_2(num_experts)))
+    return {"BLOCK": block, "num_warps": 1}
+
+
+if HAS_TRITON:
+
+    @triton.jit
+    def _forward_kernel(
+        logits_ptr: tl.tensor,
+        bias_ptr: tl.tensor,
+        chosen_ptr: tl.tensor,
+        weights_ptr: tl.tensor,
+        num_tokens: tl.tensor,
+        scale: tl.tensor,
+        HAS_BIAS: tl.constexpr,
+        IS_GIVEN: tl.constexpr,
+        NUM_EXPERTS: tl.constexpr,
+        WIDE: tl.constexpr,
+        NUM_CHOSEN: tl.constexpr,
+        IS_SOFTMAX: tl.constexpr,
+        RENORMALISE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        e = tl.arange(0, WIDE)
+        is_row = row < num_tokens
+        is_expert = (e < NUM_EXPERTS)[None, :]
+        logits = tl.load(
+            logits_ptr + row[:, None] * NUM_EXPERTS + e[None, :],
+            mask=is_row[:, None] & is_expert,
+            other=-float("inf"),
+        )
+        if IS_SOFTMAX:
+            exps = tl.exp(logits - tl.max(logits, 1)[:, None])
+        if IS_SOFTMAX and (HAS_BIAS or not RENORMALISE):
+            scores = exps / tl.sum(exps, 1)[:, None]
+        elif IS_SOFTMAX:
+            scores = exps  # the division by the sum falls out
+        else:
+            scores = tl.where(is_expert, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
+        # slot: the place of an expert among the chosen of its row, NUM_CHOSEN if it is none.
+        slot = tl.full([BLOCK, WIDE], NUM_CHOSEN, dtype=tl.int32)
+        if IS_GIVEN:
+            for j in tl.static_range(NUM_CHOSEN):
+                index = tl.load(chosen_ptr + row * NUM_CHOSEN + j, mask=is_row, other=-1)
+                slot = tl.where(e[None, :] == index[:, None], j, slot)
+        else:
+            keys = logits
+            if HAS_BIAS:
+                keys = scores + tl.load(bias_ptr + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
+            # What is not a number counts as the largest, so that it shows; -0 equals 0.
+            keys = tl.where(keys == keys, keys + 0.0, float("inf"))
+            # As integers in the order of the floats: their reductions are single instructions.
+            lowest: tl.constexpr = -(2**31)
+            keys = keys.to(tl.int32, bitcast=True)
+            keys = tl.where(is_expert, keys ^ ((keys >> 31) & 0x7FFFFFFF), lowest)
+            for j in tl.static_range(NUM_CHOSEN):
+                best = tl.max(keys, 1)[:, None]
+                index = tl.min(tl.where(keys == best, e[None, :], WIDE), 1)[:, None]
+                slot = tl.where(e[None, :] == index, j, slot)
+                keys = tl.where(e[None, :] == index, lowest, keys)
+        is_chosen = slot < NUM_CHOSEN
+        if RENORMALISE:
+            total = tl.sum(tl.where(is_chosen, scores, 0.0), 1)
+            scores = scores / (total[:, None] + 1e-20)
+        pair = row[:, None] * NUM_CHOSEN + slot
+        is_written = is_row[:, None] & is_chosen
+        tl.store(weights_ptr + pair, scores * scale, mask=is_written)
+        if not IS_GIVEN:
+            experts = tl.zeros([BLOCK, WIDE], dtype=tl.int64) + e[None, :]
+            tl.store(chosen_ptr + pair, experts, mask=is_written)
+
+    @triton.jit
+    def _backward_kernel(
+        grad_ptr: tl.tensor,
+        weights_ptr: tl.tensor,
+        chosen_ptr: tl.tensor,
+        logits_ptr: tl.tensor,
+        out_ptr: tl.tensor,
+        num_tokens: tl.tensor,
+        scale: tl.tensor,
+        NUM_EXPERTS: tl.constexpr,
+        WIDE: tl.constexpr,
+        NUM_CHOSEN: tl.constexpr,
+        CHOSEN_WIDE: tl.constexpr,
+        IS_SOFTMAX: tl.constexpr,
+        RENORMALISE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        e = tl.arange(0, WIDE)
+        k = tl.arange(0, CHOSEN_WIDE)
+        is_row = row < num_tokens
+        is_entry = is_row[:, None] & (e < NUM_EXPERTS)[None, :]
+        is_pair = is_row[:, None] & (k < NUM_CHOSEN)[None, :]
+        pair = row[:, None] * NUM_CHOSEN + k[None, :]
+        entry = row[:, None] * NUM_EXPERTS + e[None, :]
+        chosen = tl.load(chosen_ptr + pair, mask=is_pair, other=0)
+        at = row[:, None] * NUM_EXPERTS + chosen
+        # g: gradient to the weights before the scale; p: those weights.
+        g = tl.load(grad_ptr + pair, mask=is_pair, other=0.0) * scale
+        p = tl.load(weights_ptr + pair, mask=is_pair, other=0.0) / scale
+        mean = tl.sum(g * p, 1)[:, None]
+        if IS_SOFTMAX and not RENORMALISE:
+            logits = tl.load(logits_ptr + entry, mask=is_entry, other=-float("inf"))
+            exps = tl.exp(logits - tl.max(logits, 1)[:, None])
+            rest = -mean * (exps / tl.sum(exps, 1)[:, None])
+        else:
+            rest = tl.zeros([BLOCK, WIDE], dtype=tl.float32)
+        tl.store(out_ptr + entry, rest, mask=is_entry)
+        if IS_SOFTMAX:
+            found = p * (g - mean)
+        else:
+            s = tl.load(logits_ptr + at, mask=is_pair, other=-float("inf"))
+            s = 1.0 / (1.0 + tl.exp(-s))
+            if RENORMALISE:
+                total = tl.sum(tl.where(is_pair, s, 0.0), 1)[:, None] + 1e-20
+                found = (g - mean) / total * s * (1.0 - s)
+            else:
+                found = g * s * (1.0 - s)
+        # Threads of this program wrote the row; none may still be writing it below.
+        tl.debug_barrier()
+        tl.store(out_ptr + at, found, mask=is_pair)
