@@ -24,13 +24,17 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def native_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The model's parameters by their native names, as the whole tensors they are parts of."""
+    """The model's weights by their native names, as the whole tensors they are parts of."""
     out: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        out[name] = model.present(name, parameter)
-    return out
+        out[_native(name)] = model.present(_native(name), parameter)
+    return out | {_native(name): buffer for name, buffer in model.named_buffers()}
+
+
+def _native(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def native_shards(model: Decoder) -> dict[str, flow.Shard]:

@@ -1,0 +1,156 @@
+"""How tokens are spread over experts: losses and the bias that balance them, and what is measured.
+
+All is off by default. The losses are means over the tokens one router sees at once, so unlike all
+other terms they depend on how a batch is cut into microbatches and ranks. The bias
+(https://arxiv.org/abs/2408.15664) moves once a step and needs no loss.
+
+Shapes: R experts of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import Problem, UserError
+from pentad.models.decoder import Decoder
+from pentad.models.families import map_of
+from pentad.models.moe import Moe, Router, Routes
+from pentad.ops.router import expert_load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceSettings:
+    """What keeps the experts of a mixture equally busy."""
+
+    aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss, which is 1 in each layer when all is balanced."""
+    z_loss_coef: float = 0.0
+    """Weight of the mean square of the routers' log-partition."""
+    bias_rate: float = 0.0
+    """How far the selection bias of an expert moves at each step, up if it had fewer tokens than
+    the mean and down if it had more."""
+
+    def __post_init__(self) -> None:
+        values = (
+            ("aux_loss_coef", self.aux_loss_coef),
+            ("z_loss_coef", self.z_loss_coef),
+            ("bias_rate", self.bias_rate),
+        )
+        problems = [
+            Problem(f"{name} = {value}", "must be finite and not negative", "0 switches it off")
+            for name, value in values
+            if not (value >= 0 and math.isfinite(value))
+        ]
+        if problems:
+            raise UserError(problems)
+
+
+def iter_routers(model: Decoder) -> Iterator[tuple[int, Router]]:
+    """(layer, router) of every mixture held here."""
+    for name, block in model.layers.items():
+        if isinstance(block.ffn, Moe):
+            yield int(name), block.ffn.router
+
+
+def apply_balance(model: Decoder, settings: BalanceSettings) -> None:
+    """Switches on what the settings ask for; before the model is given memory and weights.
+
+    A bias is part of the weights: it is refused where the model's format has no place for it,
+    since a saved model would route differently from the one that was trained.
+    """
+    for layer, router in iter_routers(model):
+        router.aux_loss_coef = settings.aux_loss_coef
+        router.z_loss_coef = settings.z_loss_coef
+        if not settings.bias_rate or router.bias is not None:
+            continue
+        name = f"layers.{layer}.ffn.router.bias"
+        if name not in map_of(model.dims).entries:
+            rule = (
+                f"a saved {model.dims.family} has no place for {name}, so it would route otherwise"
+            )
+            remedy = "use aux_loss_coef"
+            raise UserError(Problem(f"bias_rate = {settings.bias_rate}", rule, remedy))
+        zeros_R = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
+        router.register_buffer("bias", zeros_R)
+
+
+def scale_losses(model: Decoder, count_per_token: float) -> None:
+    """The losses' weight among rows whose counts sum to so much for each of their tokens.
+
+    With it, what the step divides by its count is the mean of the losses over tokens.
+    """
+    for _, router in iter_routers(model):
+        if router.aux_loss_coef or router.z_loss_coef:
+            # A tensor, not a number: a compiled block would be compiled anew for each value.
+            router.loss_scale = torch.tensor(count_per_token, device=router.weight.device)
+
+
+class ExpertLoads:
+    """Pairs that each expert of each layer was given, summed over the passes of a step."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.by_layer: dict[int, Tensor] = {}
+
+    def add(self, routes: Routes) -> None:
+        """Counts a pass; passes that compute again what was counted must not be given."""
+        for layer, chosen_Tk in routes.items():
+            load_R = expert_load(chosen_Tk, self.num_experts)
+            known_R = self.by_layer.get(layer)
+            self.by_layer[layer] = load_R if known_R is None else known_R + load_R
+
+    def take(self, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> dict[int, Tensor]:
+        """What was counted, made whole over ranks by `reduce`, and counts from zero again.
+
+        All ranks call `reduce` once, whatever they counted.
+        """
+        taken, self.by_layer = self.by_layer, {}
+        if not taken:
+            return {}
+        whole = reduce(torch.stack([taken[layer] for layer in sorted(taken)]))
+        return dict(zip(sorted(taken), whole.unbind(), strict=True))
+
+
+@torch.no_grad()
+def move_biases(model: Decoder, loads: Mapping[int, Tensor], rate: float) -> None:
+    """bias += rate * sign(mean load - load), after an optimizer step that was not skipped."""
+    for layer, router in iter_routers(model):
+        if router.bias is not None and layer in loads:
+            load_R = loads[layer].to(torch.float64)
+            router.bias.add_((load_R.mean() - load_R).sign().to(router.bias), alpha=rate)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBalance:
+    """How evenly the tokens of one step lay on the experts of one layer."""
+
+    layer: int
+    mean: float
+    """Tokens of an expert."""
+    std: float
+    """Over the experts of the layer; 0 when all had as many."""
+    max: float
+    num_idle: int
+    """Experts without a token."""
+
+
+def measure_balance(loads: Mapping[int, Tensor]) -> list[LayerBalance]:
+    """Of every layer; waits for the device once."""
+    if not loads:
+        return []
+    table_LR = torch.stack([loads[layer] for layer in loads]).to("cpu", torch.float64)
+    return [
+        LayerBalance(
+            layer=layer,
+            mean=float(load_R.mean()),
+            std=float(load_R.std(correction=0)),
+            max=float(load_R.max()),
+            num_idle=int((load_R == 0).sum()),
+        )
+        for layer, load_R in zip(loads, table_LR, strict=True)
+    ]

@@ -1,0 +1,266 @@
+"""Mixtures: routes recorded and followed, balancing losses, selection bias, measured loads."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import UserError
+from pentad.models import qwen3_moe
+from pentad.models.balance import (
+    BalanceSettings,
+    ExpertLoads,
+    apply_balance,
+    iter_routers,
+    measure_balance,
+    move_biases,
+    scale_losses,
+)
+from pentad.models.decoder import Decoder, causal_attend
+from pentad.models.families import REGISTERED
+from pentad.models.registry import build_model, create_model, initialise, load_weights, save_model
+from pentad.ops.router import RouteRule, balance_loss, expert_load, gate_logits, z_loss
+from pentad.weights.map import Rule
+
+DIMS = ModelDims(
+    family="qwen3_moe",
+    vocab_size=31,
+    hidden_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=16,
+    qk_norm=True,
+    num_experts=6,
+    num_experts_per_token=2,
+    moe_intermediate_size=8,
+    norm_topk_prob=True,
+    moe_layers=(True, False, True),
+    initializer_range=0.3,
+)
+HF_CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+IDS = torch.arange(17) * 5 % 31
+POSITIONS = torch.arange(17)
+BIASED = dataclasses.replace(
+    qwen3_moe.SPEC,
+    rules=(
+        *qwen3_moe.SPEC.rules,
+        Rule(
+            "layers.{i}.ffn.router.bias",
+            "R",
+            "model.layers.{i}.mlp.gate.e_score_correction_bias",
+            qwen3_moe.is_moe,
+            init="zeros",
+            optional=True,
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def biased_family(monkeypatch):
+    """A family whose files have a place for the bias, as DeepSeek's have."""
+    monkeypatch.setitem(REGISTERED, "qwen3_moe", f"{__name__}:BIASED")
+
+
+def run(model: Decoder, routes=None) -> torch.Tensor:
+    return model.logits(model(IDS, POSITIONS, causal_attend, routes))
+
+
+def gradients(model: Decoder, routes=None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    run(model, routes).log_softmax(-1)[:, 3].sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_pass_records_what_every_mixture_chose():
+    model = create_model(DIMS, seed=1)
+    routes = {}
+    with_routes, without = run(model, routes), run(model)
+    assert torch.equal(with_routes, without)
+    assert sorted(routes) == [0, 2]
+    hidden = model.layers["0"].attn_norm  # the first mixture's choice, computed by hand
+    x = model.embed(IDS)
+    cos, sin = model.rotary(POSITIONS, x.dtype)
+    x = x + model.layers["0"].attn(hidden(x), cos, sin, causal_attend)
+    logits = model.layers["0"].ffn_norm(x) @ model.layers["0"].ffn.router.weight.T
+    assert torch.equal(routes[0], logits.topk(2).indices)
+
+
+def test_following_its_own_routes_changes_no_bit_of_results_and_gradients():
+    model = create_model(DIMS, seed=1)
+    routes = {}
+    wanted = gradients(model, routes)
+    recorded = {layer: chosen.clone() for layer, chosen in routes.items()}
+    again = gradients(model, routes)
+    assert all(torch.equal(routes[layer], recorded[layer]) for layer in recorded)
+    assert wanted.keys() == again.keys()
+    assert all(torch.equal(wanted[name], again[name]) for name in wanted)
+    assert wanted["layers.0.ffn.router.weight"].abs().max() > 0
+
+
+def test_other_routes_are_followed_and_the_router_still_learns():
+    model = create_model(DIMS, seed=1)
+    routes = {}
+    before = run(model, routes)
+    routes[2] = (routes[2] + 1) % 6
+    wanted = routes[2].clone()
+    found = gradients(model, routes)
+    assert torch.equal(routes[2], wanted)
+    assert not torch.allclose(run(model, routes), before)
+    assert found["layers.2.ffn.router.weight"].abs().max() > 0
+    used = set(wanted.flatten().tolist())
+    for expert in range(6):
+        moved = float(found["layers.2.ffn.experts.down"][expert].abs().max()) > 0
+        assert moved == (expert in used)
+
+
+def test_the_choice_is_the_same_in_low_precision_weights_computed_in_fp32():
+    model = create_model(DIMS, seed=1)
+    router = model.layers["0"].ffn.router
+    x = torch.randn(40, 24).bfloat16()
+    low = router.weight.detach().bfloat16()
+    exact = x.double() @ low.double().T
+    router.weight.data = low
+    weights, chosen = router(x)
+    assert weights.dtype == torch.float32
+    assert torch.equal(chosen, exact.topk(2).indices)
+    wanted = exact.softmax(-1).gather(1, chosen)
+    wanted = wanted / wanted.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"aux_loss_coef": 0.7}, {"z_loss_coef": 0.3}], ids=str)
+def test_a_balancing_loss_adds_its_own_gradient_and_changes_no_result(settings):
+    model = create_model(DIMS, seed=1)
+    plain, values = gradients(model), run(model)
+    apply_balance(model, BalanceSettings(**settings))
+    scale_losses(model, 0.25)
+    assert torch.equal(run(model), values)
+    found = gradients(model)
+    apply_balance(model, BalanceSettings())
+    inputs = {}
+    for layer, router in iter_routers(model):
+        router.register_forward_pre_hook(lambda _, args, key=layer: inputs.update({key: args[0]}))
+    model.zero_grad()
+    run(model)
+    total = torch.zeros(())
+    for layer, router in iter_routers(model):
+        logits = gate_logits(inputs[layer], router.weight)
+        chosen = logits.topk(2).indices
+        if "aux_loss_coef" in settings:
+            total = total + 0.7 * balance_loss(logits, chosen, RouteRule(2)) * 17 * 0.25
+        else:
+            total = total + 0.3 * z_loss(logits) * 17 * 0.25
+    total.backward()
+    for name, parameter in model.named_parameters():
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], plain[name] + own, atol=1e-5, rtol=1e-4)
+    assert model.layers["0"].ffn.router.weight.grad.abs().max() > 1e-3
+
+
+def test_a_balancing_loss_leaves_scoring_alone():
+    model = create_model(DIMS, seed=1)
+    apply_balance(model, BalanceSettings(aux_loss_coef=1.0))
+    with torch.no_grad():
+        assert not run(model).requires_grad
+
+
+def test_the_bias_is_refused_where_a_saved_model_would_lose_it():
+    model = build_model(DIMS, device="meta", dtype=torch.float32)
+    with pytest.raises(UserError, match="qwen3_moe has no place for layers.0.ffn.router.bias"):
+        apply_balance(model, BalanceSettings(bias_rate=1e-3))
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_settings_must_be_finite_and_not_negative(bad):
+    with pytest.raises(UserError, match="z_loss_coef"):
+        BalanceSettings(z_loss_coef=bad)
+
+
+def test_the_bias_balances_an_unbalanced_router_and_is_saved_and_loaded(biased_family, tmp_path):
+    model = build_model(DIMS, device="meta", dtype=torch.float32)
+    apply_balance(model, BalanceSettings(bias_rate=0.02))
+    model = model.to_empty(device="cpu")
+    initialise(model, seed=2)
+    router = model.layers["2"].ffn.router
+    assert torch.equal(router.bias, torch.zeros(6))
+    assert "layers.2.ffn.router.bias" in model.state_dict()
+    loads = ExpertLoads(6)
+    spreads = []
+    for _ in range(60):
+        routes = {}
+        with torch.no_grad():
+            run(model, routes)
+        loads.add(routes)
+        taken = loads.take()
+        spreads.append({one.layer: one.std for one in measure_balance(taken)})
+        move_biases(model, taken, rate=0.02)
+    assert spreads[0][2] > 2
+    assert min(step[2] for step in spreads[-10:]) < 0.5 * spreads[0][2]
+    save_model(model, tmp_path / "out", hf_config=HF_CONFIG)
+    again = build_model(DIMS, device="meta", dtype=torch.float32)
+    apply_balance(again, BalanceSettings(bias_rate=0.02))
+    again = again.to_empty(device="cpu")
+    load_weights(again, tmp_path / "out")
+    assert torch.equal(again.layers["2"].ffn.router.bias, router.bias)
+    assert torch.equal(run(again), run(model))
+
+
+def test_the_bias_moves_up_for_idle_and_down_for_busy_experts(biased_family):
+    model = build_model(DIMS, device="meta", dtype=torch.float32)
+    apply_balance(model, BalanceSettings(bias_rate=0.1))
+    model = model.to_empty(device="cpu")
+    initialise(model, seed=2)
+    load = torch.tensor([0, 10, 5, 5, 5, 5])
+    move_biases(model, {0: load}, rate=0.1)
+    moved = model.layers["0"].ffn.router.bias
+    torch.testing.assert_close(moved, torch.tensor([0.1, -0.1, 0.0, 0.0, 0.0, 0.0]))
+    assert float(model.layers["2"].ffn.router.bias.abs().max()) == 0
+
+
+def test_loads_are_summed_over_passes_and_ranks_and_start_anew():
+    loads = ExpertLoads(4)
+    loads.add({3: torch.tensor([[0, 1], [0, 2]]), 5: torch.tensor([[3, 2]])})
+    loads.add({3: torch.tensor([[0, 1]])})
+    asked = []
+
+    def over_two_equal_ranks(x):
+        asked.append(x.shape)
+        return 2 * x
+
+    taken = loads.take(over_two_equal_ranks)
+    assert {layer: load.tolist() for layer, load in taken.items()} == {
+        3: [6, 4, 2, 0],
+        5: [0, 0, 2, 2],
+    }
+    assert asked == [(2, 4)] and loads.take() == {}
+    found = measure_balance(taken)
+    assert [(one.layer, one.mean, one.max, one.num_idle) for one in found] == [
+        (3, 3.0, 6.0, 1),
+        (5, 1.0, 2.0, 2),
+    ]
+    assert found[0].std == pytest.approx(5**0.5)
+
+
+def test_every_pair_is_counted():
+    model = create_model(DIMS, seed=1)
+    routes = {}
+    run(model, routes)
+    assert all(int(expert_load(chosen, 6).sum()) == 17 * 2 for chosen in routes.values())
