@@ -7,12 +7,13 @@ Commands import their work when they run, so that `pentad --help` stays quick an
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pentad.cli.errors import reporting
-from pentad.cli.recipe import Recipe, takes_recipe
+from pentad.cli.recipe import Recipe, read_subject, takes_recipe
 
 app = typer.Typer(
     name="pentad",
@@ -111,6 +112,118 @@ def demo(
     from pentad.cli.demo import run_demo
 
     run_demo(seed=seed, fileroot=fileroot, device=device)
+
+
+@app.command(name="eval")
+@reporting
+def evaluate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL|RECIPE KEY=VALUE",
+            help="A model's folder or a YAML file, then overrides.",
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
+    reward: Annotated[str | None, typer.Option(help="gsm8k, math, ..., or your own.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Answers a prompt (1).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (0).")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer (256).")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
+    format: Annotated[str | None, typer.Option(help="auto, jsonl, parquet or hf.")] = None,
+    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
+    messages_key: Annotated[str | None, typer.Option(help="Column with chat messages.")] = None,
+    answer_key: Annotated[str | None, typer.Option(help="Column with the right answer.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Put prompts in the chat template.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSONL file for every answer.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Judge a model's answers: accuracy, pass@k, maj@k.
+
+    For example: pentad eval models/m --data test.jsonl --reward gsm8k --prompt-key question
+    """
+    options = {
+        "data": data,
+        "format": format,
+        "prompt_key": prompt_key,
+        "messages_key": messages_key,
+        "answer_key": answer_key,
+        "chat": chat,
+        "limit": limit,
+        "reward": reward,
+        "samples": samples,
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+    }
+    config, _ = read_subject(words or [], options).prepare("eval")
+    from pentad.cli.evaluate import run_eval_command
+
+    run_eval_command(config, out=out, as_json=json, device=device)
+
+
+@app.command()
+@reporting
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A HF folder or a Megatron folder.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[
+        str | None, typer.Option(help="hf, megatron (which is torch_dist), torch_dist or legacy.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    vpp: Annotated[int, typer.Option(help="Model chunks on each pipeline rank.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
+    etp: Annotated[int | None, typer.Option(help="Tensor parallel size of experts (tp).")] = None,
+    processes: Annotated[int, typer.Option(help="Processes that share the files.")] = 1,
+    iteration: Annotated[int | None, typer.Option(help="Which Megatron checkpoint.")] = None,
+    release: Annotated[bool, typer.Option("--release", help="The one named release.")] = False,
+    config: Annotated[
+        str | None, typer.Option(help="HF folder of the model, if SRC has no config.json.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Family, instead of the config's model_type.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    spec: Annotated[
+        str, typer.Option(help="Megatron layer spec of the names: te or local.")
+    ] = "te",
+    separate_layers: Annotated[
+        bool, typer.Option("--separate-layers", help="torch_dist with a key for each layer.")
+    ] = False,
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(help="As in Megatron: the vocabulary is padded to tp times this.")
+    ] = 128,
+    force: Annotated[bool, typer.Option("--force", help="Replace what DST holds.")] = False,
+) -> None:
+    """Convert weights between HF and Megatron.
+
+    For example: pentad convert models/qwen3 megatron/qwen3 --to legacy --tp 2 --pp 2
+    """
+    from pentad.cli.convert import run_convert
+
+    run_convert(
+        source,
+        target,
+        to=to,
+        iteration=iteration,
+        release=release,
+        processes=processes,
+        force=force,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        etp=etp,
+        config=config,
+        model=model,
+        dtype=dtype,
+        spec=spec,
+        separate_layers=separate_layers,
+        vocab_divisor=make_vocab_size_divisible_by,
+    )
 
 
 @app.command(name="verify-model")

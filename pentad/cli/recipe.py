@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -48,6 +49,21 @@ SWITCHES = (
     Switch("offload_rollout", bool, "Free the sampler's memory during training."),
 )
 
+EVAL_OPTIONS = {
+    "data": "valid_dataset.path",
+    "format": "valid_dataset.format",
+    "prompt_key": "valid_dataset.prompt_key",
+    "messages_key": "valid_dataset.messages_key",
+    "answer_key": "valid_dataset.answer_key",
+    "chat": "valid_dataset.chat_template",
+    "limit": "valid_dataset.limit",
+    "reward": "reward.fn",
+    "samples": "evaluator.n_samples",
+    "temperature": "evaluator.temperature",
+    "max_new_tokens": "evaluator.max_new_tokens",
+}
+"""Option of `eval` -> the key it sets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -57,7 +73,7 @@ class Recipe:
     overrides: list[str]
     problems: list[Problem]
 
-    def prepare(self, command: Literal["train", "sft", "plan"]) -> tuple[Config, list[str]]:
+    def prepare(self, command: Literal["train", "sft", "plan", "eval"]) -> tuple[Config, list[str]]:
         """The resolved and checked config, with notes; raises UserError with every problem."""
         from pentad.config.load import prepare
 
@@ -95,13 +111,42 @@ def read_recipe(words: list[str], config: Path | None, options: Mapping[str, obj
     if config is None and not overrides:
         rule, remedy = "is not given", "name a YAML file, for example: pentad train recipe.yaml"
         raise UserError(Problem("recipe", rule, remedy))
+    _append(_given(options, problems), overrides, problems)
+    return Recipe(config, overrides, problems)
+
+
+def read_subject(words: list[str], options: Mapping[str, object]) -> Recipe:
+    """What `eval` is to look at: a recipe, or the folder of a model; options by name set keys."""
+    if not words or OVERRIDE.match(words[0]):
+        remedy = "name a model's folder or a YAML file, for example: pentad eval models/m --data d"
+        raise UserError(Problem("model", "is not given", remedy))
+    subject, *overrides = words
+    problems: list[Problem] = []
+    found = [
+        (_option(name), EVAL_OPTIONS[name], json.dumps(value))
+        for name, value in options.items()
+        if value is not None
+    ]
+    if Path(subject).suffix in (".yaml", ".yml"):
+        _append(found, overrides, problems)
+        return Recipe(Path(subject), overrides, problems)
+    if "://" in subject:
+        rule = "only models in a folder of this machine are evaluated, by the embedded engine"
+        raise UserError(Problem(f"model = {subject}", rule, "download the model"))
+    _append([("the first word", "actor.path", json.dumps(subject)), *found], overrides, problems)
+    return Recipe(None, overrides, problems)
+
+
+def _append(
+    found: Iterable[tuple[str, str, object]], overrides: list[str], problems: list[Problem]
+) -> None:
+    """Adds overrides, unless the user wrote one for the same key."""
     written = {word.partition("=")[0].lstrip("+"): word for word in overrides}
-    for option, key, value in _given(options, problems):
+    for option, key, value in found:
         if key in written:
             where = f"{option} and {written[key]}"
             problems.append(Problem(where, f"both set {key}", "keep one of the two"))
         overrides.append(f"{key}={value}")
-    return Recipe(config, overrides, problems)
 
 
 def _given(options: Mapping[str, object], problems: list[Problem]) -> list[tuple[str, str, object]]:

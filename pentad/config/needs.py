@@ -12,11 +12,22 @@ from pentad.core.errors import Problem
 RULES = Rules()
 
 
-@RULES.add("actor.path", commands=("train", "sft", "plan"))
+@RULES.add("actor.path", commands=("train", "sft", "plan", "eval"))
 def a_model_is_named(config: Config) -> Problem | None:
     if config.actor.path is not None:
         return None
-    return Problem("actor.path", "is not set", "give the folder of the model to train")
+    return Problem("actor.path", "is not set", "give the folder of the model")
+
+
+@RULES.add("actor.path", commands=("eval",))
+def the_evaluated_model_has_weights(config: Config) -> Problem | None:
+    """Whatever a recipe says of its start: what is evaluated is what the folder holds."""
+    found = _model_folder("actor.path", config.actor.path)
+    if found is None or not config.actor.init_from_scratch:
+        return found
+    rule = "the recipe starts from random weights, and there are none to evaluate"
+    remedy = "give a trained model: actor.path=runs/checkpoints/..."
+    return Problem(f"actor.path = {config.actor.path}", rule, remedy)
 
 
 @RULES.add("actor.path", "actor.init_from_scratch", commands=("train", "sft"))
@@ -85,8 +96,17 @@ def held_out_data_exists(config: Config) -> Problem | None:
     return _data_path("valid_dataset.path", config.valid_dataset.path)
 
 
+@RULES.add("valid_dataset", commands=("eval",))
+def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
+    if config.valid_dataset is None or config.valid_dataset.path is None:
+        return Problem("valid_dataset.path", "is not set", "give --data, or a recipe that has it")
+    return _data_path("valid_dataset.path", config.valid_dataset.path)
+
+
 def _data_path(key: str, path: str) -> Problem | None:
-    if Path(path).expanduser().exists():
+    if Path(path).expanduser().exists() or set(path) & set(
+        "*?["
+    ):  # what fits a pattern shows later
         return None
     return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
 
@@ -99,13 +119,31 @@ def answers_are_scored(config: Config) -> Problem | None:
     return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
 
 
-@RULES.add("reward.fn")
+@RULES.add("reward.fn", "rollout.workflow", commands=("eval",))
+def evaluated_answers_are_scored(config: Config) -> Problem | None:
+    if config.reward.fn is not None or config.rollout.workflow != "single_turn":
+        return None
+    remedy = f"give --reward with one of {', '.join(REWARD_NAMES)}, or package.module:function"
+    return Problem("reward.fn", "is not set, so nothing says which answers are right", remedy)
+
+
+@RULES.add("evaluator", commands=("eval",))
+def several_answers_differ(config: Config) -> Problem | None:
+    evaluator = config.evaluator
+    if evaluator.n_samples == 1 or evaluator.temperature > 0:
+        return None
+    rule = "at evaluator.temperature = 0 all answers to a prompt are the same"
+    remedy = "give --temperature (1.0 samples from the model as it is)"
+    return Problem(f"evaluator.n_samples = {evaluator.n_samples}", rule, remedy)
+
+
+@RULES.add("reward.fn", commands=("train", "plan", "eval"))
 def the_reward_can_be_found(config: Config) -> Problem | None:
     remedy = "for your own, give package.module:function or path/to/file.py:function"
     return _part_problem("reward.fn", config.reward.fn, REWARD_NAMES, remedy)
 
 
-@RULES.add("rollout.workflow")
+@RULES.add("rollout.workflow", commands=("train", "plan", "eval"))
 def the_workflow_can_be_found(config: Config) -> Problem | None:
     remedy = "for your own, give package.module:Class or path/to/file.py:Class"
     return _part_problem("rollout.workflow", config.rollout.workflow, WORKFLOW_NAMES, remedy)

@@ -17,6 +17,12 @@ BOX = "\\boxed"
 DELIMITERS = ("$", BOX, "\\(", "\\[")
 
 
+def result_of(completion: str) -> str | None:
+    """What the completion comes to, in the library's notation; of several boxes the last."""
+    found = parse(completion[max(0, completion.rfind(BOX)) :], parsing_timeout=None)
+    return str(found[0]) if found else None
+
+
 def math(completion: str, answer: object) -> dict[str, Any]:
     """1 if the result of the completion equals the answer as mathematics.
 

@@ -41,6 +41,14 @@ INLINE: dict[str, Callable[[str, object], Scored]] = {
 }
 """Trusted, linear in time, and so run where they are called."""
 POOLED = {"math": "pentad.rollout.mathematics:math"}
+RESULTS: dict[str, Callable[[str], object]] = {
+    "exact_match": str.strip,
+    "numeric": verifiers.numeric_result,
+    "gsm8k": verifiers.gsm8k_result,
+    "sort_digits": str.strip,
+}
+"""What a completion comes to under these rewards: equal results are judged alike."""
+POOLED_RESULTS = {"math": "pentad.rollout.mathematics:result_of"}
 BUILT_IN = (*INLINE, *POOLED, "code")
 
 
@@ -82,7 +90,8 @@ class RewardScorer:
             rule = f"there is no built-in reward of that name; there are {', '.join(BUILT_IN)}"
             remedy = "for your own, give package.module:function or path/to/file.py:function"
             raise UserError(Problem(f"reward.fn = {fn}", rule, remedy))
-        self.sandbox = Sandbox(limits, [self.spec])
+        preload = [self.spec, *([POOLED_RESULTS[fn]] if fn in POOLED_RESULTS else [])]
+        self.sandbox = Sandbox(limits, preload)
         try:
             signatures = await self.sandbox.start()
             self.wanted = wanted_parameters(fn, signatures[self.spec])
@@ -109,6 +118,30 @@ class RewardScorer:
             sample.reward = scored.value
             sample.reward_parts |= scored.parts
         return group
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `results` can be asked for."""
+        return self.settings.fn in RESULTS or self.settings.fn in POOLED_RESULTS
+
+    async def results(self, group: Group) -> list[str | None]:
+        """What each sample comes to, for votes among them; None: to nothing."""
+        return await asyncio.gather(*(self._result(sample.text) for sample in group.samples))
+
+    async def _result(self, completion: str) -> str | None:
+        if self.settings.fn in RESULTS:
+            found = RESULTS[self.settings.fn](completion)
+            return None if found is None else str(found)
+        assert self.sandbox is not None, "start() comes first"
+        spec = POOLED_RESULTS[self.settings.fn]
+        answer = await self.sandbox.run(spec, {"completion": completion})
+        if isinstance(answer, JobFailed):
+            if answer.kind == "lost":
+                raise InfraFailure(f"the reward pool lost a worker: {answer.detail}")
+            self.counts[f"no_result/{answer.kind}"] += 1
+            return None
+        assert answer is None or isinstance(answer, str)
+        return answer
 
     def stats(self) -> dict[str, float]:
         return {name: float(num) for name, num in self.counts.items()}

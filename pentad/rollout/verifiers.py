@@ -42,6 +42,19 @@ def verdict(is_correct: bool) -> Scored:
     return Scored(float(is_correct), {"correct": float(is_correct)})
 
 
+def numeric_result(completion: str) -> Fraction | None:
+    """The last number of the completion."""
+    found = numbers_in(completion)
+    return value_of(found[-1]) if found else None
+
+
+def gsm8k_result(completion: str) -> Fraction | None:
+    """The number after the last "####"."""
+    _, mark, tail = completion.rpartition(GSM8K_MARK)
+    found = numbers_in(tail) if mark else []
+    return value_of(found[0]) if found else None
+
+
 def exact_match(completion: str, answer: object) -> Scored:
     """1 if the completion is the answer, white space at both ends aside."""
     return verdict(completion.strip() == str(answer).strip())
@@ -49,9 +62,7 @@ def exact_match(completion: str, answer: object) -> Scored:
 
 def numeric(completion: str, answer: object) -> Scored:
     """1 if the last number of the completion equals the answer as a number: 1,000.0 is 1000."""
-    expected = expected_number(answer)
-    found = numbers_in(completion)
-    return verdict(bool(found) and value_of(found[-1]) == expected)
+    return verdict(numeric_result(completion) == expected_number(answer))
 
 
 def gsm8k(completion: str, answer: object) -> Scored:
@@ -60,9 +71,7 @@ def gsm8k(completion: str, answer: object) -> Scored:
     The answer may be the whole GSM8K solution (its own "####" counts) or the number alone.
     """
     expected = expected_number(str(answer).rpartition(GSM8K_MARK)[2])
-    _, mark, tail = completion.rpartition(GSM8K_MARK)
-    found = numbers_in(tail) if mark else []
-    return verdict(bool(found) and value_of(found[0]) == expected)
+    return verdict(gsm8k_result(completion) == expected)
 
 
 def sort_digits(completion: str, answer: object) -> Scored:

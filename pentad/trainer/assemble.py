@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -23,12 +22,12 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
-from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.rewards import RewardScorer, RewardSettings
-from pentad.rollout.sandbox import SandboxSettings
+from pentad.rollout.evaluation import EvalResult
+from pentad.rollout.executor import Executor
+from pentad.rollout.rewards import RewardScorer
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.trainer.budget import Budget
-from pentad.trainer.evaluator import EvalResult, Evaluator
+from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile, place
 from pentad.trainer.preflight import Checked, check_train
 from pentad.trainer.publish_pump import PublishPump
@@ -45,6 +44,8 @@ from pentad.trainer.translate import (
     compute_dtype,
     engine_settings,
     eval_params,
+    executor_settings,
+    reward_settings,
     sampler_settings,
     sampling_params,
 )
@@ -111,8 +112,8 @@ class Assembly:
         async with AsyncExitStack() as stack:
             stack.callback(self.thread.close)
             stack.push_async_callback(self.sampler.close)
-            reward = await self._reward(stack)
-            evaluator = self._evaluator(reward, stack)
+            reward = await self._reward(stack, self.config.train_dataset.answer_key)
+            evaluator = await self._evaluator(reward, stack)
             await self._begin(evaluator)
             await self._scheduler(reward, evaluator, stack).run()
         trained = self.state.budget.trained
@@ -247,25 +248,11 @@ class Assembly:
             decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         )
 
-    async def _reward(self, stack: AsyncExitStack) -> RewardScorer | None:
-        config = self.config
-        if config.reward.fn is None:
+    async def _reward(self, stack: AsyncExitStack, answer_key: str) -> RewardScorer | None:
+        settings = reward_settings(self.config, answer_key)
+        if settings is None:
             return None
-        sandbox = SandboxSettings(
-            num_workers=config.reward.num_workers or default_reward_workers(),
-            timeout_s=config.reward.timeout_s,
-            max_memory_bytes=config.reward.memory_mb * 2**20,
-            allow_processes=config.reward.allow_processes,
-            allow_weaker=config.reward.allow_weaker,
-        )
-        scorer = RewardScorer(
-            RewardSettings(
-                fn=config.reward.fn,
-                answer_field=config.train_dataset.answer_key,
-                on_failure=config.reward.on_failure,
-                sandbox=sandbox,
-            )
-        )
+        scorer = RewardScorer(settings)
         await scorer.start()
         stack.push_async_callback(scorer.close)
         return scorer
@@ -278,15 +265,8 @@ class Assembly:
         reward: RewardScorer | None,
         stack: AsyncExitStack,
     ) -> Executor:
-        config = self.config
-        settings = ExecutorSettings(
-            params=params,
-            num_samples=num_samples,
-            run_seed=derive_seed(config.seed, purpose),
-            vocab_size=self.checked.dims.vocab_size,
-            max_total_tokens=self.checked.dims.max_position,
-            deadline_s=config.rollout.deadline_s,
-            max_retries=config.rollout.max_retries,
+        settings = executor_settings(
+            self.config, self.checked.dims, params, num_samples, purpose=purpose
         )
         tokenizer = self.checked.tokenizer.inner
         executor = Executor(
@@ -295,10 +275,15 @@ class Assembly:
         stack.callback(executor.close)
         return executor
 
-    def _evaluator(self, reward: RewardScorer | None, stack: AsyncExitStack) -> Evaluator | None:
+    async def _evaluator(
+        self, reward: RewardScorer | None, stack: AsyncExitStack
+    ) -> Evaluator | None:
         valid, config = self.checked.valid, self.config
-        if valid is None:
+        if valid is None or config.valid_dataset is None:
             return None
+        answer_key = config.valid_dataset.answer_key
+        if answer_key != config.train_dataset.answer_key:
+            reward = await self._reward(stack, answer_key)
 
         def record(result: EvalResult) -> None:
             self.open.recorder.evaluation(result.as_record())
@@ -330,11 +315,6 @@ class Assembly:
             )
             for learner, role in learners
         ]
-
-
-def default_reward_workers() -> int:
-    """Half the cores, at most 8."""
-    return max(1, min(8, (os.cpu_count() or 2) // 2))
 
 
 def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:

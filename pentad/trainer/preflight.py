@@ -86,6 +86,7 @@ def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
 def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream | None:
     if config.valid_dataset is None:
         return None
+    key = "evaluator" if config.evaluator.max_new_tokens else "gconfig"
     new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
     data = config.valid_dataset.model_copy(update={"shuffle": False})
     settings = prompt_settings(
@@ -93,16 +94,16 @@ def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
         "valid_dataset",
         seed=config.seed,
         streaming=False,
-        max_tokens=room_for_prompt(dims, new_tokens),
+        max_tokens=room_for_prompt(dims, new_tokens, key),
     )
     return open_prompts(settings, tokenizer)
 
 
-def room_for_prompt(dims: ModelDims, max_new_tokens: int) -> int:
+def room_for_prompt(dims: ModelDims, max_new_tokens: int, key: str = "gconfig") -> int:
     room = dims.max_position - max_new_tokens
     if room < 1:
         rule = f"leaves no room for a prompt in the model's context of {dims.max_position} tokens"
-        where = f"gconfig.max_new_tokens = {max_new_tokens}"
+        where = f"{key}.max_new_tokens = {max_new_tokens}"
         raise UserError(Problem(where, rule, f"give at most {dims.max_position - 1}"))
     return room
 

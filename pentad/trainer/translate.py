@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from pentad.config.memory import default_microbatch_tokens
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.seeds import derive_seed
 from pentad.core.types import SamplingParams
 from pentad.data.prompts import PromptSettings
 from pentad.data.render import Columns
@@ -19,6 +21,9 @@ from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
 from pentad.infer.settings import SamplerSettings
 from pentad.rl.algorithms import settings_for
 from pentad.rl.settings import AlgorithmSettings, run_problems
+from pentad.rollout.executor import ExecutorSettings
+from pentad.rollout.rewards import RewardSettings
+from pentad.rollout.sandbox import SandboxSettings
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:
@@ -140,6 +145,43 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
         kv_cache_bytes=kv_bytes,
         on_update=rollout.on_update,
     )
+
+
+def executor_settings(
+    config: Config, dims: ModelDims, params: SamplingParams, num_samples: int, *, purpose: str
+) -> ExecutorSettings:
+    """`purpose` keeps the random numbers of training and evaluation apart."""
+    return ExecutorSettings(
+        params=params,
+        num_samples=num_samples,
+        run_seed=derive_seed(config.seed, purpose),
+        vocab_size=dims.vocab_size,
+        max_total_tokens=dims.max_position,
+        deadline_s=config.rollout.deadline_s,
+        max_retries=config.rollout.max_retries,
+    )
+
+
+def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
+    """None if no reward is named. `answer_key` is that of the dataset that is scored."""
+    reward = config.reward
+    if reward.fn is None:
+        return None
+    sandbox = SandboxSettings(
+        num_workers=reward.num_workers or default_reward_workers(),
+        timeout_s=reward.timeout_s,
+        max_memory_bytes=reward.memory_mb * 2**20,
+        allow_processes=reward.allow_processes,
+        allow_weaker=reward.allow_weaker,
+    )
+    return RewardSettings(
+        fn=reward.fn, answer_field=answer_key, on_failure=reward.on_failure, sandbox=sandbox
+    )
+
+
+def default_reward_workers() -> int:
+    """Half the cores, at most 8."""
+    return max(1, min(8, (os.cpu_count() or 2) // 2))
 
 
 def prompt_settings(

@@ -38,6 +38,7 @@ def folders(tmp_path_factory):
 
 
 BASE = ["actor.path={root}/model", "train_dataset.path={root}/data.jsonl", "reward.fn=exact_match"]
+HELD_OUT = ["valid_dataset.path={root}/data.jsonl"]
 APART = ["allocation_mode=embedded:d1+archon:d1"]
 
 BROKEN = [
@@ -371,6 +372,41 @@ BROKEN = [
         "critic.archon.ac_mode = memory_budget",
         "needs compile",
     ),
+    (
+        "the_evaluated_model_has_weights",
+        "eval",
+        [*HELD_OUT, "actor.path={root}/no_weights", "actor.init_from_scratch=true"],
+        "actor.path = {root}/no_weights",
+        "starts from random weights",
+    ),
+    (
+        "there_is_data_to_evaluate_on",
+        "eval",
+        ["valid_dataset.path="],
+        "valid_dataset.path",
+        "is not set; give --data",
+    ),
+    (
+        "there_is_data_to_evaluate_on",
+        "eval",
+        ["valid_dataset.path={root}/nope"],
+        "valid_dataset.path = {root}/nope",
+        "no such file",
+    ),
+    (
+        "evaluated_answers_are_scored",
+        "eval",
+        [*HELD_OUT, "reward.fn="],
+        "reward.fn",
+        "nothing says which answers are right",
+    ),
+    (
+        "several_answers_differ",
+        "eval",
+        [*HELD_OUT, "evaluator.n_samples=4"],
+        "evaluator.n_samples = 4",
+        "evaluator.temperature = 0",
+    ),
 ]
 
 
@@ -378,9 +414,9 @@ def overrides_for(folders, overrides):
     return [override.format(root=folders) for override in [*BASE, *overrides]]
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_a_good_recipe_passes(folders, command):
-    config, notes = prepare(None, overrides_for(folders, []), command)
+    config, notes = prepare(None, overrides_for(folders, HELD_OUT), command)
     assert config.mode == "colocate"
 
 
@@ -407,7 +443,7 @@ def test_a_rule_is_silent_when_a_key_it_reads_is_known_to_be_wrong(
     touched = {key for key in keys if any(key == k or key.startswith(f"{k}.") for k in rule.keys)}
     assert touched, "the rule must name the keys it reads"
     values: dict = {}
-    for override in overrides_for(folders, []):
+    for override in overrides_for(folders, HELD_OUT if command == "eval" else []):
         key, _, value = override.partition("=")
         block, _, leaf = key.partition(".")
         values.setdefault(block, {})[leaf] = value

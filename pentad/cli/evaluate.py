@@ -1,0 +1,156 @@
+"""`pentad eval`: a model's answers to a dataset, judged; the figures printed, the answers kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from pentad.cli.plan import make_console
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.rollout.evaluation import Answered
+from pentad.trainer.evaluate import Evaluation, check_eval, run_eval
+from pentad.trainer.translate import eval_params
+
+
+def run_eval_command(
+    config: Config, *, out: Path | None, as_json: bool, device: str = "auto"
+) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    subject = check_eval(config)
+    assert config.valid_dataset is not None, "checked with the config"
+    answer_key = config.valid_dataset.answer_key
+    with kept_answers(out) as file, progress(len(subject.stream)) as bar:
+
+        def on_answered(found: Answered) -> None:
+            bar.advance(bar.task_ids[0])
+            if file is not None:
+                file.writelines(json.dumps(line) + "\n" for line in lines_of(found, answer_key))
+
+        evaluation = run_eval(config, subject, device=device, on_answered=on_answered)
+    if as_json:
+        print(json.dumps({**about(config), **evaluation.as_record()}, indent=2))
+        return
+    params = eval_params(config, subject.tokenizer)
+    console = make_console()
+    with console.capture() as captured:
+        console.print(table_of(config, evaluation, params.max_new_tokens))
+    # Tables pad their last column.
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    for note in notes_on(evaluation, params.max_new_tokens):
+        print(note)
+    if out is not None:
+        print(f"every answer: {out}")
+
+
+@contextmanager
+def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
+    """The file the answers go to; it has its name only when all of them are in it."""
+    if out is None:
+        yield None
+        return
+    part = out.with_name(out.name + ".part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = part.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            Problem(f"--out = {out}", f"cannot be written: {error.strerror}")
+        ) from error
+    with file:
+        yield file
+    part.replace(out)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """A bar on stderr where somebody watches."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        bar.add_task("prompts", total=total)
+        yield bar
+
+
+def lines_of(found: Answered, answer_key: str) -> Iterator[dict[str, Any]]:
+    """One record a sample, or one that says why there are none."""
+    prompt = found.prompt
+    head = {"gid": prompt.gid, "prompt": prompt.text, "answer": prompt.fields.get(answer_key)}
+    if found.group is None:
+        yield {**head, "failure": found.failure}
+        return
+    for index, sample in enumerate(found.group.samples):
+        yield {
+            **head,
+            "index": index,
+            "text": sample.text,
+            "result": None if found.votes is None else found.votes[index],
+            "reward": sample.reward,
+            "reward_parts": sample.reward_parts,
+            "finish": sample.finish,
+            "num_sampled": sample.num_sampled,
+        }
+
+
+def about(config: Config) -> dict[str, Any]:
+    assert config.valid_dataset is not None, "checked with the config"
+    evaluator = config.evaluator
+    return {
+        "model": config.actor.path,
+        "data": config.valid_dataset.path,
+        "reward": config.reward.fn,
+        "samples_per_prompt": evaluator.n_samples,
+        "temperature": evaluator.temperature,
+        "max_new_tokens": evaluator.max_new_tokens or config.gconfig.max_new_tokens,
+        "seed": config.seed,
+    }
+
+
+def table_of(config: Config, evaluation: Evaluation, max_new_tokens: int) -> Table:
+    result, told = evaluation.result, about(config)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_row("model", str(told["model"]))
+    table.add_row("data", f"{told['data']}, {result.num_prompts} prompts")
+    how = "greedy" if told["temperature"] == 0 else f"temperature {told['temperature']:g}"
+    table.add_row("answers", f"{told['samples_per_prompt']} a prompt, {how}, seed {told['seed']}")
+    if result.accuracy is None:
+        table.add_row("accuracy", 'none: the reward has no part "correct"')
+    else:
+        interval = f"95% interval {result.accuracy_low:.4f} to {result.accuracy_high:.4f}"
+        table.add_row("accuracy", f"{result.accuracy:.4f}  ({interval}, over prompts)")
+    for k, value in (result.pass_at or {}).items():
+        if result.num_samples > result.num_prompts:
+            table.add_row(f"pass@{k}", f"{value:.4f}")
+    if result.majority is not None:
+        table.add_row(f"maj@{told['samples_per_prompt']}", f"{result.majority:.4f}")
+    elif told["samples_per_prompt"] > 1:
+        why = evaluation.no_majority or 'not every answer has the part "correct"'
+        table.add_row(f"maj@{told['samples_per_prompt']}", f"does not apply: {why}")
+    table.add_row("reward", f"{result.reward_mean:.4f}")
+    table.add_row("tokens", f"mean {result.length_mean:.1f}, most {result.length_max}")
+    table.add_row("truncated", f"{result.truncated_share:.1%} (at {max_new_tokens} tokens)")
+    rate = result.length_mean * result.num_samples / max(result.seconds, 1e-9)
+    table.add_row("time", f"{result.seconds:.1f} s, {rate:.0f} tokens/s")
+    return table
+
+
+def notes_on(evaluation: Evaluation, max_new_tokens: int) -> Iterator[str]:
+    """What makes the figures differ from what one may think they are."""
+    for reason, num in evaluation.num_left_out.items():
+        yield f"note: {num} rows were left out ({reason}) and count nowhere."
+    for failure, num in evaluation.failures.items():
+        yield f"note: {num} prompts failed and count nowhere: {failure}"
+    if evaluation.result.truncated_share > 0.01:
+        yield (
+            f"note: {evaluation.result.truncated_share:.1%} of the answers were cut at "
+            f"{max_new_tokens} tokens; raise --max-new-tokens if they had not come to an end."
+        )

@@ -1,0 +1,153 @@
+"""Evaluation: prompts answered and judged, then summarised with what is not known stated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pentad.core.errors import RunError
+from pentad.core.types import Group, Prompt, Sample
+from pentad.rollout.estimators import interval95, majority_is_correct, mean, pass_at_k
+from pentad.rollout.executor import DataFailure, Executor, InfraFailure
+
+log = logging.getLogger(__name__)
+
+MAX_GROUPS_IN_FLIGHT = 512
+
+Votes = list[str | None]
+"""What each sample of a group comes to, in a form that can be counted; None: to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What became of one prompt."""
+
+    prompt: Prompt
+    group: Group | None
+    """None if its generation or its reward failed."""
+    failure: str = ""
+    votes: Votes | None = None
+    """None where the reward compares no answers that could be counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """One evaluation. `accuracy` is the mean of the reward part "correct"; None without one."""
+
+    version: int
+    num_prompts: int
+    num_failed: int
+    """Prompts whose generation or reward failed; they count in no mean."""
+    num_samples: int
+    """Answers in all."""
+    accuracy: float | None
+    accuracy_ci95: float | None
+    """Half the width of the 95% interval over prompts, accuracy_low to accuracy_high."""
+    accuracy_low: float | None
+    accuracy_high: float | None
+    pass_at: dict[str, float] | None
+    """By k; None unless every answer is judged right (1) or wrong (0)."""
+    majority: float | None
+    """Accuracy of the most frequent answer of each prompt; None where answers are not counted."""
+    reward_mean: float
+    length_mean: float
+    length_max: int
+    truncated_share: float
+    seconds: float
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def answer_prompts(
+    prompts: Sequence[Prompt],
+    executor: Executor,
+    *,
+    count_votes: Callable[[Group], Awaitable[Votes]] | None = None,
+    on_answered: Callable[[Answered], None] | None = None,
+) -> list[Answered]:
+    """All prompts through the executor, in their order. Raises RunError if it cannot go on."""
+    gate = asyncio.Semaphore(MAX_GROUPS_IN_FLIGHT)
+
+    async def one(prompt: Prompt) -> Answered:
+        async with gate:
+            try:
+                group = await executor.rollout(prompt, 0)
+                votes = await count_votes(group) if count_votes is not None else None
+                found = Answered(prompt, group, votes=votes)
+            except DataFailure as failure:
+                log.warning("evaluation prompt %d failed: %s", prompt.gid, failure)
+                found = Answered(prompt, None, str(failure))
+        if on_answered is not None:
+            on_answered(found)
+        return found
+
+    try:
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+    except InfraFailure as failure:
+        raise RunError(f"evaluation: {failure}") from failure
+
+
+def summarise(version: int, answered: Sequence[Answered], seconds: float) -> EvalResult:
+    """Means over prompts of means over samples."""
+    groups = [found.group for found in answered if found.group is not None]
+    num_failed = len(answered) - len(groups)
+    if not groups:
+        first = answered[0].failure if answered else "there are none"
+        raise RunError(
+            f"evaluation of version {version}: all {num_failed} prompts failed ({first})"
+        )
+    samples = [sample for group in groups for sample in group.samples]
+    judged = [own for own in map(_verdicts, groups) if own]
+    shares = [mean(own) for own in judged]
+    low, high = interval95(shares, sum(map(len, judged))) if judged else (None, None)
+    return EvalResult(
+        version=version,
+        num_prompts=len(groups),
+        num_failed=num_failed,
+        num_samples=len(samples),
+        accuracy=mean(shares) if judged else None,
+        accuracy_ci95=None if low is None or high is None else (high - low) / 2,
+        accuracy_low=low,
+        accuracy_high=high,
+        pass_at=_pass_at(judged),
+        majority=_majority(answered),
+        reward_mean=mean([mean([_reward(s) for s in group.samples]) for group in groups]),
+        length_mean=mean([float(sample.num_sampled) for sample in samples]),
+        length_max=max(sample.num_sampled for sample in samples),
+        truncated_share=mean([float(sample.finish == "length") for sample in samples]),
+        seconds=seconds,
+    )
+
+
+def _verdicts(group: Group) -> list[float]:
+    return [s.reward_parts["correct"] for s in group.samples if "correct" in s.reward_parts]
+
+
+def _pass_at(judged: Sequence[Sequence[float]]) -> dict[str, float] | None:
+    """At the powers of two and at the most answers that every prompt has."""
+    if not judged or any(verdict not in (0, 1) for own in judged for verdict in own):
+        return None
+    most = min(map(len, judged))
+    ks = sorted({2**i for i in range(most.bit_length())} | {most})
+    counts = [(len(own), int(sum(own))) for own in judged]
+    return {str(k): mean([pass_at_k(n, c, k) for n, c in counts]) for k in ks}
+
+
+def _majority(answered: Sequence[Answered]) -> float | None:
+    found: list[float] = []
+    for one in answered:
+        if one.group is None:
+            continue
+        if one.votes is None or len(_verdicts(one.group)) != len(one.votes):
+            return None
+        found.append(majority_is_correct(one.votes, _verdicts(one.group)))
+    return mean(found)
+
+
+def _reward(sample: Sample) -> float:
+    assert sample.reward is not None, "an evaluated sample has a reward"
+    return sample.reward

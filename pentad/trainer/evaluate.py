@@ -1,0 +1,160 @@
+"""One evaluation on its own: a model folder, a dataset, a reward, the embedded sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pentad.config.schema import Config
+from pentad.core.device import pick_device
+from pentad.core.dims import ModelDims
+from pentad.data.prompts import PromptStream
+from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.engine.settings import DTYPES
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.models.families import dims_of
+from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
+from pentad.rollout.executor import Executor
+from pentad.rollout.rewards import RewardScorer
+from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.trainer.preflight import Collector, valid_stream, vocabulary_problems
+from pentad.trainer.translate import (
+    compute_dtype,
+    eval_params,
+    executor_settings,
+    reward_settings,
+    sampler_settings,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an evaluation reads, read and found good."""
+
+    dims: ModelDims
+    tokenizer: Tokenizer
+    stream: PromptStream
+    workflow: Workflow
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The figures, and what one must know to read them."""
+
+    result: EvalResult
+    num_left_out: dict[str, int]
+    """Rows that never became prompts, by reason."""
+    no_majority: str
+    """Why there is no vote; empty if there is one."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Prompts that failed, by what was said."""
+
+    def as_record(self) -> dict[str, Any]:
+        record = self.result.as_record()
+        del record["version"]
+        return {**record, "num_left_out": self.num_left_out, "no_majority": self.no_majority}
+
+
+def check_eval(config: Config) -> Subject:
+    """Raises one UserError with every problem."""
+    asked = Collector()
+    path = config.actor.path
+    assert path is not None, "checked with the config"
+    dims = asked.ask(lambda: dims_of(path))
+    tokenizer = asked.ask(lambda: load_tokenizer(path))
+    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow))
+    stream = None
+    if dims is not None and tokenizer is not None:
+        asked.problems += vocabulary_problems(path, dims, tokenizer)
+        stream = asked.ask(lambda: valid_stream(config, dims, tokenizer))
+    asked.settle()
+    assert dims and tokenizer and workflow and stream, "a step failed without a word"
+    return Subject(dims, tokenizer, stream, workflow)
+
+
+def run_eval(
+    config: Config,
+    subject: Subject,
+    *,
+    device: str = "auto",
+    on_answered: Callable[[Answered], None] | None = None,
+) -> Evaluation:
+    return asyncio.run(_evaluate(config, subject, pick_device(device), on_answered))
+
+
+async def _evaluate(
+    config: Config,
+    subject: Subject,
+    device: torch.device,
+    on_answered: Callable[[Answered], None] | None,
+) -> Evaluation:
+    async with AsyncExitStack() as stack:
+        reward = await _start_reward(config, stack)
+        sampler = _sampler(config, subject, device)
+        stack.push_async_callback(sampler.close)
+        settings = executor_settings(
+            config,
+            subject.dims,
+            eval_params(config, subject.tokenizer),
+            config.evaluator.n_samples,
+            purpose="eval",
+        )
+        executor = Executor(
+            {"embedded": sampler}, subject.workflow, reward, settings, subject.tokenizer.inner
+        )
+        stack.callback(executor.close)
+        why = no_majority(config, reward)
+        started = time.monotonic()
+        answered = await answer_prompts(
+            [subject.stream.prompt(gid) for gid in range(len(subject.stream))],
+            executor,
+            count_votes=reward.results if reward is not None and not why else None,
+            on_answered=on_answered,
+        )
+        result = summarise(sampler.version, answered, time.monotonic() - started)
+    failures: dict[str, int] = {}
+    for found in answered:
+        if found.group is None:
+            failures[found.failure] = failures.get(found.failure, 0) + 1
+    return Evaluation(result, dict(subject.stream.dropped), why, failures)
+
+
+async def _start_reward(config: Config, stack: AsyncExitStack) -> RewardScorer | None:
+    assert config.valid_dataset is not None, "checked with the config"
+    settings = reward_settings(config, config.valid_dataset.answer_key)
+    if settings is None:
+        return None
+    scorer = RewardScorer(settings)
+    await scorer.start()
+    stack.push_async_callback(scorer.close)
+    return scorer
+
+
+def _sampler(config: Config, subject: Subject, device: torch.device) -> EmbeddedSampler:
+    assert config.actor.path is not None, "checked with the config"
+    tokenizer = subject.tokenizer
+    return EmbeddedSampler.from_folder(
+        config.actor.path,
+        sampler_settings(config, subject.dims),
+        device=device,
+        dtype=DTYPES[compute_dtype(config.actor, device)],
+        decode=lambda ids: tokenizer.decode(ids, keep_special=True),
+        version=0,
+    )
+
+
+def no_majority(config: Config, reward: RewardScorer | None) -> str:
+    """Why the most frequent answer cannot be found; empty if it can."""
+    if config.evaluator.n_samples == 1:
+        return "one answer a prompt"
+    if reward is None:
+        return "the workflow scores its samples itself"
+    if not reward.has_results:
+        return f"the reward {reward.settings.fn} compares no answers that could be counted"
+    return ""
