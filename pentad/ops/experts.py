@@ -48,8 +48,8 @@ def sort_pairs(chosen_Tk: Tensor, num_experts: int) -> Pairs:
     expert_N, order_N = chosen_Tk.flatten().to(torch.int16).sort(stable=True)
     experts_E = torch.arange(num_experts, dtype=torch.int16, device=chosen_Tk.device)
     ends_E = torch.searchsorted(expert_N, experts_E, side="right", out_int32=True)
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    places_N = torch.arange(order_N.numel(), device=order_N.device)
+    place_N = torch.empty_like(order_N).scatter(0, order_N, places_N)
     return Pairs(order_N, place_N, order_N // num_chosen, ends_E, num_chosen)
 
 
@@ -152,9 +152,9 @@ class _WeightedSwiglu(torch.autograd.Function):
     def forward(ctx: Any, h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(h_NG, weights_N)
         gate, up = h_NG.chunk(2, dim=-1)
-        a_NM = F.silu(gate).mul_(up)
-        # In place, so that a wider weight is not rounded before it is used.
-        return a_NM if weights_N is None else a_NM.mul_(weights_N[:, None])
+        # Nothing in place: selective recomputation under torch.compile does not bear it.
+        a_NM = F.silu(gate) * up
+        return a_NM if weights_N is None else (a_NM * weights_N[:, None]).to(a_NM.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
