@@ -1,0 +1,93 @@
+"""docs/migrating.md agrees with the schema: what it calls the same, renamed, or not built, is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pentad.cli.recipe import MODES
+from pentad.config.describe import fields
+from pentad.config.foreign import NOT_BUILT, SPELLED
+from pentad.config.load import prepare, read_config
+from pentad.core.errors import UserError
+from pentad.core.layout import parse_allocation
+from pentad.models.families import known_families
+from pentad.trainer.translate import unbuilt_problems
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "migrating.md").read_text()
+ROWS = re.findall(r"^\| `([^`]+)` \| (same|not built|-|`[^`]+`) \| (.*?)\|$", PAGE, re.MULTILINE)
+KEYS = {there: here.strip("`") for there, here, _ in ROWS if not there.startswith("--")}
+REFUSED = [
+    (there, value)
+    for there, here, remark in ROWS
+    for value in re.findall(r"`(\w+)` is refused by `train`", remark)
+]
+"""Keys that exist, with a value that only `plan` takes."""
+
+
+def test_the_same_keys_exist():
+    assert [key for key, here in KEYS.items() if here == "same" and key not in fields()] == []
+
+
+def test_other_keys_do_not_exist_under_their_old_name():
+    assert [key for key, here in KEYS.items() if here != "same" and key in fields()] == []
+
+
+def test_every_known_spelling_is_on_the_page_as_the_program_says_it():
+    renamed = {key: here for key, here in KEYS.items() if here not in ("same", "not built", "-")}
+    assert renamed == SPELLED
+
+
+def test_what_is_not_built_is_what_the_program_refuses():
+    assert {key for key, here in KEYS.items() if here == "not built"} == set(NOT_BUILT)
+
+
+def test_a_dash_is_a_key_without_a_better_name():
+    for key in [key for key, here in KEYS.items() if here == "-"]:
+        (problem,) = read_config(None, [f"{key}=1"]).problems
+        assert "there is no such key; the keys of" in str(problem)
+
+
+def test_switches_are_those_of_the_command_line():
+    page = {there: here.strip("`") for there, here, _ in ROWS if there.startswith("--")}
+    switches = {f"--{name.replace('_', '-')}": f"mode: {mode}" for name, mode in MODES.items()}
+    assert page == switches
+
+
+def test_values_that_train_refuses_are_all_on_the_page_and_refused():
+    assert len(REFUSED) == 7
+    overrides = [f"{key}={value}" for key, value in REFUSED]
+    config, _ = prepare(None, ["actor.path=Qwen/Qwen3-8B", *overrides], "plan")
+    said = [
+        str(problem).partition(":")[0].replace(" = ", "=") for problem in unbuilt_problems(config)
+    ]
+    assert sorted(said) == sorted(overrides)
+
+
+def test_allocations_parse():
+    found = set(re.findall(r"`((?:\w+:)?\w+:[^` ]*\d[^` ]*)`", PAGE))
+    assert len(found) == 7
+    for text in found - {"archon:d1p2e2"}:
+        assert str(parse_allocation(text)) == text
+    with pytest.raises(UserError, match="or use archon:d2p2e2"):
+        parse_allocation("archon:d1p2e2")
+
+
+def test_the_families_are_those_that_exist():
+    said = re.search(r"for the families ([\w, ]+?)\. ", PAGE)
+    assert said and sorted(re.split(r", | and ", said[1])) == known_families()
+
+
+def test_keys_in_the_text_exist():
+    """Dotted names in running text and in tables of two columns."""
+    text = re.sub(r"^\| `[^`]+` \| (same|not built|-|`[^`]+`) \| .*$", "", PAGE, flags=re.MULTILINE)
+    dotted = re.findall(r"`((?:actor|train_dataset|gconfig|algorithm)\.[\w.]+)`", text)
+    assert len(dotted) >= 8
+    assert [key for key in dotted if key not in fields()] == []
+
+
+@pytest.mark.parametrize("page", ["migrating.md", "troubleshooting.md", "quickstart.md"])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):
+        assert (DOCS / target).is_file(), target

@@ -1,0 +1,293 @@
+"""docs/troubleshooting.md quotes what is really printed: every sentence on it is provoked here."""
+
+import asyncio
+import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pentad.cli.recipe import read_recipe
+from pentad.config.load import prepare
+from pentad.config.plan import build_plan, choose_device
+from pentad.core.errors import RunError, UserError
+from pentad.core.roles import Installed
+from pentad.core.types import Generation, Row
+from pentad.data.ledger import Ledger
+from pentad.data.store import MemoryStore
+from pentad.data.toy import write_byte_model, write_model
+from pentad.engine.engine import build_engine
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.rl.health import WINDOW, find_alarms
+from pentad.rl.losses import SftLoss
+from pentad.rollout.failures import DataFailure
+from pentad.rollout.rewards import wanted_parameters
+from pentad.rollout.sandbox import Signature
+from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.telemetry.runfolder import open_run_folder
+from pentad.trainer.budget import Budget
+from pentad.trainer.preflight import check_train
+from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.selftest import FLOAT32, run_selftest
+from pentad.trainer.state import RunState
+from pentad.trainer.stopping import StopFlag
+from pentad.trainer.watchdog import Watchdog
+
+PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
+QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
+"""A bullet of the page that is one code span quotes the program."""
+CLUSTER = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_nodes=4", "cluster.n_gpus_per_node=8"]
+ZERO_BUBBLE = [
+    *CLUSTER,
+    "allocation_mode=sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)",
+    "actor.archon.pp_schedule=ZBV",
+]
+
+
+def plans():
+    """Refusals of `pentad plan`."""
+    qwen = "actor.path=Qwen/Qwen3-8B"
+    yield from planned(qwen, "gconfig.n_sample=4")
+    yield from planned(qwen, "actor.kl_ctl=0.1")
+    yield from planned(qwen, "recover.mode=auto")
+    yield from planned(*CLUSTER, "allocation_mode=sglang:d4+archon:d32")
+    yield planned(*CLUSTER, "allocation_mode=sglang:d4+archon:d1p2e2")[0].splitlines()[0]
+    for override in (
+        "actor.archon.reshard_after_forward_policy=always",
+        "actor.archon.enable_compile=true",
+        "actor.archon.ac_selective=op",
+    ):
+        yield from planned(*ZERO_BUBBLE, override)
+    recipe = read_recipe(["recipe.yaml"], None, {"colocate": True, "fully_async": True})
+    yield from map(str, recipe.problems)
+
+
+def starts():
+    """Refusals of `pentad train`, in a folder with models and data."""
+    yield from trained("actor.path=Qwen/Qwen3-8B")
+    yield from trained("actor.init_from_scratch=false")
+    yield from trained("train_dataset.prompt_key=prompt")
+    yield from trained("train_dataset.max_length=3")
+    short = "gconfig.max_new_tokens=16"
+    yield from trained("actor.path=plain", "train_dataset.chat_template=true", short)
+    yield from trained("gconfig.top_p=0.9")
+    yield from trained("gconfig.n_samples=1")
+    yield from trained("max_staleness=2")
+    yield from trained("reward.fn=gsm")
+    yield from trained("actor.pad_to_maximum=true")
+    devices = ["allocation_mode=sglang:d1+archon:d2", "cluster.n_gpus_per_node=3"]
+    yield from trained(*devices, "scheduler.type=ray")
+    Path("model/config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    yield trained()[0]
+    signature = Signature(required=("completion", "label"), optional=(), takes_any=False)
+    said = refusal(lambda: wanted_parameters("mine/reward.py:score", signature))
+    yield said[0].partition("; ")[0]
+
+
+def folders():
+    """Refusals because of what is in the run folder."""
+
+    def open_folder(algorithm="grpo"):
+        return open_run_folder(
+            Path("runs/logs/me/exp/trial-0"),
+            config={"algorithm": {"name": algorithm}},
+            config_yaml="",
+            config_digest=algorithm,
+            seed=1,
+            resume=False,
+        )
+
+    first = open_folder()
+    (busy,) = refusal(open_folder)
+    yield re.sub(r"process \d+ on \S+(?=\))", "process 4711 on host", busy)
+    first.file("steps.jsonl").write_text('{"step": 250}\n')
+    first.close()
+    yield from refusal(open_folder)
+    yield from refusal(lambda: open_folder("rloo"))
+
+
+def alarms():
+    """Warnings about how the numbers of a run look."""
+    good = {
+        "reward_mean": 0.4,
+        "reward_std": 0.3,
+        "reward_max": 1.0,
+        "groups_without_variance": 0.1,
+        "entropy": 1.5,
+        "ratio_p95": 1.0,
+        "effective_sample_size": 1.0,
+        "logprob_diff_mean": 0.001,
+        "truncated_share": 0.1,
+    }
+    assert find_alarms([good] * WINDOW, good) == []
+    for signs in (
+        {"reward_mean": 0.0, "reward_std": 0.0},
+        {"groups_without_variance": 0.95},
+        {"entropy": 0.05},
+        {"ratio_p95": 3.1},
+        {"effective_sample_size": 0.2},
+        {"logprob_diff_mean": 0.08},
+        {"truncated_share": 0.8},
+    ):
+        (sentence,) = find_alarms([{**good, **signs}] * WINDOW, good)
+        yield sentence
+
+
+def failures(caplog):
+    """Warnings and ends of a run under way."""
+    yield stall(caplog)
+    yield f"group 12 dropped: {DataFailure('reward_timeout', 'longer than 10 s')}"
+    yield empty_batch()
+    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10))
+    yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))
+    yield end(lambda: asyncio.run(selftest(shift=-0.25, shift_alone=0.0)))
+    yield end(lambda: asyncio.run(selftest(shift=0.0, shift_alone=-0.25)))
+    yield end(run_out_of_memory)
+
+
+def stall(caplog):
+    now = [0.0]
+    ledger = Ledger(2, clock=lambda: now[0])
+    state = RunState(ledger, MemoryStore(), Budget(2, max_staleness=0, num_batches=9))
+    for _ in range(2):
+        ledger.start(ledger.admit(0))
+    state.waiting["train"] = "slots 0 to 1 of batch 0 to be ready"
+    watchdog = Watchdog(state, warn_s=60, abort_s=1800, clock=lambda: now[0])
+    watchdog.look()
+    now[0] = 60.0
+    with caplog.at_level(logging.WARNING):
+        watchdog.look()
+    return caplog.messages[-1]
+
+
+def empty_batch():
+    """A pump whose every group fails in its reward."""
+
+    async def rollout(prompt, attempt):
+        raise DataFailure("reward_error", "NameError: name 'answr' is not defined")
+
+    async def enter(role):
+        await asyncio.sleep(0)
+
+    ledger = Ledger(4, clock=lambda: 0.0)
+    pump = RolloutPump(
+        RunState(ledger, MemoryStore(), Budget(4, max_staleness=0, num_batches=9)),
+        SimpleNamespace(prompt=lambda gid: gid),
+        SimpleNamespace(rollout=rollout),
+        SimpleNamespace(is_on_policy=True),
+        SimpleNamespace(enter=enter),
+        lambda group: None,
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(pump.run())
+    (cause,) = caught.value.exceptions
+    return str(cause)
+
+
+async def publish_to_a_forgetful_sampler():
+    class Forgetful:
+        async def install(self, version, weights):
+            return Installed(version, len(list(weights)) - 1, "")
+
+    weights = {"a": zeros(2), "b": zeros(2)}
+    await Publisher([Forgetful()]).publish(take_snapshot(3, weights.items(), copy=False))
+
+
+async def selftest(shift, shift_alone):
+    """The learner adds these to its log-probs: always, and where a row stands alone."""
+
+    class Fixed:
+        async def generate(self, request):
+            return [Generation([1], [0.0], [0], "stop") for _ in request.seeds]
+
+    def forward(rows):
+        moved = shift + (shift_alone if len(rows) == 1 else 0.0)
+        return [{"logprobs": zeros(len(row.ids)) + moved} for row in rows]
+
+    await run_selftest(
+        SimpleNamespace(forward=forward),
+        [Fixed()],
+        [(1, 2)],
+        temperature=1.0,
+        weights_digest="",
+        tolerance=FLOAT32,
+        seed=1,
+    )
+
+
+def run_out_of_memory():
+    class Greedy(SftLoss):
+        def __call__(self, outputs, columns):
+            raise torch.OutOfMemoryError("Out of memory. Tried to allocate 2.00 GiB. GPU 0")
+
+    settings = EngineSettings(optimizer=OptimizerSettings())
+    engine = build_engine("plain", settings, init_from_scratch=True)
+    engine.begin_step()
+    engine.accumulate([Row(torch.ones(64, dtype=torch.long), {"weights": zeros(64)})], Greedy())
+
+
+def zeros(size):
+    return torch.zeros(size)
+
+
+def refusal(call):
+    with pytest.raises(UserError) as caught:
+        call()
+    return [str(problem) for problem in caught.value.problems]
+
+
+def planned(*overrides):
+    return refusal(lambda: prepare(None, overrides, "plan"))
+
+
+def trained(*overrides):
+    """What a run says before it starts, on a recipe that is right but for the overrides."""
+    base = {
+        "actor.path": "model",
+        "actor.init_from_scratch": "true",
+        "train_dataset.path": "data.jsonl",
+        "train_dataset.prompt_key": "question",
+        "reward.fn": "gsm8k",
+    }
+    changed = dict(entry.split("=", 1) for entry in overrides)
+    given = [f"{key}={value}" for key, value in {**base, **changed}.items()]
+    return refusal(lambda: check_train(prepare(None, given, "train")[0]))
+
+
+def end(call):
+    with pytest.raises(RunError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.fixture
+def provoked(tmp_path, monkeypatch, caplog):
+    """Every sentence, provoked."""
+    monkeypatch.chdir(tmp_path)
+    write_byte_model(Path("model"))
+    write_model(Path("plain"))
+    Path("data.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    return [*plans(), *starts(), *folders(), *alarms(), *failures(caplog), lack()]
+
+
+def lack():
+    given = ["actor.path=Qwen/Qwen3-8B", "cluster.n_gpus_per_node=1"]
+    config, _ = prepare(None, [*given, "train_dataset.max_length=1024"], "plan")
+    said = build_plan(config, choose_device(config, 24), None).lacks[0]
+    return f"Does not fit: {said}."
+
+
+def without_figures(sentence):
+    """The figures of a plan are estimates that improve; the sentence around them is quoted."""
+    is_plan = sentence.startswith("Does not fit")
+    return re.sub(r"\d[\d.,]*", "#", sentence) if is_plan else sentence
+
+
+def test_the_page_quotes_exactly_what_is_printed(provoked):
+    page = {without_figures(sentence) for sentence in QUOTED}
+    printed = {without_figures(sentence) for sentence in provoked}
+    assert sorted(printed - page) == [], "printed, and not on the page"
+    assert sorted(page - printed) == [], "on the page, and never printed"
