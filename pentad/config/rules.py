@@ -16,6 +16,7 @@ from pentad.config.machine import GpuQueryError, find_gpus
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.fit import expert_problems, head_problems, list_of, width_problems
 from pentad.core.layout import Allocation, Component, divisors, parse_allocation
 from pentad.core.stages import (
     SCHEDULES,
@@ -229,7 +230,7 @@ def sampler_heads(case: Case) -> Iterator[Problem]:
         return
     if case.dims is not None and case.dims.num_heads % tp:
         rule = f"t{tp} of {case.component.backend} must divide num_heads = {case.dims.num_heads}"
-        yield Problem(case.where, rule, f"t can be {_list(divisors(case.dims.num_heads))}")
+        yield Problem(case.where, rule, f"t can be {list_of(divisors(case.dims.num_heads))}")
 
 
 def sampler_layers(case: Case) -> Iterator[Problem]:
@@ -249,53 +250,13 @@ def megatron_is_not_built(case: Case) -> Iterator[Problem]:
 
 
 def heads_divide(case: Case) -> Iterator[Problem]:
-    """Attention heads are dealt over tp x cp; kv heads are dealt too, or whole ones repeated."""
-    if case.dims is None:
-        return
-    tp, cp = case.component.size("t"), case.component.size("c")
-    ways, heads, kv_heads = tp * cp, case.dims.num_heads, case.dims.num_kv_heads
-    if _heads_work(case.dims, ways):
-        return
-    rule = f"t{tp} * c{cp} = {ways} must divide num_heads = {heads}"
-    if heads % ways == 0:
-        rule = f"t{tp} * c{cp} = {ways} must divide num_kv_heads = {kv_heads} or be a multiple"
-    yield Problem(case.where, rule, _cut_remedy(case.dims, tp, cp))
-
-
-def _heads_work(dims: ModelDims, ways: int) -> bool:
-    if dims.num_heads % ways:
-        return False
-    return dims.num_kv_heads % ways == 0 or ways % dims.num_kv_heads == 0
-
-
-def _cut_remedy(dims: ModelDims, tp: int, cp: int) -> str:
-    """Degrees that satisfy heads and widths together, one axis changed and the other kept."""
-    ways = divisors(dims.num_heads)
-    ts = [t for t in ways if _heads_work(dims, t * cp) and _cuts(dims, t)]
-    cs = [c for c in ways if _heads_work(dims, tp * c) and _cuts(dims, tp)]
-    parts = [f"with c{cp}, t can be {_list(ts)}"] if ts else []
-    parts += [f"with t{tp}, c can be {_list(cs)}"] if cs and cp > 1 else []
-    return ", or ".join(parts) or f"t1 and c1 always work, or t*c = {dims.num_kv_heads}"
-
-
-def _cuts(dims: ModelDims, tp: int) -> bool:
-    """Whether tp cuts the dense ffn evenly, if there is one."""
-    is_dense = not all(dims.is_moe(i) for i in range(dims.num_layers))
-    return not is_dense or dims.intermediate_size % tp == 0
+    if case.dims is not None:
+        yield from head_problems(case.component.layout(), case.dims, case.where)
 
 
 def widths_divide(case: Case) -> Iterator[Problem]:
-    if case.dims is None:
-        return
-    tp, etp = case.component.size("t"), case.component.layout().etp
-    expert = case.dims.moe_intermediate_size
-    if not _cuts(case.dims, tp):
-        rule = f"t{tp} must divide intermediate_size = {case.dims.intermediate_size}"
-        yield Problem(case.where, rule, _cut_remedy(case.dims, tp, case.component.size("c")))
-    if expert and expert % etp:
-        rule = f"t{etp} of ffn must divide moe_intermediate_size = {expert}"
-        fits = [n for n in divisors(case.component.layout().stage_world) if expert % n == 0]
-        yield Problem(case.where, rule, f"t of ffn can be {_list(fits)}")
+    if case.dims is not None:
+        yield from width_problems(case.component.layout(), case.dims, case.where)
 
 
 def experts_divide(case: Case) -> Iterator[Problem]:
@@ -309,11 +270,8 @@ def experts_divide(case: Case) -> Iterator[Problem]:
             plain = "".join(f"{x}{size}" for x, size in component.dims if x != "e")
             rule = f"{said} needs experts, and the model of the {component.role} has none"
             yield Problem(case.where, rule, f"use {component.backend}:{plain or 'd1'}")
-    elif dims.num_experts % ep:
-        ranks = component.world // component.size("p")
-        fits = [e for e in divisors(ranks) if dims.num_experts % e == 0]
-        rule = f"e{ep} must divide num_experts = {dims.num_experts}"
-        yield Problem(case.where, rule, f"e can be {_list(fits)} on {ranks} ranks a stage")
+    else:
+        yield from expert_problems(component.layout(), dims, case.where)
 
 
 def replicas_divide(case: Case) -> Iterator[Problem]:
@@ -321,14 +279,14 @@ def replicas_divide(case: Case) -> Iterator[Problem]:
     where = f"{case.key}.archon.dp_replicate = {replicas}"
     if d % replicas:
         rule = f"must divide d{d} of {case.component}"
-        yield Problem(where, rule, f"it can be {_list(divisors(d))}")
+        yield Problem(where, rule, f"it can be {list_of(divisors(d))}")
         return
     layout = case.component.layout()
     cell = layout.ep * layout.etp
     if layout.stage_world // replicas % cell:
         rule = f"leaves {layout.stage_world // replicas} ranks a replica, e*t of ffn = {cell}"
         fits = [n for n in divisors(d) if layout.stage_world // n % cell == 0]
-        yield Problem(where, rule, f"it can be {_list(fits)}")
+        yield Problem(where, rule, f"it can be {list_of(fits)}")
 
 
 def stages_have_layers(case: Case) -> Iterator[Problem]:
@@ -456,7 +414,3 @@ def component_notes(case: Case) -> Iterator[str]:
             f"{component}: a step has {rows} samples for d * n_mbs = {needed} microbatches, "
             "so some are empty"
         )
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -132,6 +132,9 @@ class Row:
     columns: dict[str, Tensor]
     """float32 [L] each; "weights" is 0 where a token is not trained."""
     count: float = 0.0
+    routes: Tensor | None = None
+    """int64 [L, mixture layers, k]: the experts each token is to be sent to, distinct; None: the
+    routers choose. The last token's may be any, nothing depends on it."""
 
 
 class Segments(Protocol):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.core.types import Row
 from pentad.parallel.collectives import sum_ranks
@@ -99,6 +100,8 @@ class PackedRows:
     labels_T: Tensor
     columns: dict[str, Tensor]
     segments: PackedSegments
+    routes_TLk: Tensor | None = None
+    """The experts of each token in each mixture layer, where the rows say them."""
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +130,30 @@ def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> 
             bad = low if low < 0 else high
             i = next(i for i, row in enumerate(rows) if (row.ids == bad).any())
             raise RunError(f"row {i} holds token id {bad}, outside the vocabulary of {vocab_size}")
+
+
+def check_routes(rows: Sequence[Row], dims: ModelDims) -> None:
+    """Routes of all rows or of none, and such that the model has these experts."""
+    num_given = sum(row.routes is not None for row in rows)
+    if num_given == 0:
+        return
+    num_layers = sum(dims.is_moe(layer) for layer in range(dims.num_layers))
+    for i, row in enumerate(rows):
+        if row.routes is None:
+            raise RunError(f"row {i} has no routes, but {num_given} of {len(rows)} rows have")
+        shape = (row.ids.numel(), num_layers, dims.num_experts_per_token)
+        if tuple(row.routes.shape) != shape or row.routes.dtype != torch.int64:
+            given = f"{row.routes.dtype} {tuple(row.routes.shape)}"
+            raise RunError(f"row {i}: routes are {given}, expected torch.int64 {shape}")
+        if num_layers == 0:
+            raise RunError(f"row {i} has routes, but the model has no mixture layer")
+        low, high = int(row.routes.min()), int(row.routes.max())
+        if low < 0 or high >= dims.num_experts:
+            bad = low if low < 0 else high
+            raise RunError(f"row {i}: routes name expert {bad}, the model has {dims.num_experts}")
+        ordered = row.routes.sort(-1).values
+        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+            raise RunError(f"row {i}: routes give a token the same expert twice")
 
 
 def fill_up(lengths: Sequence[int], multiple: int) -> list[int]:
@@ -164,6 +191,13 @@ def pack_rows(
         name: shift_in(pack([row.columns[name] for row in rows], torch.float32), last_S)
         for name in columns
     }
+    routes = [row.routes for row in rows if row.routes is not None]
+    routes_TLk = None
+    if routes:
+        filling = torch.arange(routes[0].shape[2]).expand(
+            num_tokens - num_real, *routes[0].shape[1:]
+        )
+        routes_TLk = torch.cat([*routes, filling])
     assert num_tokens % cp.size == 0, f"{num_tokens} tokens cannot be dealt to {cp.size}"
     start, stop = (num_tokens // cp.size * r for r in (cp.rank, cp.rank + 1))
     here_S = np.clip(ends_S, start, stop) - np.clip(ends_S - length_S, start, stop)
@@ -183,6 +217,7 @@ def pack_rows(
         labels_T=send(labels_T),
         columns={name: send(x_T) for name, x_T in flat.items()},
         segments=PackedSegments(lengths_S, stop - start, cp),
+        routes_TLk=None if routes_TLk is None else send(routes_TLk),
     )
 
 

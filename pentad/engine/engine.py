@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pentad.core.errors import RunError
+from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.core.roles import NamedTensors
 from pentad.core.types import Accumulated, Attend, Loss, Row, StepResult, TokenOutputs
-from pentad.engine.batch import PackedRows, check_rows, pack_rows
+from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.optim import build_adamw, clip_scale, optimizer_state
-from pentad.engine.outputs import Sums, add_up, check_agreement, per_row
+from pentad.engine.outputs import Sums, add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
 from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.schedule import compute_lr
@@ -37,8 +38,10 @@ from pentad.engine.wrap import wrap_model
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import install_hf, iter_hf
 from pentad.models.families import ConfigLike, dims_of, read_config
+from pentad.models.moe import Routes
 from pentad.models.registry import build_model, initialise, load_weights, save_model
 from pentad.ops.attention import build_attend
+from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.context import UlyssesAttend
 from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_norm, sum_copies
@@ -67,8 +70,10 @@ def build_engine(
     A layout of several ranks takes the process group this process is in; all ranks call alike.
     """
     device = torch.device(device)
-    meshes = build_meshes(layout or Layout(), device)
+    layout = layout or Layout()
     dims = dims_of(source, family)
+    check_fit(layout, dims)
+    meshes = build_meshes(layout, device)
     dtype = DTYPES[settings.param_dtype]
     decoder = build_model(dims, device="meta", dtype=dtype, value_head=value_head)
     predictor = wrap_model(decoder, settings, device, meshes).to_empty(device=device)
@@ -135,22 +140,47 @@ class Engine:
 
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
         """The same on every rank."""
-        check_rows(rows, (), self.dims.vocab_size)
-        check_agreement(rows, self.meshes)
-        plan = self._plan(rows)
         predicted: list[Predicted] = []
+
+        def score(packed: PackedRows) -> None:
+            logprobs_T, _, values_T = self._predict(packed)
+            predicted.append((logprobs_T, None, values_T))
+
+        plan = self._score(rows, tag, score)
+        return per_row(predicted, plan, rows, self.meshes)
+
+    def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
+        """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
+        if not any(self.dims.is_moe(layer) for layer in range(self.dims.num_layers)):
+            raise RunError("the model has no mixture layer, so there are no routes")
+        recorded: list[Tensor] = []
+
+        def record(packed: PackedRows) -> None:
+            noted: Routes = {}
+            self._predict(packed, noted)
+            chosen_TLk = torch.stack([noted[layer] for layer in sorted(noted)], dim=1)
+            recorded.append(gather_shared(chosen_TLk, self.meshes.tp))
+
+        plan = self._score(rows, tag, record)
+        return routes_per_row(recorded, plan, rows, self.meshes)
+
+    def _score(self, rows: Sequence[Row], tag: str, score: Callable[[PackedRows], None]) -> Plan:
+        """Calls `score` on this rank's microbatches, with the weights of the tag in place."""
+        check_rows(rows, (), self.dims.vocab_size)
+        check_routes(rows, self.dims)
+        plan = self._plan(rows)
         with self.use(tag), torch.no_grad():
             try:
                 for packed in self._microbatches(plan, rows, ()):
                     with explain_memory("scoring", packed):
-                        logprobs_T, _, values_T = self._predict(packed)
-                    predicted.append((logprobs_T, None, values_T))
+                        score(packed)
             finally:
                 reshard(self.predictor)
-            return per_row(predicted, plan, rows, self.meshes)
+        return plan
 
     def _plan(self, rows: Sequence[Row]) -> Plan:
         """What each data-parallel rank computes, without what would be empty on all of them."""
+        check_agreement(rows, self.meshes)
         plan = plan_microbatches(
             [row.ids.numel() for row in rows],
             self.cost,
@@ -174,7 +204,8 @@ class Engine:
                 cp=self.meshes.cp,
             )
 
-    def _predict(self, packed: PackedRows) -> Predicted:
+    def _predict(self, packed: PackedRows, routes: Routes | None = None) -> Predicted:
+        """`routes` are filled in, or followed where the rows have them."""
         attend: Attend = build_attend(
             packed.lengths,
             device=self.device,
@@ -183,8 +214,12 @@ class Engine:
         )
         if self.meshes.cp.size > 1:
             attend = UlyssesAttend(attend, self.meshes.cp)
+        if packed.routes_TLk is not None:
+            mine_TLk = packed.routes_TLk.chunk(self.meshes.tp.size)[self.meshes.tp.rank]
+            layers = [n for n in range(self.dims.num_layers) if self.dims.is_moe(n)]
+            routes = dict(zip(layers, mine_TLk.unbind(1), strict=True))
         result: Predicted = self.predictor(
-            packed.ids_T, packed.positions_T, packed.labels_T, attend
+            packed.ids_T, packed.positions_T, packed.labels_T, attend, routes
         )
         return result
 
@@ -208,7 +243,7 @@ class Engine:
         if step.is_complete:
             raise RunError("accumulate was called after the call with last=True; begin a new step")
         check_rows(rows, loss.columns, self.dims.vocab_size)
-        check_agreement(rows, self.meshes)
+        check_routes(rows, self.dims)
         plan = self._plan(rows)
         predicted: list[Predicted] = []
         sums: list[Sums] = []
@@ -310,21 +345,35 @@ class Engine:
         self.tags.load(tag, write)
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end."""
         for name, tensor in iter_hf(self._at_rest(), self._publish_dtype):
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
 
     def save_hf(self, folder: str) -> None:
+        """Rank 0 writes; on return, on any rank, the folder is whole."""
         self.tags.require_actor("saving")
-        save_model(
-            self._at_rest(),
-            folder,
-            dtype=self._publish_dtype,
-            source_folder=self.source_folder,
-            hf_config=self.hf_config,
-            tokenizer_folder=self.tokenizer_folder,
-        )
+        weights = iter_hf(self._at_rest(), self._publish_dtype)
+        error: Exception | None = None
+        if self.meshes.rank == 0:
+            try:
+                save_model(
+                    self.decoder,
+                    folder,
+                    dtype=self._publish_dtype,
+                    source_folder=self.source_folder,
+                    hf_config=self.hf_config,
+                    tokenizer_folder=self.tokenizer_folder,
+                    weights=weights,
+                )
+            except Exception as failure:  # told to the other ranks first, raised below
+                error = failure
+        for _ in weights:  # the others take part in every gathering, whatever became of the file
+            pass
+        failed = torch.tensor(int(error is not None), device=self.device)
+        if int(reduce_ranks(failed, self.meshes.world, "max")):
+            raise error or RunError(f"rank 0 could not save {folder}")
 
     def _at_rest(self) -> Decoder:
         """The decoder with its master weights in place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,43 +44,52 @@ def per_row(
     `predicted` are this rank's microbatches; `plan` says what those of the others hold.
     """
     outputs: list[dict[str, Tensor]] = [{} for _ in rows]
-    if not predicted:
-        return outputs
+    for k, name in enumerate(NAMES):
+        mine = [x_T for parts in predicted if (x_T := parts[k]) is not None]
+        for indices, lengths, x_T in _of_all(mine, plan, rows, meshes):
+            for i, piece in zip(indices, split_out(x_T, lengths), strict=False):
+                outputs[i][name] = piece
+    return outputs
+
+
+def routes_per_row(
+    recorded: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes
+) -> list[Tensor]:
+    """Of each row the experts its tokens were sent to, [L, mixture layers, k], on the CPU."""
+    outputs: dict[int, Tensor] = {}
+    for indices, lengths, routes_TLk in _of_all(recorded, plan, rows, meshes):
+        pieces = routes_TLk.split(list(lengths))
+        outputs |= {i: piece.clone() for i, piece in zip(indices, pieces, strict=False)}
+    return [outputs[i] for i in range(len(rows))]
+
+
+def _of_all(
+    mine: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes
+) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """(rows, lengths with filling, numbers of all tokens) of every microbatch of every rank.
+
+    `mine` is what this rank has of its microbatches' tokens.
+    """
+    if not mine:
+        return
+    cp = meshes.cp.size
     lengths = [
         [fill_up([rows[i].ids.numel() for i in mb], meshes.token_multiple) for mb in mbs]
         for mbs in plan
     ]
-    for k, name in enumerate(NAMES):
-        mine = [x_T for parts in predicted if (x_T := parts[k]) is not None]
-        if not mine:
-            continue
-        for mbs, padded, flat_T in zip(plan, lengths, _of_all(mine, lengths, meshes), strict=True):
-            pieces_T = flat_T.split([sum(sizes) for sizes in padded])
-            for indices, sizes, x_T in zip(mbs, padded, pieces_T, strict=True):
-                for i, piece in zip(indices, split_out(x_T, sizes), strict=False):
-                    outputs[i][name] = piece
-    return outputs
-
-
-def _of_all(
-    mine: Sequence[Tensor], lengths: Sequence[Sequence[Sequence[int]]], meshes: Meshes
-) -> list[Tensor]:
-    """For each data-parallel rank its microbatches one after the other, whole, on the CPU."""
-    flat_t = torch.cat(list(mine)) if len(mine) > 1 else mine[0]
-    if meshes.batch.size == 1:
-        return [flat_t.cpu()]
-    cp = meshes.cp.size
     totals = [sum(map(sum, mbs)) // cp for mbs in lengths]
-    padded = flat_t.new_zeros(1, max(totals))
-    padded[0, : len(flat_t)] = flat_t
-    all_Bt = gather_shared(padded, meshes.batch).cpu()
-    out = []
-    for d, mbs in enumerate(lengths):
+    flat_t = torch.cat(list(mine)) if len(mine) > 1 else mine[0]
+    if meshes.batch.size > 1:
+        padded = flat_t.new_zeros(1, max(totals), *flat_t.shape[1:])
+        padded[0, : len(flat_t)] = flat_t
+        all_Bt = gather_shared(padded, meshes.batch).cpu()
+    else:
+        all_Bt = flat_t[None].cpu()
+    for d, (mbs, sizes) in enumerate(zip(plan, lengths, strict=True)):
         shares = all_Bt[d * cp : (d + 1) * cp, : totals[d]]
-        sizes = [sum(mb) // cp for mb in mbs]
-        pieces = shares.split(sizes, dim=1)
-        out.append(torch.cat([piece.flatten() for piece in pieces]))
-    return out
+        pieces = shares.split([sum(mb) // cp for mb in sizes], dim=1)
+        for indices, padded_lengths, piece in zip(mbs, sizes, pieces, strict=True):
+            yield indices, padded_lengths, piece.flatten(0, 1)
 
 
 def add_up(sums: Sequence[Sums], meshes: Meshes) -> tuple[float, dict[str, float]]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from pentad.core.types import Attend
 from pentad.models.decoder import Decoder
+from pentad.models.moe import Routes
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard, token_logprobs
 from pentad.parallel.collectives import gather_parts, gather_shared
 from pentad.parallel.cuts import Cut
@@ -34,9 +35,14 @@ class Predictor(nn.Module):
         """Who holds what of each parameter, by native name."""
 
     def forward(
-        self, ids_T: Tensor, positions_T: Tensor, labels_T: Tensor, attend: Attend
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        labels_T: Tensor,
+        attend: Attend,
+        routes: Routes | None = None,
     ) -> Predicted:
-        hidden_TD = self.decoder(ids_T, positions_T, attend)
+        hidden_TD = self.decoder(ids_T, positions_T, attend, routes)
         logprobs_T = entropy_T = values_T = None
         if self.decoder.has_lm_head:
             logprobs_T, entropy_T = token_logprobs(

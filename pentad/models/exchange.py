@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -97,11 +98,43 @@ def iter_hf(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[
 
     Sharded parameters are gathered one at a time, so every rank must iterate to the end.
     """
-    return flow.iter_sources(native_tensors(model), map_of(model.dims), dtype, gather=_gather)
+    return flow.iter_sources(native_tensors(model), map_of(model.dims), dtype, gather=gather_whole)
 
 
-def _gather(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def gather_whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank that holds a part of it; all of them must ask.
+
+    Without DTensor's own redistribution, which remembers process groups that may be gone.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, whole = tensor.device_mesh, tensor.to_local()
+    at = mesh.get_coordinate()
+    assert at is not None, "this rank is not part of the tensor's mesh"
+    cuts = list(zip(tensor.placements, mesh.shape, at, strict=True))
+    for axis in reversed(range(mesh.ndim)):
+        placement, num, _ = cuts[axis]
+        if num > 1 and isinstance(placement, Shard):
+            dim, size = placement.dim, tensor.shape[placement.dim]
+            ends = [
+                rows_of(size, dim, [*cuts[:axis], (placement, num, rank)]) for rank in range(num)
+            ]
+            lengths = [stop - start for start, stop in ends]
+            whole = _gather_rows(whole.movedim(dim, 0), lengths, mesh.get_group(axis))
+            whole = whole.movedim(0, dim)
+    return whole
+
+
+def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, lengths[r] from rank r."""
+    longest = max(lengths)
+    padded = part.new_zeros(longest, *part.shape[1:])
+    padded[: len(part)] = part
+    out = part.new_empty(len(lengths) * longest, *part.shape[1:])
+    dist.all_gather_into_tensor(out, padded, group=group)
+    if min(lengths) == longest:
+        return out
+    return torch.cat([x[:n] for x, n in zip(out.split(longest), lengths, strict=True)])
 
 
 @torch.no_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -114,8 +116,11 @@ def save_model(
     hf_config: ConfigLike | None = None,
     tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """A folder that transformers loads, in `dtype` (default: as held).
+
+    `weights` are those of `iter_hf(model, dtype)`, for a caller who must iterate to the end.
 
     The config is that of `source_folder` or `hf_config`, with dtype and class set; tokenizer and
     generation config come from `tokenizer_folder`, then from `source_folder`.
@@ -126,7 +131,7 @@ def save_model(
     companions = [path for path in (tokenizer_folder, source_folder) if path is not None]
     save_folder(
         folder,
-        iter_hf(model, dtype),
+        iter_hf(model, dtype) if weights is None else weights,
         infos,
         config_for(model, read_config(given), next(iter(infos.values())).dtype),
         companions=companions,

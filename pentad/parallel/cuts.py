@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import RunError
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.cuts import REPEATED, UNITS, Plan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
@@ -106,16 +106,12 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: Plan, meshes: Meshes) -> Cut
         "etp": (layout.etp, at.etp),
     }
     axes = split_dims(entry, plan)
-    local = cut_entry(entry, plan, coords, weight_map.sizes)
-    (box, _), *rest = local.boxes or [((), ())]
-    assert not rest, f"{entry.name} would lie in several pieces"
-    if not local.boxes:
-        size = entry.shape[axes["tp"]]
-        rule = f"leaves a rank without any of the {size} rows of {entry.name}"
-        raise UserError(Problem(f"tp = {layout.tp}", rule, "use fewer tensor-parallel ranks"))
+    part = cut_entry(entry, plan, coords, weight_map.sizes)
+    assert len(part.boxes) == 1, f"{entry.name} lies here in {len(part.boxes)} pieces"
+    (box, _), *_ = part.boxes
     is_expert = any(axis in axes for axis in EXPERT_AXES)
     num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp
-    dim = storage_dim(local.shape, num_stored)
+    dim = storage_dim(part.shape, num_stored)
     copies, mesh, placements = _outside(entry, weight_map, axes, meshes, is_expert)
     return Cut(
         shape=entry.shape,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from engine_toys import CONFIG, PolicyLoss, SequenceLoss, ValueLoss, make_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pentad.core.digest import digest_of, tensor_checksum
+from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
-from pentad.parallel.cuts import local
+from pentad.models.exchange import gather_whole
+from pentad.parallel.cuts import local, stored_box
+from pentad.parallel.gradients import global_norm, sum_copies
 
 DENSE = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
 """8 heads, 2 kv heads: tp * cp up to 8, with repeated kv heads from 4 on. 37 words: uneven."""
@@ -29,7 +36,7 @@ CONFIGS = {"dense": DENSE, "moe": MOE, "biased": BIASED}
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 
-def make(model: str, layout: Layout, loss: str = "token", **settings: Any) -> Engine:
+def make(model: str, layout: Layout, loss: str = "token", seed: int = 3, **settings: Any) -> Engine:
     settings.setdefault(
         "optimizer", OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
     )
@@ -38,7 +45,7 @@ def make(model: str, layout: Layout, loss: str = "token", **settings: Any) -> En
         EngineSettings(**settings),
         layout=layout,
         init_from_scratch=True,
-        seed=3,
+        seed=seed,
         value_head=loss == "value",
     )
     bend(engine)
@@ -57,8 +64,7 @@ def bend(engine: Engine) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    return gather_whole(tensor.detach()).clone()
 
 
 def train_step(
@@ -67,11 +73,18 @@ def train_step(
     loss: str = "token",
     num_rows: int = 12,
     calls: int = 1,
+    routes: list[Tensor] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it."""
+    """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it.
+
+    Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient.
+    """
     engine = make(model, layout, loss, **settings)
     rows = make_rows(num_rows)
+    chosen = engine.routes(rows) if model == "moe" else None
+    for row, given in zip(rows, routes or chosen or [], strict=False):
+        row.routes = given
     scored = engine.forward(rows)
     engine.begin_step()
     seen = []
@@ -81,6 +94,7 @@ def train_step(
     gradients = gradients_of(engine)
     result = engine.end_step()
     return {
+        "routes": chosen,
         "scored": scored,
         "outputs": [out for one in seen for out in one.outputs],
         "loss_sum": sum(one.loss_sum for one in seen),
@@ -93,8 +107,153 @@ def train_step(
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Every gradient whole, summed over ranks as `end_step` would do; leaves them as they are."""
-    from pentad.parallel.gradients import sum_copies
-
     parts = {n: local(p.grad).clone() for n, p in engine.parameters.items() if p.grad is not None}
     sum_copies(parts, engine.cuts)
     return {name: whole(engine.cuts[name].present(part)) for name, part in parts.items()}
+
+
+def ranks_agree(model: str, layout: Layout, steps: int = 3) -> dict[str, Any]:
+    """Trains with free routing, then compares what ranks hold in common, bit by bit."""
+    engine = make(model, layout)
+    rows = make_rows(12)
+    results = []
+    for _ in range(steps):
+        engine.begin_step()
+        engine.accumulate(rows, LOSSES["token"])
+        results.append(engine.end_step())
+    held = {
+        name: (stored_box_of(engine, name), tensor_checksum(tensor))
+        for name, tensor in engine.masters.items()
+    }
+    everyone: list[Any] = [None] * layout.world
+    dist.all_gather_object(everyone, (results, held))
+    return {"results": [one[0] for one in everyone], "held": [one[1] for one in everyone]}
+
+
+def stored_box_of(engine: Engine, name: str) -> Any:
+    whole_tensor = engine.cuts[name].present(engine.masters[name])
+    return stored_box(whole_tensor) if isinstance(whole_tensor, DTensor) else None
+
+
+def expert_norms(layout: Layout, routes: list[Tensor]) -> dict[str, float]:
+    """The norms of the gradients of experts alone, of routers alone, and of all."""
+    engine = make("moe", layout)
+    rows = make_rows(12)
+    for row, given in zip(rows, routes, strict=True):
+        row.routes = given
+    engine.begin_step()
+    engine.accumulate(rows, LOSSES["token"])
+    parts = {n: local(p.grad) for n, p in engine.parameters.items() if p.grad is not None}
+    sum_copies(parts, engine.cuts)
+    picked = {
+        "experts": {n: g for n, g in parts.items() if "experts" in n},
+        "routers": {n: g for n, g in parts.items() if "router" in n},
+        "all": parts,
+    }
+    return {key: global_norm(part, engine.cuts, engine.meshes) for key, part in picked.items()}
+
+
+def broken_gradient(layout: Layout) -> dict[str, Any]:
+    """One row of one rank makes the gradient infinite: what each rank does, and what follows."""
+    engine = make("dense", layout)
+    before = {n: t.clone() for n, t in engine.masters.items()}
+    rows = make_rows(12)
+    rows[4].columns["advantages"][2:] = float("inf")
+    engine.begin_step()
+    engine.accumulate(rows, LOSSES["token"])
+    result = engine.end_step()
+    is_still = all(torch.equal(t, before[n]) for n, t in engine.masters.items())
+    engine.begin_step()
+    engine.accumulate(make_rows(12), LOSSES["token"])
+    after = engine.end_step()
+    everyone: list[Any] = [None] * layout.world
+    dist.all_gather_object(everyone, (result, is_still, after, engine.num_skipped))
+    return {"ranks": everyone}
+
+
+def different_rows(layout: Layout) -> str:
+    """Each rank is given other rows, as a loader that shards by itself would do."""
+    engine = make("dense", layout)
+    engine.begin_step()
+    try:
+        engine.accumulate(make_rows(6, seed=dist.get_rank()), LOSSES["token"])
+    except RunError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def save_state(model: str, layout: Layout, folder: str) -> dict[str, Any]:
+    """Trains two steps and saves everything; returns what was saved, whole."""
+    engine = make(model, layout)
+    engine.save_tag("ref")
+    for _ in range(2):
+        engine.begin_step()
+        engine.accumulate(make_rows(12), LOSSES["token"])
+        engine.end_step()
+    state = engine.state_dict()
+    dcp.save(state, checkpoint_id=folder)
+    return seen_state(engine)
+
+
+def load_state(model: str, layout: Layout, folder: str) -> dict[str, Any]:
+    """Another engine, of another seed and layout, continues from the folder."""
+    engine = make(model, layout, seed=99)
+    engine.save_tag("ref")
+    state = engine.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    engine.load_state_dict(state)
+    return seen_state(engine)
+
+
+def seen_state(engine: Engine) -> dict[str, Any]:
+    state = engine.state_dict()
+    parts = {"model": state["model"], "ref": state["tags"]["ref"], **state["optimizer"]}
+    out: dict[str, Any] = {
+        key: {name: whole(tensor) for name, tensor in part.items()} for key, part in parts.items()
+    }
+    scored = engine.forward(make_rows(4), "ref")
+    return out | {"num_steps": engine.num_steps, "scored": [row["logprobs"] for row in scored]}
+
+
+def copied_state(layout: Layout) -> bool:
+    """A deep copy of the state brings an engine of the same layout back, bit by bit."""
+    engine = make("moe", layout)
+    rows = make_rows(12)
+    state = copy.deepcopy(engine.state_dict())
+    first = train_once(engine, rows)
+    engine.load_state_dict(state)
+    again = train_once(engine, rows)
+    return all(torch.equal(first[name], again[name]) for name in first)
+
+
+def train_once(engine: Engine, rows: list[Any]) -> dict[str, Tensor]:
+    engine.begin_step()
+    engine.accumulate(rows, LOSSES["token"])
+    engine.end_step()
+    return {name: tensor.detach().clone() for name, tensor in engine.masters.items()}
+
+
+def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
+    """Weights by iteration on every rank, as a folder, and from it into a tag and an engine."""
+    engine = make(model, layout)
+    engine.save_hf(folder)
+    given = dict(engine.iter_weights())
+    digest = digest_of(given.items()).hex()
+    digests: list[Any] = [None] * layout.world
+    dist.all_gather_object(digests, digest)
+    loaded = build_engine(folder, EngineSettings(), layout=layout)
+    rows = make_rows(4)
+    engine.load_tag("same", folder)
+    a, b, c = engine.forward(rows), loaded.forward(rows), engine.forward(rows, "same")
+    is_same = all(
+        torch.equal(x["logprobs"], y["logprobs"]) and torch.equal(x["logprobs"], z["logprobs"])
+        for x, y, z in zip(a, b, c, strict=True)
+    )
+    try:
+        engine.save_hf("/proc/nowhere/to/be/written")
+        refused = ""
+    except Exception as error:
+        refused = type(error).__name__
+    refusals: list[Any] = [None] * layout.world
+    dist.all_gather_object(refusals, refused)
+    return {"weights": given, "digests": digests, "is_same": is_same, "refusals": refusals}

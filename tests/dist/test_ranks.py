@@ -1,0 +1,128 @@
+"""Ranks stay together: equal copies, one norm, one decision; weights and state leave whole."""
+
+import pytest
+import torch
+from parity_cases import copied_state, expert_norms, load_state, make, save_state, train_step
+
+from pentad.core.digest import digest_of
+from pentad.core.layout import Layout
+
+pytestmark = pytest.mark.dist
+
+
+def run(pool, layout: Layout, function: str, **kwargs):
+    return pool.run(layout.world, "parity_cases", function, layout=layout, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("moe", Layout(tp=2)),  # router gates diverged over tp where their gradient was not summed
+        ("dense", Layout(cp=2)),  # cp ranks clipped by different norms
+        ("moe", Layout(dp_replicate=2, tp=2, ep=2)),
+        ("dense", Layout(tp=4)),  # each kv head is held twice
+        ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=4, etp=2)),
+    ],
+    ids=str,
+)
+def test_what_ranks_hold_in_common_stays_equal_bit_by_bit(pool, model, layout):
+    seen = run(pool, layout, "ranks_agree", model=model)
+    assert all(results == seen["results"][0] for results in seen["results"])
+    holders: dict[tuple, set[int]] = {}
+    num_shared = 0
+    for held in seen["held"]:
+        for name, (box, checksum) in held.items():
+            num_shared += (name, box) in holders
+            holders.setdefault((name, box), set()).add(checksum)
+    assert all(len(checksums) == 1 for checksums in holders.values())
+    assert num_shared > 0 or layout.tp * layout.dp_replicate == 1
+
+
+@pytest.fixture(scope="module")
+def true_norms():
+    routes = train_step("moe", Layout())["routes"]
+    return routes, expert_norms(Layout(), routes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2), Layout(tp=2, ep=2), Layout(cp=2), Layout(dp_replicate=2, tp=2, etp=2)],
+    ids=str,
+)
+def test_the_norm_counts_experts_and_routers_exactly_once(pool, layout, true_norms):
+    routes, true = true_norms
+    mine = run(pool, layout, "expert_norms", routes=routes)
+    assert mine == pytest.approx(true, rel=1e-5)
+    assert true["experts"] > 0.05 * true["all"] and true["routers"] > 0.001 * true["all"]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2, tp=2)], ids=str)
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool, layout):
+    for result, is_still, after, num_skipped in run(pool, layout, "broken_gradient")["ranks"]:
+        assert result.skipped and "not finite" in result.reason
+        assert is_still and num_skipped == 1 and not after.skipped
+
+
+def test_ranks_that_are_given_different_rows_are_told(pool):
+    assert "the ranks were given different rows" in run(pool, Layout(tp=2), "different_rows")
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "loaded"),
+    [
+        ("dense", Layout(dp_shard=2, tp=2), Layout(dp_shard=3)),
+        ("dense", Layout(tp=4), Layout(dp_shard=2)),
+        ("dense", Layout(dp_shard=3), Layout()),
+        ("moe", Layout(dp_shard=2, tp=2, ep=2, etp=2), Layout(dp_replicate=2, tp=2, ep=2)),
+        ("moe", Layout(), Layout(cp=2, tp=2, ep=4)),
+    ],
+    ids=str,
+)
+def test_a_state_saved_under_one_layout_is_restored_under_another(
+    pool, tmp_path, model, saved, loaded
+):
+    folder = str(tmp_path / "state")
+    kwargs = {"model": model, "folder": folder}
+    then = run(pool, saved, "save_state", **kwargs) if saved.world > 1 else save_alone(**kwargs)
+    now = run(pool, loaded, "load_state", **kwargs) if loaded.world > 1 else load_alone(**kwargs)
+    assert now["num_steps"] == then["num_steps"] == 2
+    for part in ("model", "ref", "exp_avg", "exp_avg_sq", "step"):
+        assert then[part].keys() == now[part].keys()
+        for name, tensor in then[part].items():
+            assert torch.equal(now[part][name], tensor), f"{part} {name}"
+    assert any(not torch.equal(then["model"][n], then["ref"][n]) for n in then["ref"])
+    for a, b in zip(now["scored"], then["scored"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def save_alone(model, folder):
+    return save_state(model, Layout(), folder)
+
+
+def load_alone(model, folder):
+    return load_state(model, Layout(), folder)
+
+
+def test_a_copy_of_the_state_brings_a_layout_back_bit_by_bit(pool):
+    assert copied_state(Layout())
+    assert run(pool, Layout(dp_shard=2, tp=2, ep=2), "copied_state")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", Layout(dp_shard=3)),
+        ("dense", Layout(dp_replicate=2, tp=4)),
+        ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
+        ("moe", Layout(dp_shard=4)),
+    ],
+    ids=str,
+)
+def test_weights_leave_whole_from_every_layout(pool, tmp_path, model, layout):
+    folder = tmp_path / "out"
+    seen = run(pool, layout, "weights_out", model=model, folder=str(folder))
+    true = dict(make(model, Layout()).iter_weights())
+    assert list(seen["weights"]) == list(true)
+    assert set(seen["digests"]) == {digest_of(true.items()).hex()}
+    assert seen["is_same"], "loaded, as an engine and as a tag, from the folder it wrote"
+    assert "" not in seen["refusals"] and set(seen["refusals"][1:]) == {"RunError"}
