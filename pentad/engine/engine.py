@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +23,27 @@ from pentad.core.errors import RunError
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.core.roles import NamedTensors
-from pentad.core.types import Accumulated, Attend, Loss, Row, StepResult, TokenOutputs
+from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
+from pentad.engine.held import HeldModel
 from pentad.engine.optim import build_adamw, clip_scale, optimizer_state
-from pentad.engine.outputs import Sums, add_up, check_agreement, per_row, routes_per_row
+from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
-from pentad.engine.predictor import Predicted, Predictor
+from pentad.engine.passes import Passes, WholePasses
+from pentad.engine.pipelined import PipelinedPasses
+from pentad.engine.predictor import Predicted
 from pentad.engine.schedule import compute_lr
 from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.state import present_all, take_all
 from pentad.engine.step import OpenStep
 from pentad.engine.tags import WeightTags, copy_all
-from pentad.engine.wrap import wrap_model
-from pentad.models.decoder import Decoder
-from pentad.models.exchange import install_hf, iter_hf
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
-from pentad.models.registry import build_model, initialise, load_weights, save_model
-from pentad.ops.attention import build_attend
+from pentad.models.registry import save_model
 from pentad.parallel.collectives import gather_shared, reduce_ranks
-from pentad.parallel.context import UlyssesAttend
 from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
-from pentad.parallel.storage import reshard
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +71,14 @@ def build_engine(
     dims = dims_of(source, family)
     check_fit(layout, dims)
     meshes = build_meshes(layout, device)
-    dtype = DTYPES[settings.param_dtype]
-    decoder = build_model(dims, device="meta", dtype=dtype, value_head=value_head)
-    predictor = wrap_model(decoder, settings, device, meshes).to_empty(device=device)
+    held = HeldModel(dims, settings, meshes, value_head=value_head)
     if init_from_scratch:
-        initialise(predictor.decoder, seed)
+        held.initialise(seed)
     else:
         assert isinstance(source, str | Path), "weights are loaded from a folder"
-        load_weights(predictor.decoder, source, seed=seed)
+        held.load(source, seed)
     return Engine(
-        predictor,
+        held,
         settings,
         meshes=meshes,
         hf_config=read_config(source),
@@ -97,7 +92,7 @@ class Engine:
 
     def __init__(
         self,
-        predictor: Predictor,
+        held: HeldModel,
         settings: EngineSettings,
         *,
         meshes: Meshes,
@@ -105,9 +100,10 @@ class Engine:
         source_folder: str | Path | None = None,
         tokenizer_folder: str | Path | None = None,
     ) -> None:
-        self.predictor = predictor
-        self.decoder = predictor.decoder
-        self.dims = predictor.decoder.dims
+        self.held = held
+        self.decoder = held.decoders[0]
+        """The model, or the first of its stages that this rank holds."""
+        self.dims = held.face.dims
         self.settings = settings
         self.meshes = meshes
         self.device = meshes.device
@@ -116,11 +112,16 @@ class Engine:
         self.tokenizer_folder = tokenizer_folder
         if settings.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.parameters: dict[str, Tensor] = dict(self.decoder.named_parameters())
-        self.cuts = predictor.cuts
+        self.pipeline = held.pipeline
+        self.passes: Passes = (
+            WholePasses(held.parts[0], settings, meshes)
+            if held.pipeline is None
+            else PipelinedPasses(held.pipeline, held.parts, held.tied, settings, meshes)
+        )
+        self.parameters, self.cuts = held.parameters, held.cuts
         self.tensors = {
             name: _memory(tensor)
-            for name, tensor in (*self.parameters.items(), *self.decoder.named_buffers())
+            for name, tensor in (*self.parameters.items(), *held.buffers.items())
         }
         """This rank's memory of all that makes up the weights, by native name."""
         self.tags = WeightTags(self.tensors, settings.tag_memory)
@@ -140,54 +141,50 @@ class Engine:
 
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
         """The same on every rank."""
-        predicted: list[Predicted] = []
-
-        def score(packed: PackedRows) -> None:
-            logprobs_T, _, values_T = self._predict(packed)
-            predicted.append((logprobs_T, None, values_T))
-
-        plan = self._score(rows, tag, score)
+        predicted, plan = self._score(rows, tag)
         return per_row(predicted, plan, rows, self.meshes)
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
         """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
         if not any(self.dims.is_moe(layer) for layer in range(self.dims.num_layers)):
             raise RunError("the model has no mixture layer, so there are no routes")
-        recorded: list[Tensor] = []
-
-        def record(packed: PackedRows) -> None:
-            noted: Routes = {}
-            self._predict(packed, noted)
-            chosen_TLk = torch.stack([noted[layer] for layer in sorted(noted)], dim=1)
+        noted: list[Routes] = []
+        _, plan = self._score(rows, tag, noted)
+        recorded = []
+        for chosen in noted:
+            chosen_TLk = torch.stack([chosen[layer] for layer in sorted(chosen)], dim=1)
             recorded.append(gather_shared(chosen_TLk, self.meshes.tp))
-
-        plan = self._score(rows, tag, record)
         return routes_per_row(recorded, plan, rows, self.meshes)
 
-    def _score(self, rows: Sequence[Row], tag: str, score: Callable[[PackedRows], None]) -> Plan:
-        """Calls `score` on this rank's microbatches, with the weights of the tag in place."""
+    def _score(
+        self, rows: Sequence[Row], tag: str, noted: list[Routes] | None = None
+    ) -> tuple[list[Predicted], Plan]:
+        """All rows forward, with the weights of the tag in place."""
         check_rows(rows, (), self.dims.vocab_size)
         check_routes(rows, self.dims)
         plan = self._plan(rows)
-        with self.use(tag), torch.no_grad():
-            try:
-                for packed in self._microbatches(plan, rows, ()):
-                    with explain_memory("scoring", packed):
-                        score(packed)
-            finally:
-                reshard(self.predictor)
-        return plan
+        with self.use(tag):
+            return self.passes.forward(self._microbatches(plan, rows, ()), noted), plan
 
     def _plan(self, rows: Sequence[Row]) -> Plan:
         """What each data-parallel rank computes, without what would be empty on all of them."""
         check_agreement(rows, self.meshes)
-        plan = plan_microbatches(
-            [row.ids.numel() for row in rows],
-            self.cost,
-            max_tokens=self.settings.max_tokens_per_mb,
-            num_ranks=self.meshes.layout.dp,
-            min_per_rank=self.settings.n_mbs,
-        )
+        lengths = [row.ids.numel() for row in rows]
+        num = self.settings.n_mbs
+        while True:
+            num = num if self.pipeline is None else self.pipeline.take(num)
+            plan = plan_microbatches(
+                lengths,
+                self.cost,
+                max_tokens=self.settings.max_tokens_per_mb,
+                num_ranks=self.meshes.layout.dp,
+                min_per_rank=num,
+            )
+            if self.pipeline is None or self.pipeline.take(len(plan[0])) == len(plan[0]):
+                break
+            num = len(plan[0])
+        if self.pipeline is not None:  # its schedule wants them all
+            return plan
         used = [n for n, turn in enumerate(zip(*plan, strict=True)) if any(turn)]
         return [[microbatches[n] for n in used] for microbatches in plan]
 
@@ -204,25 +201,6 @@ class Engine:
                 cp=self.meshes.cp,
             )
 
-    def _predict(self, packed: PackedRows, routes: Routes | None = None) -> Predicted:
-        """`routes` are filled in, or followed where the rows have them."""
-        attend: Attend = build_attend(
-            packed.lengths,
-            device=self.device,
-            dtype=DTYPES[self.settings.compute_dtype],
-            head_dim=self.dims.head_dim,
-        )
-        if self.meshes.cp.size > 1:
-            attend = UlyssesAttend(attend, self.meshes.cp)
-        if packed.routes_TLk is not None:
-            mine_TLk = packed.routes_TLk.chunk(self.meshes.tp.size)[self.meshes.tp.rank]
-            layers = [n for n in range(self.dims.num_layers) if self.dims.is_moe(n)]
-            routes = dict(zip(layers, mine_TLk.unbind(1), strict=True))
-        result: Predicted = self.predictor(
-            packed.ids_T, packed.positions_T, packed.labels_T, attend, routes
-        )
-        return result
-
     # Training
 
     def begin_step(self) -> None:
@@ -234,7 +212,9 @@ class Engine:
         self.step = OpenStep()
 
     def _drop_gradients(self) -> None:
-        for tensor in (*self.parameters.values(), *self.masters.values()):
+        self.passes.give_up()
+        self.held.drop_gradients()
+        for tensor in self.masters.values():
             tensor.grad = None
 
     def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
@@ -245,13 +225,8 @@ class Engine:
         check_rows(rows, loss.columns, self.dims.vocab_size)
         check_routes(rows, self.dims)
         plan = self._plan(rows)
-        predicted: list[Predicted] = []
-        sums: list[Sums] = []
-        for packed in self._microbatches(plan, rows, loss.columns):
-            with explain_memory("forward and backward", packed):
-                loss_sum, stats, outputs = self._backward(packed, loss)
-            sums.append((loss_sum, stats))
-            predicted.append(outputs)
+        microbatches = self._microbatches(plan, rows, loss.columns)
+        predicted, sums = self.passes.train(microbatches, loss, last=last)
         loss_total, stats_total = add_up(sums, self.meshes)
         count = math.fsum(row.count for row in rows)
         num_tokens = sum(row.ids.numel() for row in rows)
@@ -260,38 +235,13 @@ class Engine:
         outputs_per_row = per_row(predicted, plan, rows, self.meshes)
         return Accumulated(loss_total, count, stats_total, outputs_per_row)
 
-    def _backward(
-        self, packed: PackedRows, loss: Loss
-    ) -> tuple[Tensor, dict[str, Tensor], Predicted]:
-        logprobs_T, entropy_T, values_T = self._predict(packed)
-        shown_T = entropy_T
-        if entropy_T is not None and not loss.needs_entropy:
-            shown_T = entropy_T.detach()
-        if logprobs_T is None:  # a critic: the loss reads values only
-            assert values_T is not None, "the model has neither a language head nor a value head"
-            logprobs_T = torch.zeros_like(values_T, requires_grad=False)
-            named: Predicted = (None, None, values_T)
-        else:
-            named = (logprobs_T, entropy_T, values_T)
-        if packed.num_rows == 0:
-            loss_sum, stats = _no_loss(named)
-        else:
-            outputs = TokenOutputs(logprobs_T, shown_T, values_T, packed.segments)
-            loss_sum, stats = loss(outputs, packed.columns)
-        if not loss_sum.requires_grad:
-            raise RunError(f"{type(loss).__name__} does not depend on what the model computed")
-        loss_sum.backward()
-        lp_T, ent_T, val_T = (None if x is None else x.detach() for x in named)
-        return loss_sum.detach(), stats, (lp_T, ent_T, val_T)
-
     def end_step(self) -> StepResult:
         step = self._open_step("end_step")
         assert self.settings.optimizer is not None
         if not step.is_complete:
             raise RunError("end_step was called before accumulate(..., last=True)")
         lr = compute_lr(self.settings.optimizer, self.num_steps)
-        gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        sum_copies(gradients, self.cuts)
+        gradients = self._gradients()
         norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         if not reason:
@@ -309,6 +259,13 @@ class Engine:
             num_microbatches=step.num_microbatches,
             reason=reason,
         )
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """This rank's shards of the gradient, by name; what several ranks hold is added up."""
+        self.held.tied.give_gradient()
+        gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        sum_copies(gradients, self.cuts)
+        return gradients
 
     def _move(self, gradients: dict[str, Tensor], norm: float, count: float, lr: float) -> None:
         assert self.optimizer is not None and self.settings.optimizer is not None
@@ -337,16 +294,18 @@ class Engine:
     def load_tag(self, tag: str, weights: NamedTensors | str | Path) -> None:
         """Remembers other weights of the same shape as `tag`: a HF folder or named tensors."""
 
-        def write() -> object:
+        def write() -> None:
+            self.held.rest()
             if isinstance(weights, str | Path):
-                return load_weights(self._at_rest(), weights)
-            return install_hf(self._at_rest(), weights)
+                self.held.load(weights)
+            else:
+                self.held.install(weights)
 
         self.tags.load(tag, write)
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end."""
-        for name, tensor in iter_hf(self._at_rest(), self._publish_dtype):
+        for name, tensor in self.held.iter_hf(self._publish_dtype):
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
@@ -354,12 +313,12 @@ class Engine:
     def save_hf(self, folder: str) -> None:
         """Rank 0 writes; on return, on any rank, the folder is whole."""
         self.tags.require_actor("saving")
-        weights = iter_hf(self._at_rest(), self._publish_dtype)
+        weights = self.held.iter_hf(self._publish_dtype)
         error: Exception | None = None
         if self.meshes.rank == 0:
             try:
                 save_model(
-                    self.decoder,
+                    self.held.face,
                     folder,
                     dtype=self._publish_dtype,
                     source_folder=self.source_folder,
@@ -374,11 +333,6 @@ class Engine:
         failed = torch.tensor(int(error is not None), device=self.device)
         if int(reduce_ranks(failed, self.meshes.world, "max")):
             raise error or RunError(f"rank 0 could not save {folder}")
-
-    def _at_rest(self) -> Decoder:
-        """The decoder with its master weights in place."""
-        reshard(self.predictor)
-        return self.decoder
 
     @property
     def _publish_dtype(self) -> torch.dtype:
@@ -427,26 +381,6 @@ class Engine:
         self.step = None
 
 
-@contextmanager
-def explain_memory(phase: str, packed: PackedRows) -> Iterator[None]:
-    """Says where memory ran out, how much was asked for, and what would help."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
-        raise RunError(
-            f"out of device memory in {phase} of a microbatch of {packed.num_tokens} tokens"
-            + (f", asking for {asked} more" if asked else "")
-            + "; lower max_tokens_per_mb, or recompute more (ac_mode)"
-        ) from error
-
-
 def _memory(tensor: Tensor) -> Tensor:
     """What an optimizer may step: a parameter itself, or the memory behind a sharded one."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def _no_loss(predicted: Predicted) -> Sums:
-    """Of a microbatch that is all filling: nothing, by way of everything the model computed."""
-    heads = [x_T for x_T in predicted if x_T is not None]
-    return torch.stack([x_T.sum() * 0 for x_T in heads]).sum(), {}

@@ -41,8 +41,11 @@ class Predictor(nn.Module):
         labels_T: Tensor,
         attend: Attend,
         routes: Routes | None = None,
-    ) -> Predicted:
-        hidden_TD = self.decoder(ids_T, positions_T, attend, routes)
+    ) -> Predicted | Tensor:
+        """Of a pipeline stage before the last, the hidden states for the next."""
+        hidden_TD: Tensor = self.decoder(ids_T, positions_T, attend, routes)
+        if self.decoder.norm is None:
+            return hidden_TD
         logprobs_T = entropy_T = values_T = None
         if self.decoder.has_lm_head:
             logprobs_T, entropy_T = token_logprobs(

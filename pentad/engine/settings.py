@@ -78,6 +78,12 @@ class EngineSettings:
     """torch.compile per block; on CUDA only."""
     reshard_after_forward: bool = True
     """Whether blocks give up their gathered weights between forward and backward."""
+    pp_schedule: str = "Interleaved1F1B"
+    """Of `core.stages.SCHEDULES`; read where the layout has several pipeline ranks."""
+    stages_per_rank: int | None = None
+    """Pipeline stages each rank holds; None: 1 under 1F1B, else 2."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """How many layers each stage holds, first to last; None: balanced by cost."""
     deterministic: bool = False
     """Bitwise repeatable, or torch refuses with the name of the operation."""
     tag_memory: Literal["host", "device"] = "host"

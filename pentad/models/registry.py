@@ -23,7 +23,9 @@ __all__ = [
     "build_model",
     "create_model",
     "dims_of",
+    "initialise",
     "load_model",
+    "load_weights",
     "map_of",
     "register",
     "save_model",
@@ -39,13 +41,21 @@ def build_model(
     dtype: torch.dtype,
     value_head: bool = False,
     lm_head: bool | None = None,
+    layers: Iterable[int] | None = None,
+    is_first: bool = True,
+    is_last: bool = True,
 ) -> Decoder:
-    """The model with uninitialised weights. A value head replaces the lm head unless told."""
+    """The model with uninitialised weights. A value head replaces the lm head unless told.
+
+    A pipeline stage is a model with some of the layers; the first has the embedding, the last the
+    heads.
+    """
     module, _, name = spec_of(dims.family).model.partition(":")
     model_class = vars(importlib.import_module(module))[name]
     with torch.device("meta"):
         keep = not value_head if lm_head is None else lm_head
-        model = model_class(dims, lm_head=keep, value_head=value_head).to(dtype)
+        stage = {"layers": layers, "is_first": is_first, "is_last": is_last}
+        model = model_class(dims, lm_head=keep, value_head=value_head, **stage).to(dtype)
     assert isinstance(model, Decoder)
     own = {name: e.rule.dtype for name, e in map_of(dims).entries.items() if e.rule.dtype}
     for name, parameter in model.named_parameters():
@@ -82,7 +92,7 @@ def load_weights(model: Decoder, folder: str | Path, *, seed: int = 0) -> list[s
     """
     shards, weight_map = native_shards(model), map_of(model.dims)
     reader = HfFolder(folder)
-    flow.fill(shards, weight_map, reader)
+    flow.fill(shards, weight_map, reader, has_heads=model.norm is not None)
     fresh = flow.missing_optional(shards, weight_map, reader)
     if fresh:
         own = {name: shards[name] for name in fresh}

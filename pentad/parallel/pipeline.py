@@ -98,7 +98,7 @@ def plan_pipeline(dims: ModelDims, layout: Layout, settings: PipelineSettings) -
     if schedule not in SCHEDULES:
         rule = "is no pipeline schedule"
         raise UserError(Problem(f"pp_schedule = {schedule}", rule, f"use {', '.join(SCHEDULES)}"))
-    _check_split_backward(settings)
+    _check_memory_settings(settings, has_experts=dims.num_experts > 0)
     num = settings.stages_per_rank or default_stages_per_rank(schedule)
     if not takes_stages_per_rank(schedule, num):
         want = default_stages_per_rank(schedule)
@@ -126,21 +126,25 @@ def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> 
     return tuple(range(end - size, end) for end, size in zip(ends, given, strict=True))
 
 
-def _check_split_backward(settings: PipelineSettings) -> None:
+def _check_memory_settings(settings: PipelineSettings, *, has_experts: bool) -> None:
     """What a backward pass in two parts would do wrong, or wait for without end."""
-    if not splits_backward(settings.pp_schedule):
-        return
     schedule = f"pp_schedule = {settings.pp_schedule}"
-    problems = []
-    if settings.reshard_after_forward:
-        rule = f"{schedule} would give wrong gradients with parameters sharded in between"
-        problems.append(Problem("reshard_after_forward = True", rule, "set it to False"))
     uses_op = settings.ac_mode == "selective" and settings.ac_selective == "op"
-    if settings.gradient_checkpointing and uses_op:
-        rule = f"{schedule} needs the kept results twice, and they are dropped after the first use"
-        problems.append(Problem("ac_selective = op", rule, "use a stride, or ac_mode full"))
-    if settings.compile:
-        rule = f"{schedule} splits backward, which compiled blocks do not support"
-        problems.append(Problem("compile = True", rule, "set it to False"))
+    uses_op = uses_op and settings.gradient_checkpointing
+    problems = []
+    if splits_backward(settings.pp_schedule):
+        if settings.reshard_after_forward:
+            rule = f"{schedule} would give wrong gradients with parameters sharded in between"
+            problems.append(Problem("reshard_after_forward = True", rule, "set it to False"))
+        if uses_op:
+            rule = f"{schedule} needs the kept results twice, and they are dropped after one use"
+            problems.append(Problem("ac_selective = op", rule, "use a stride, or ac_mode full"))
+        if settings.compile:
+            rule = f"{schedule} splits backward, which compiled blocks do not support"
+            problems.append(Problem("compile = True", rule, "set it to False"))
+    elif uses_op and has_experts and settings.reshard_after_forward:
+        # Experts are gathered within their block, in backward but not in every forward.
+        rule = "the experts of a pipeline would be gathered anew, which ac_selective = op refuses"
+        problems.append(Problem("reshard_after_forward = True", rule, "set it to False"))
     if problems:
         raise UserError(problems)

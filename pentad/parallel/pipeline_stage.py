@@ -99,6 +99,10 @@ class PackedStage(_PipelineStageBase):
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         raise AssertionError("memory for gradients is made when they are received")
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def clear_runtime_states(self) -> None:
         self.alive = _Alive()
 

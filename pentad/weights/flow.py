@@ -78,12 +78,15 @@ def _block(tensor: Tensor, start: Shape, lengths: Mapping[int, int], order: list
 
 
 @torch.no_grad()
-def fill(shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader) -> int:
+def fill(
+    shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader, *, has_heads: bool = True
+) -> int:
     """Reads every shard's elements straight into its memory; returns the number of tensors read.
 
     Names and shapes are checked before the first element moves. Peak extra memory is one region.
+    A part of a model without its heads does not ask whether the reader's are wanted.
     """
-    check(shards, weight_map, reader)
+    check(shards, weight_map, reader, has_heads=has_heads)
     check_tied(weight_map, reader)
     used: set[str] = set()
     for name, entry in weight_map.entries.items():
@@ -116,7 +119,9 @@ def missing_optional(
     return [entry.name for entry in held if _is_absent(entry, reader)]
 
 
-def check(shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader) -> None:
+def check(
+    shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader, *, has_heads: bool = True
+) -> None:
     """Raises one error with a sentence for every missing, unknown or misshapen tensor.
 
     Reads metadata only.
@@ -134,7 +139,7 @@ def check(shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader) ->
     for name in reader.infos:
         if name not in known:
             problems.append(Problem(f"{reader.where}: {name}", "no rule of the map knows it"))
-        elif name in weight_map.sources and weight_map.sources[name].optional:
+        elif has_heads and name in weight_map.sources and weight_map.sources[name].optional:
             problems += _unused_head(reader, name, needed)
     if problems:
         raise UserError(problems)

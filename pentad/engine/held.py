@@ -1,0 +1,133 @@
+"""The model of one rank: whole, or the pipeline stages it holds, as one set of named weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.core.dims import ModelDims
+from pentad.core.roles import NamedTensors
+from pentad.engine.predictor import Predictor
+from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.engine.wrap import wrap_model
+from pentad.models.decoder import Decoder
+from pentad.models.exchange import hf_metadata, iter_hf, native_shards
+from pentad.models.registry import build_model, initialise, load_weights, map_of
+from pentad.parallel.cuts import Cut
+from pentad.parallel.mesh import Meshes
+from pentad.parallel.pipeline import Pipeline, plan_pipeline
+from pentad.parallel.storage import reshard
+from pentad.parallel.tied import TiedHead
+from pentad.weights import flow
+
+TIED = "head.weight"
+"""Native name of the copy of a tied embedding on the last of several stages."""
+
+
+class HeldModel:
+    """The parts of the model held here, in the order of their stages, on the device.
+
+    Names are those of the whole model. The copy of a tied embedding is no parameter of its own:
+    `tied` moves weights and gradients between the two.
+    """
+
+    def __init__(
+        self, dims: ModelDims, settings: EngineSettings, meshes: Meshes, *, value_head: bool
+    ) -> None:
+        self.meshes = meshes
+        self.pipeline = plan_pipeline(dims, meshes.layout, settings)
+        dtype = DTYPES[settings.param_dtype]
+
+        def build(**stage: Any) -> Decoder:
+            return build_model(dims, device="meta", dtype=dtype, value_head=value_head, **stage)
+
+        self.face = build()
+        """The whole model without memory: what is saved and published, by name and shape."""
+        decoders = [self.face] if self.pipeline is None else _stages(self.pipeline, meshes, build)
+        self.parts: list[Predictor] = [
+            wrap_model(decoder, settings, meshes.device, meshes).to_empty(device=meshes.device)
+            for decoder in decoders
+        ]
+        self.decoders = [part.decoder for part in self.parts]
+        named = [
+            (name, p, part.cuts[name])
+            for part in self.parts
+            for name, p in part.decoder.named_parameters()
+        ]
+        self.tied = TiedHead()
+        if self.pipeline is not None and dims.tie_embeddings and self.face.has_lm_head:
+            held = {name: p for name, p, _ in named}
+            ends = held.get("embed.weight"), held.get(TIED)
+            self.tied = TiedHead(*ends, meshes.pp, first=0, last=self.pipeline.last_rank)
+            named = [item for item in named if item[0] != TIED]
+        self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
+        self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
+        self.buffers: dict[str, Tensor] = {
+            name: x for decoder in self.decoders for name, x in decoder.named_buffers()
+        }
+
+    def drop_gradients(self) -> None:
+        for part in self.parts:
+            for parameter in part.parameters():
+                parameter.grad = None
+
+    def rest(self) -> None:
+        """Puts the master weights in place, wherever a pass left gathered ones."""
+        for part in self.parts:
+            reshard(part)
+
+    def initialise(self, seed: int) -> None:
+        for decoder in self.decoders:
+            initialise(decoder, seed)
+
+    def load(self, folder: str | Path, seed: int = 0) -> None:
+        for decoder in self.decoders:
+            load_weights(decoder, folder, seed=seed)
+
+    def install(self, weights: NamedTensors) -> int:
+        """Overwrites all weights held here from named tensors of the whole model."""
+        shards = {name: x for d in self.decoders for name, x in native_shards(d).items()}
+        weight_map = map_of(self.face.dims)
+        if not isinstance(weights, Sequence):
+            return flow.install(shards, weight_map, weights)
+        has_heads = any(decoder.norm is not None for decoder in self.decoders)
+        return flow.fill(shards, weight_map, flow.Pairs(weights), has_heads=has_heads)
+
+    def iter_hf(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in layer order, on every rank: all ranks iterate to the end."""
+        self.rest()
+        if self.pipeline is None:
+            return iter_hf(self.decoders[0], dtype)
+        return self._iter_stages(self.pipeline, dtype)
+
+    def _iter_stages(self, pipeline: Pipeline, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor from the rank of its stage to all ranks of the pipeline."""
+        mine = pipeline.stages(self.meshes.pp.rank)
+        streams = {n: iter_hf(d, dtype) for n, d in zip(mine, self.decoders, strict=True)}
+        sources = map_of(self.face.dims).sources
+        for name, info in hf_metadata(self.face, dtype).items():
+            stage = pipeline.stage_of(sources[name].regions[0].source, sources[name].layer)
+            if stage in streams:
+                got, tensor = next(streams[stage])
+                assert got == name, f"stage {stage} gave {got} for {name}"
+                tensor = tensor.contiguous()
+            else:
+                tensor = torch.empty(info.shape, dtype=info.dtype, device=self.meshes.device)
+            source = pipeline.rank_of(stage)
+            dist.broadcast(tensor, group=self.meshes.pp.group, group_src=source)
+            yield name, tensor
+        for stage, stream in streams.items():
+            assert next(stream, None) is None, f"stage {stage} holds more than the model has"
+
+
+def _stages(pipeline: Pipeline, meshes: Meshes, build: Any) -> list[Decoder]:
+    last = pipeline.num_stages - 1
+    return [
+        build(layers=pipeline.layers[n], is_first=n == 0, is_last=n == last)
+        for n in pipeline.stages(meshes.pp.rank)
+    ]

@@ -1,0 +1,169 @@
+"""Microbatches through the model of one rank: forward, and backward from a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.types import Attend, Loss, TokenOutputs
+from pentad.engine.batch import PackedRows
+from pentad.engine.outputs import Sums
+from pentad.engine.predictor import Predicted, Predictor
+from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.models.moe import Routes
+from pentad.ops.attention import build_attend
+from pentad.parallel.context import UlyssesAttend
+from pentad.parallel.mesh import Meshes
+from pentad.parallel.storage import reshard
+
+
+class Passes(Protocol):
+    """How an engine computes. Every rank gets the same results, whatever it held of the model."""
+
+    def forward(
+        self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
+    ) -> list[Predicted]:
+        """Log-probs and values, without gradients. Where `noted` is given, it gets the experts that
+        each microbatch's tokens were sent to."""
+        ...
+
+    def train(
+        self, microbatches: Iterable[PackedRows], loss: Loss, *, last: bool
+    ) -> tuple[list[Predicted], list[Sums]]:
+        """Adds up gradients; they are whole after the call with `last`."""
+        ...
+
+    def give_up(self) -> None:
+        """Before gradients are dropped that no `last` call has completed."""
+        ...
+
+
+class WholePasses:
+    """The whole model is here: one microbatch after the other."""
+
+    def __init__(self, predictor: Predictor, settings: EngineSettings, meshes: Meshes) -> None:
+        self.predictor = predictor
+        self.settings = settings
+        self.meshes = meshes
+
+    @torch.no_grad()
+    def forward(
+        self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
+    ) -> list[Predicted]:
+        predicted: list[Predicted] = []
+        try:
+            for packed in microbatches:
+                routes: Routes | None = None if noted is None else {}
+                with explain_memory("scoring", packed):
+                    logprobs_T, _, values_T = self._predict(packed, routes)
+                predicted.append((logprobs_T, None, values_T))
+                if noted is not None and routes is not None:
+                    noted.append(routes)
+        finally:
+            reshard(self.predictor)
+        return predicted
+
+    def train(
+        self, microbatches: Iterable[PackedRows], loss: Loss, *, last: bool
+    ) -> tuple[list[Predicted], list[Sums]]:
+        predicted: list[Predicted] = []
+        sums: list[Sums] = []
+        for packed in microbatches:
+            with explain_memory("forward and backward", packed):
+                loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed))
+                loss_sum.backward()
+            sums.append((loss_sum.detach(), stats))
+            predicted.append(detach_all(named))
+        return predicted, sums
+
+    def give_up(self) -> None:
+        pass
+
+    def _predict(self, packed: PackedRows, routes: Routes | None = None) -> Predicted:
+        result = run_part(self.predictor, packed, None, routes, self.settings, self.meshes)
+        assert not isinstance(result, Tensor), "the whole model ends in its heads"
+        return result
+
+
+def run_part(
+    part: Predictor,
+    packed: PackedRows,
+    hidden_TD: Tensor | None,
+    routes: Routes | None,
+    settings: EngineSettings,
+    meshes: Meshes,
+) -> Predicted | Tensor:
+    """A model part over one microbatch, from its ids or from what the part before made of them.
+
+    `routes` are filled in, or followed where the rows have them.
+    """
+    dims = part.decoder.dims
+    attend: Attend = build_attend(
+        packed.lengths,
+        device=meshes.device,
+        dtype=DTYPES[settings.compute_dtype],
+        head_dim=dims.head_dim,
+    )
+    if meshes.cp.size > 1:
+        attend = UlyssesAttend(attend, meshes.cp)
+    if packed.routes_TLk is not None:
+        mine_TLk = packed.routes_TLk.chunk(meshes.tp.size)[meshes.tp.rank]
+        layers = [n for n in range(dims.num_layers) if dims.is_moe(n)]
+        routes = dict(zip(layers, mine_TLk.unbind(1), strict=True))
+    given = packed.ids_T if hidden_TD is None else hidden_TD
+    result: Predicted | Tensor = part(given, packed.positions_T, packed.labels_T, attend, routes)
+    return result
+
+
+def apply_loss(
+    packed: PackedRows, loss: Loss, predicted: Predicted
+) -> tuple[Tensor, dict[str, Tensor], Predicted]:
+    """The loss, its statistics, and what of the prediction is told per token."""
+    logprobs_T, entropy_T, values_T = predicted
+    shown_T = entropy_T
+    if entropy_T is not None and not loss.needs_entropy:
+        shown_T = entropy_T.detach()
+    if logprobs_T is None:  # a critic: the loss reads values only
+        assert values_T is not None, "the model has neither a language head nor a value head"
+        logprobs_T = torch.zeros_like(values_T, requires_grad=False)
+        named: Predicted = (None, None, values_T)
+    else:
+        named = (logprobs_T, entropy_T, values_T)
+    if packed.num_rows == 0:
+        loss_sum, stats = _no_loss(named)
+    else:
+        outputs = TokenOutputs(logprobs_T, shown_T, values_T, packed.segments)
+        loss_sum, stats = loss(outputs, packed.columns)
+    if not loss_sum.requires_grad:
+        raise RunError(f"{type(loss).__name__} does not depend on what the model computed")
+    return loss_sum, stats, named
+
+
+def _no_loss(predicted: Predicted) -> Sums:
+    """Of a microbatch that is all filling: nothing, by way of everything the model computed."""
+    heads = [x_T for x_T in predicted if x_T is not None]
+    return torch.stack([x_T.sum() * 0 for x_T in heads]).sum(), {}
+
+
+def detach_all(predicted: Predicted) -> Predicted:
+    logprobs_T, entropy_T, values_T = (None if x is None else x.detach() for x in predicted)
+    return logprobs_T, entropy_T, values_T
+
+
+@contextmanager
+def explain_memory(phase: str, packed: PackedRows) -> Iterator[None]:
+    """Says where memory ran out, how much was asked for, and what would help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+        raise RunError(
+            f"out of device memory in {phase} of a microbatch of {packed.num_tokens} tokens"
+            + (f", asking for {asked} more" if asked else "")
+            + "; lower max_tokens_per_mb, or recompute more (ac_mode)"
+        ) from error

@@ -1,0 +1,154 @@
+"""Microbatches through a pipeline: each call is one run of its schedule.
+
+What is computed at the last stage (log-probs, entropies, values, loss, statistics) is sent to all
+pipeline ranks, so that they go on alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.core.types import Loss
+from pentad.engine.batch import PackedRows
+from pentad.engine.outputs import NAMES, Sums
+from pentad.engine.passes import apply_loss, detach_all, explain_memory, run_part
+from pentad.engine.predictor import Predicted, Predictor
+from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.models.moe import Routes
+from pentad.parallel.collectives import reduce_ranks
+from pentad.parallel.mesh import Axis, Meshes
+from pentad.parallel.pipeline import Pipeline
+from pentad.parallel.pipeline_run import PartCompute, PipelineRun
+from pentad.parallel.tied import TiedHead
+
+
+class PipelinedPasses:
+    """Implements `passes.Passes` over the stages this rank holds."""
+
+    def __init__(
+        self,
+        plan: Pipeline,
+        parts: Sequence[Predictor],
+        tied: TiedHead,
+        settings: EngineSettings,
+        meshes: Meshes,
+    ) -> None:
+        self.parts = list(parts)
+        self.pipeline = PipelineRun(plan, parts, meshes)
+        self.tied = tied
+        self.settings = settings
+        self.meshes = meshes
+        self.dims = parts[0].decoder.dims
+
+    def forward(
+        self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
+    ) -> list[Predicted]:
+        packed = list(microbatches)
+        routes: list[Routes] = [{} for _ in packed]
+        predicted: dict[int, Predicted] = {}
+
+        def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
+            with explain_memory("scoring", packed[mb]):
+                out = self._run(position, packed[mb], hidden_TD, routes[mb])
+            if isinstance(out, Tensor):
+                return out
+            predicted[mb] = (out[0], None, out[2])
+            return torch.zeros(())
+
+        self._start(packed, compute, backward=False, reduces=False)
+        if noted is not None:
+            noted += [self._all_layers(known, mb) for known, mb in zip(routes, packed, strict=True)]
+        told = self._tell([predicted[mb] for mb in sorted(predicted)], [], packed)
+        return told[0]
+
+    def train(
+        self, microbatches: Iterable[PackedRows], loss: Loss, *, last: bool
+    ) -> tuple[list[Predicted], list[Sums]]:
+        packed = list(microbatches)
+        predicted: dict[int, Predicted] = {}
+        sums: dict[int, Sums] = {}
+
+        def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
+            with explain_memory("forward and backward", packed[mb]):
+                out = self._run(position, packed[mb], hidden_TD, None)
+                if isinstance(out, Tensor):
+                    return out
+                loss_sum, stats, named = apply_loss(packed[mb], loss, out)
+            # A copy: a backward pass in two parts takes the graph off the loss in place.
+            sums[mb] = loss_sum.detach().clone(), stats
+            predicted[mb] = detach_all(named)
+            return loss_sum
+
+        self._start(packed, compute, backward=True, reduces=last)
+        order = sorted(predicted)
+        return self._tell([predicted[mb] for mb in order], [sums[mb] for mb in order], packed)
+
+    def give_up(self) -> None:
+        self.pipeline.settle()
+
+    def _run(
+        self, position: int, packed: PackedRows, hidden_TD: Tensor | None, routes: Routes | None
+    ) -> Predicted | Tensor:
+        part = self.parts[position]
+        return run_part(part, packed, hidden_TD, routes, self.settings, self.meshes)
+
+    def _start(
+        self, packed: list[PackedRows], compute: PartCompute, *, backward: bool, reduces: bool
+    ) -> None:
+        self.tied.follow()
+        share, width = self.meshes.token_multiple, self.dims.hidden_size
+        shapes = [(mb.num_tokens // share, width) for mb in packed]
+        dtype = DTYPES[self.settings.compute_dtype]
+        self.pipeline.run(compute, shapes, dtype, backward=backward, reduces=reduces)
+
+    def _all_layers(self, known: Routes, packed: PackedRows) -> Routes:
+        """The choices of all mixture layers, of which each rank made those of its stages."""
+        layers = [n for n in range(self.dims.num_layers) if self.dims.is_moe(n)]
+        size = (packed.num_tokens // self.meshes.token_multiple, self.dims.num_experts_per_token)
+        none_Tk = torch.zeros(size, dtype=torch.int64, device=self.meshes.device)
+        all_LTk = torch.stack([known.get(layer, none_Tk) for layer in layers])
+        all_LTk = reduce_ranks(all_LTk, self.meshes.pp)
+        return dict(zip(layers, all_LTk, strict=True))
+
+    def _tell(
+        self, predicted: list[Predicted], sums: list[Sums], packed: list[PackedRows]
+    ) -> tuple[list[Predicted], list[Sums]]:
+        """The last stage's results, on all ranks of the pipeline."""
+        source, axis = self.pipeline.plan.last_rank, self.meshes.pp
+        columns = [
+            [x_T for parts in predicted if (x_T := parts[k]) is not None] for k in range(len(NAMES))
+        ]
+        flat = [torch.cat(column) if column else None for column in columns]
+        numbers = [(float(s), {n: float(x) for n, x in stats.items()}) for s, stats in sums]
+        note = [(numbers, [None if x is None else x.dtype for x in flat])]
+        _send_objects(note, source, axis)
+        numbers, dtypes = note[0]
+        sizes = [len(mb.ids_T) for mb in packed]
+        out: list[tuple[Tensor, ...] | None] = []
+        for x_T, dtype in zip(flat, dtypes, strict=True):
+            if dtype is not None and x_T is None:
+                x_T = torch.empty(sum(sizes), dtype=dtype, device=self.meshes.device)
+            if dtype is not None and x_T is not None:
+                dist.broadcast(x_T, group=axis.group, group_src=source)
+            out.append(None if x_T is None else x_T.split(sizes))
+        told: list[Predicted] = [
+            (*(None if column is None else column[mb] for column in out),)  # type: ignore[misc]
+            for mb in range(len(packed))
+        ]
+        return told, [_as_tensors(loss_sum, stats) for loss_sum, stats in numbers]
+
+
+def _send_objects(objects: list[Any], source: int, axis: Axis) -> None:
+    dist.broadcast_object_list(objects, group=axis.group, group_src=source)
+
+
+def _as_tensors(loss_sum: float, stats: dict[str, float]) -> Sums:
+    double = torch.float64
+    return torch.tensor(loss_sum, dtype=double), {
+        name: torch.tensor(value, dtype=double) for name, value in stats.items()
+    }

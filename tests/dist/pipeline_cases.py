@@ -1,0 +1,173 @@
+"""What the workers of the pipeline's tests run: steps, states, weights, gathered over stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from engine_toys import make_rows
+from parity_cases import CONFIGS, DENSE, LOSSES, MOE, make, whole
+from torch import Tensor
+
+from pentad.core.digest import digest_of
+from pentad.core.errors import UserError
+from pentad.core.layout import Layout
+from pentad.engine.engine import Engine, build_engine
+from pentad.engine.settings import EngineSettings
+
+CONFIGS |= {
+    "tied5": DENSE | {"num_hidden_layers": 5},
+    "tied8": DENSE | {"num_hidden_layers": 8},
+    "own5": DENSE | {"num_hidden_layers": 5, "tie_word_embeddings": False},
+    "moe5": MOE | {"num_hidden_layers": 5},
+}
+
+
+def over_stages(part: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks hold of something by name; stages hold different names."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return part
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, part)
+    return {name: x for one in everyone for name, x in one.items()}
+
+
+def spy_on_gradients(engine: Engine) -> dict[str, Tensor]:
+    """Filled by `end_step` with the gradient it has added up, before it is scaled."""
+    seen: dict[str, Tensor] = {}
+    add_up = engine._gradients
+
+    def spy() -> dict[str, Tensor]:
+        gradients = add_up()
+        for name, part in gradients.items():
+            seen[name] = whole(engine.cuts[name].present(part))
+        return gradients
+
+    engine._gradients = spy
+    return seen
+
+
+def train_step(
+    model: str,
+    layout: Layout,
+    loss: str = "token",
+    num_rows: int = 12,
+    calls: int = 1,
+    routes: list[Tensor] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """As `parity_cases.train_step`; with several calls the last brings no rows, and a forward pass
+    with other weights comes between them."""
+    engine = make(model, layout, loss, **settings)
+    gradients = spy_on_gradients(engine)
+    rows = make_rows(num_rows)
+    chosen = engine.routes(rows) if engine.dims.num_experts else None
+    for row, given in zip(rows, routes or chosen or [], strict=False):
+        row.routes = given
+    engine.save_tag("ref")
+    scored = engine.forward(rows)
+    engine.begin_step()
+    if calls > 1:  # a step that is given up leaves nothing behind
+        engine.accumulate(rows[:3], LOSSES[loss], last=False)
+        engine.begin_step()
+    seen = []
+    ends = [len(rows) * i // calls for i in range(calls + 1)]
+    for start, end in zip(ends, ends[1:], strict=False):
+        seen.append(engine.accumulate(rows[start:end], LOSSES[loss], last=calls == 1))
+        if calls > 1:
+            engine.forward(rows[:2], "ref")
+    if calls > 1:
+        seen.append(engine.accumulate([], LOSSES[loss], last=True))
+    result = engine.end_step()
+    weights = {n: whole(t) for n, t in engine.state_dict()["model"].items()}
+    return {
+        "routes": chosen,
+        "scored": scored,
+        "outputs": [out for one in seen for out in one.outputs],
+        "loss_sum": sum(one.loss_sum for one in seen),
+        "stats": [one.stats for one in seen],
+        "gradients": over_stages(gradients),
+        "result": result,
+        "results": list(over_stages({f"{layout.coords(engine.meshes.rank)}": result}).values()),
+        "weights": over_stages(weights),
+        "after": engine.forward(rows[:3]),
+    }
+
+
+def shapes_seen(layout: Layout, num_rows: int, **settings: Any) -> list[int]:
+    """The tokens of each microbatch of the first rank's schedule."""
+    engine = make("tied8", layout, **settings)
+    rows = make_rows(num_rows)
+    plan = engine._plan(rows)
+    return [mb.num_tokens for mb in engine._microbatches(plan, rows, ())]
+
+
+def save_state(model: str, layout: Layout, folder: str, **settings: Any) -> dict[str, Any]:
+    engine = make(model, layout, **settings)
+    engine.save_tag("ref")
+    for _ in range(2):
+        engine.begin_step()
+        engine.accumulate(make_rows(12), LOSSES["token"])
+        engine.end_step()
+    dcp.save(engine.state_dict(), checkpoint_id=folder)
+    return seen_state(engine)
+
+
+def load_state(model: str, layout: Layout, folder: str, **settings: Any) -> dict[str, Any]:
+    """Another engine, of another seed and layout, continues from the folder."""
+    engine = make(model, layout, seed=99, **settings)
+    engine.save_tag("ref")
+    state = engine.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    engine.load_state_dict(state)
+    return seen_state(engine)
+
+
+def seen_state(engine: Engine) -> dict[str, Any]:
+    state = engine.state_dict()
+    parts = {"model": state["model"], "ref": state["tags"]["ref"], **state["optimizer"]}
+    out: dict[str, Any] = {
+        key: over_stages({name: whole(tensor) for name, tensor in part.items()})
+        for key, part in parts.items()
+    }
+    for tag in ("actor", "ref"):
+        out[f"scored {tag}"] = [row["logprobs"] for row in engine.forward(make_rows(4), tag)]
+    return out | {"num_steps": engine.num_steps}
+
+
+def weights_out(model: str, layout: Layout, folder: str, loss: str, **settings: Any) -> Any:
+    """Weights by iteration on every rank, as a folder, and back: as a tag, and as an engine."""
+    engine = make(model, layout, loss, **settings)
+    engine.save_hf(folder)
+    given = dict(engine.iter_weights())
+    everyone: list[Any] = [None] * layout.world
+    dist.all_gather_object(everyone, digest_of(given.items()).hex())
+    loaded = build_engine(
+        folder,
+        EngineSettings(**settings),
+        layout=layout,
+        value_head=loss == "value",
+    )
+    rows = make_rows(4)
+    engine.load_tag("folder", folder)
+    engine.load_tag("list", list(given.items()))
+    engine.load_tag("stream", iter(given.items()))
+    scored = [engine.forward(rows, tag) for tag in ("actor", "folder", "list", "stream")]
+    scored.append(loaded.forward(rows))
+    is_same = all(
+        torch.equal(row[name], other[name])
+        for one in scored
+        for row, other in zip(scored[0], one, strict=True)
+        for name in row
+    )
+    return {"weights": given, "digests": everyone, "is_same": is_same, "scored": scored[0]}
+
+
+def refusal(layout: Layout, **settings: Any) -> str:
+    try:
+        make("tied5", layout, **settings)
+    except UserError as error:
+        return str(error)
+    return "nothing was said"

@@ -1,0 +1,186 @@
+"""Pipelines give one rank's numbers: every schedule, alone and with other axes, ragged rows."""
+
+import pipeline_cases
+import pytest
+import torch
+
+from pentad.core.layout import Layout
+
+pytestmark = pytest.mark.dist
+REFERENCES: dict[tuple, dict] = {}
+CASE_S = 300.0
+
+
+def reference(model: str, **kwargs):
+    key = (model, *sorted(kwargs.items()))
+    if key not in REFERENCES:
+        REFERENCES[key] = pipeline_cases.train_step(model, Layout(), **kwargs)
+    return REFERENCES[key]
+
+
+def check(
+    pool,
+    model: str,
+    layout: Layout,
+    *,
+    schedule: str,
+    loss: str = "token",
+    calls: int = 1,
+    num_rows: int = 12,
+    **settings,
+) -> None:
+    true = reference(model, loss=loss, calls=calls, num_rows=num_rows)
+    if schedule.endswith("ZeroBubble"):
+        settings.setdefault("reshard_after_forward", False)
+    mine = pool.run(
+        layout.world,
+        "pipeline_cases",
+        "train_step",
+        timeout_s=CASE_S,
+        model=model,
+        layout=layout,
+        loss=loss,
+        calls=calls,
+        num_rows=num_rows,
+        routes=true["routes"],
+        pp_schedule=schedule,
+        **settings,
+    )
+    compare(mine, true)
+
+
+def compare(mine: dict, true: dict) -> None:
+    """Tolerances: sums of a few hundred fp32 terms in another order."""
+    for key in ("scored", "outputs"):
+        for row, (a, b) in enumerate(zip(mine[key], true[key], strict=True)):
+            assert a.keys() == b.keys()
+            for name in a:
+                assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-4), (key, row, name)
+    assert mine["loss_sum"] == pytest.approx(true["loss_sum"], rel=1e-5)
+    for a, b in zip(mine["stats"], true["stats"], strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert mine["gradients"].keys() == true["gradients"].keys()
+    for name, gradient in true["gradients"].items():
+        error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.2e}"
+    assert all(result == mine["result"] for result in mine["results"])
+    assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-5)
+    assert mine["result"].grad_norm > 0.5, "so the step was clipped"
+    assert mine["weights"].keys() == true["weights"].keys()
+    for name, weight in true["weights"].items():
+        # A first AdamW step moves every weight by about lr = 1e-2, whatever its gradient: fp32
+        # noise in a small gradient shows as a few percent of that.
+        torch.testing.assert_close(mine["weights"][name], weight, rtol=1e-3, atol=5e-4, msg=name)
+    for a, b in zip(mine["after"], true["after"], strict=True):  # both ends of a tie moved alike
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-2, atol=1e-2)
+
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", ["tied5", "own5", "moe5"])
+def test_two_ranks(pool, schedule, model):
+    check(pool, model, Layout(pp=2), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_ranks(pool, schedule):
+    check(pool, "tied8", Layout(pp=4), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp_shard=2),
+        Layout(pp=2, dp_replicate=2),
+        Layout(pp=2, tp=2),
+        Layout(pp=2, cp=2),
+    ],
+    ids=str,
+)
+def test_with_one_more_axis(pool, schedule, layout):
+    check(pool, "tied5", layout, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp_shard=2, ep=2),
+        Layout(pp=2, tp=2, etp=2),
+        Layout(pp=2, cp=2, ep=2),
+    ],
+    ids=str,
+)
+def test_mixtures_with_one_more_axis(pool, schedule, layout):
+    check(pool, "moe5", layout, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "schedule"),
+    [
+        ("tied5", Layout(pp=2, dp_shard=2, tp=2), "Interleaved1F1B"),
+        ("tied5", Layout(pp=2, cp=2, tp=2), "ZBVZeroBubble"),
+        ("tied5", Layout(pp=2, dp_shard=2, cp=2), "InterleavedZeroBubble"),
+        ("tied5", Layout(pp=2, dp_replicate=2, dp_shard=2), "1F1B"),
+        ("tied8", Layout(pp=4, tp=2), "InterleavedZeroBubble"),
+        ("tied8", Layout(pp=4, dp_shard=2), "ZBVZeroBubble"),
+        ("moe5", Layout(pp=2, cp=2, tp=2, ep=4), "Interleaved1F1B"),
+        ("moe5", Layout(pp=2, dp_shard=2, tp=2, ep=2, etp=2), "ZBVZeroBubble"),
+        ("moe5", Layout(pp=2, dp_shard=2, cp=2, ep=2), "InterleavedZeroBubble"),
+        ("moe5", Layout(pp=2, dp_replicate=2, tp=2, ep=2), "1F1B"),
+    ],
+    ids=str,
+)
+def test_with_two_more_axes(pool, model, layout, schedule):
+    check(pool, model, layout, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_several_calls_reduce_once_and_scoring_may_come_between(pool, schedule):
+    check(pool, "tied5", Layout(pp=2, dp_shard=2), schedule=schedule, calls=3)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("loss", ["value", "sequence"])
+def test_values_and_segments_come_from_the_last_stage(pool, schedule, loss):
+    check(pool, "tied5", Layout(pp=2, cp=2), schedule=schedule, loss=loss)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fewer_rows_than_microbatches(pool, schedule):
+    check(pool, "tied8", Layout(pp=4), schedule=schedule, num_rows=3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "ac", [{"ac_mode": "full"}, {"ac_mode": "selective", "ac_selective": 2}], ids=str
+)
+def test_recomputed_blocks(pool, schedule, ac):
+    check(pool, "moe5", Layout(pp=2, dp_shard=2, ep=2), schedule=schedule, **ac)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_more_stages_than_fsdp_keeps_gathered(pool, schedule):
+    check(pool, "tied8", Layout(pp=2, dp_shard=2), schedule=schedule, stages_per_rank=4)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_given_split(pool, schedule):
+    check(pool, "own5", Layout(pp=2), schedule=schedule, layers_per_stage=(1, 1, 2, 1))
+
+
+def test_microbatches_are_of_unequal_length_and_their_number_suits_the_schedule(pool):
+    def sizes(num_rows: int, **budget: int) -> list[int]:
+        kwargs = {"layout": Layout(pp=2), "num_rows": num_rows, "pp_schedule": "Interleaved1F1B"}
+        return pool.run(2, "pipeline_cases", "shapes_seen", CASE_S, **kwargs, **budget)
+
+    assert len(sizes(12)) == 4 and len(set(sizes(5))) == 4
+    assert sizes(2)[2:] == [1, 1], "filling, since there are four stages"
+    assert len(sizes(12, n_mbs=7)) == 8, "rounds of two"
+    many = sizes(12, max_tokens_per_mb=31)
+    assert len(many) > 4 and len(many) % 2 == 0 and max(many) <= 31
+    check(pool, "tied5", Layout(pp=2), schedule="Interleaved1F1B", max_tokens_per_mb=31)
