@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ class Reader(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> Tensor: ...
+
+
+@runtime_checkable
+class DirectReader(Reader, Protocol):
+    """A reader that can put a block straight into given memory."""
+
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        """Fills `out`, whose elements are those of the box in its order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +103,28 @@ def fill(
             continue
         shard = shards[name]
         for region in clip_all(entry.regions, shard.box):
-            piece = reader.read(region.source, region.source_box)
-            local = _relative(region)
-            target_block(shard.tensor, region).copy_(source_block(piece, local))
+            _move(reader, region, target_block(shard.tensor, region))
             used.add(region.source)
     return len(used)
+
+
+def _move(reader: Reader, region: Region, target: Tensor) -> None:
+    """Fills a block of a target, which has the region's runs as dims."""
+    order = [run.source_dim for run in region.runs]
+    if isinstance(reader, DirectReader) and order == sorted(order):
+        shape = [stop - start for start, stop in region.source_box]
+        reader.read_into(region.source, region.source_box, _with_ones(target, order, shape))
+    else:
+        piece = reader.read(region.source, region.source_box)
+        target.copy_(source_block(piece, _relative(region)))
+
+
+def _with_ones(target: Tensor, order: list[int], shape: list[int]) -> Tensor:
+    """The block with dims of size 1 where its source has dims without a run."""
+    for dim in range(len(shape)):
+        if dim not in order:
+            target = target.unsqueeze(dim)
+    return target
 
 
 def _relative(region: Region) -> Region:

@@ -12,24 +12,43 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.weights.files import DTYPE_NAMES, PIECE_BYTES, SafeFile, read_header
 from pentad.weights.flow import TensorInfo
-from pentad.weights.regions import Box, full_box
+from pentad.weights.regions import Box
 
+__all__ = [
+    "COMPANIONS",
+    "INDEX",
+    "METADATA",
+    "SHARD_BYTES",
+    "SINGLE",
+    "HfFolder",
+    "bytes_of",
+    "copy_companions",
+    "move_into_place",
+    "plan_files",
+    "read_header",
+    "save_folder",
+    "write_file",
+    "write_json",
+]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 """What transformers wants in the header of a file."""
 SHARD_BYTES = 5 << 30
 """Where a new file begins, unless one tensor is larger."""
+FLUSH_BYTES = 128 << 20
+NUM_READERS = 4
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -43,21 +62,6 @@ COMPANIONS = (
     "chat_template.json",
 )
 """Files that travel with the weights; those that exist are copied."""
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class HfFolder:
@@ -68,13 +72,13 @@ class HfFolder:
         self.where = str(folder)
         self.file_of: dict[str, Path] = {}
         self.infos: dict[str, TensorInfo] = {}
-        self.open_files: dict[Path, Any] = {}
-        for file in self._files():
-            for name, info in read_header(file).items():
+        self.files = {path: SafeFile(path) for path in self._files()}
+        for path, file in self.files.items():
+            for name, info in file.infos.items():
                 if name in self.file_of:
-                    rule = f"is in both {self.file_of[name].name} and {file.name}"
+                    rule = f"is in both {self.file_of[name].name} and {path.name}"
                     raise UserError(Problem(f"{self.where}: {name}", rule, "remove one of the two"))
-                self.file_of[name] = file
+                self.file_of[name] = path
                 self.infos[name] = info
         self._check_index()
 
@@ -118,45 +122,15 @@ class HfFolder:
             raise UserError(problems)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """That block of the tensor; bytes outside it are not read."""
-        file = self.file_of[name]
-        if file not in self.open_files:
-            self.open_files[file] = safe_open(file, framework="pt", device="cpu")
-        view = self.open_files[file].get_slice(name)
-        return view[tuple(slice(start, stop) for start, stop in box)]
+        """That block of the tensor."""
+        return self.files[self.file_of[name]].read(name, box)
 
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        """Fills `out` with that block, without a copy where dtype and order allow."""
+        self.files[self.file_of[name]].read_into(name, box, out)
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Names, shapes and dtypes of one safetensors file; refuses a file that is not whole."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length)) if length < size else None
-    except FileNotFoundError:
-        remedy = "fetch the file again"
-        raise UserError(Problem(str(file), f"missing, but {INDEX} names it", remedy)) from None
-    except (struct.error, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(Problem(str(file), f"is not a safetensors file ({error})")) from error
-    if not isinstance(header, dict):
-        raise UserError(Problem(str(file), "is not a safetensors file (its header is cut off)"))
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != 8 + length + end:
-        rule = f"has {size} bytes, but its header says {8 + length + end}"
-        raise UserError(Problem(str(file), rule, "fetch or write the file again"))
-    return {name: _info(file, name, entry) for name, entry in header.items()}
-
-
-def _info(file: Path, name: str, entry: Mapping[str, Any]) -> TensorInfo:
-    if entry["dtype"] not in DTYPES:
-        raise UserError(Problem(f"{file}: {name}", f"dtype {entry['dtype']} is not known"))
-    info = TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    start, stop = entry["data_offsets"]
-    if stop - start != info.size_bytes:
-        rule = f"{stop - start} bytes are no {entry['dtype']} of shape {list(info.shape)}"
-        raise UserError(Problem(f"{file}: {name}", rule, "fetch or write the file again"))
-    return info
+    def checksum(self, name: str) -> int:
+        return self.files[self.file_of[name]].checksum(name)
 
 
 def plan_files(
@@ -203,6 +177,9 @@ def save_folder(
         copy_companions(companions, aside)
         _verify(aside, infos, checksums)
         move_into_place(aside, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"{target}: cannot be written ({reason}); nothing was replaced") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -234,20 +211,40 @@ def write_file(
     infos: Mapping[str, TensorInfo],
     metadata: Mapping[str, str] = METADATA,
 ) -> dict[str, int]:
-    """One safetensors file from the next tensors of the stream; returns their checksums."""
+    """One safetensors file from the next tensors of the stream, on disk; returns checksums.
+
+    The disk works while further tensors are written: waiting for it at the end would cost as
+    long again.
+    """
     checksums: dict[str, int] = {}
-    with path.open("wb") as handle:
+    flushes: list[Future[None]] = []
+    with path.open("wb") as handle, ThreadPoolExecutor(1) as disk:
         _write_header(handle, infos, metadata)
+        waiting = 0
         for expected, announced in infos.items():
             name, tensor = next(stream, ("nothing", torch.empty(0)))
             info = TensorInfo(tuple(tensor.shape), tensor.dtype)
             assert (name, info) == (expected, announced), f"{expected}: got {name} {info}"
-            data = bytes_of(tensor)
-            checksums[name] = crc32(data)
-            handle.write(data)
+            checksums[name] = _write_summed(handle, bytes_of(tensor))
+            waiting += info.size_bytes
+            if waiting >= FLUSH_BYTES:
+                handle.flush()
+                flushes.append(disk.submit(os.fsync, handle.fileno()))
+                waiting = 0
         handle.flush()
-        os.fsync(handle.fileno())
+        flushes.append(disk.submit(os.fsync, handle.fileno()))
+        for flush in flushes:
+            flush.result()
     return checksums
+
+
+def _write_summed(handle: BinaryIO, data: memoryview) -> int:
+    total = 0
+    for at in range(0, len(data), PIECE_BYTES):
+        piece = data[at : at + PIECE_BYTES]
+        total = crc32(piece, total)
+        handle.write(piece)
+    return total
 
 
 def _write_header(
@@ -286,12 +283,9 @@ def _verify(folder: Path, infos: Mapping[str, TensorInfo], checksums: Mapping[st
     """Reads the files back: same names, shapes, dtypes, and the bytes that were handed over."""
     reader = HfFolder(folder)
     wrong = [name for name in {*reader.infos, *infos} if reader.infos.get(name) != infos.get(name)]
-    for name, info in infos.items():
-        if (
-            not wrong
-            and crc32(bytes_of(reader.read(name, full_box(info.shape)))) != checksums[name]
-        ):
-            wrong.append(name)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        sums = [] if wrong else list(readers.map(reader.checksum, infos))
+    wrong += [name for name, found in zip(infos, sums, strict=False) if found != checksums[name]]
     if wrong:
         raise RunError(f"{folder}: {wrong[0]} does not read back as written; the disk is at fault")
 

@@ -1,6 +1,7 @@
 """HF folders: what is written is what transformers and safetensors read, and bad ones are told."""
 
 import json
+import resource
 import struct
 from zlib import crc32
 
@@ -97,6 +98,22 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path):
     assert torch.equal(load_file(tmp_path / "out" / SINGLE)["a"], old["a"])
 
 
+def test_a_full_disk_leaves_the_old_folder_and_says_so(tmp_path):
+    old = tensors(1)
+    save(tmp_path / "out", old)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limit[1]))  # as good as a full disk
+    try:
+        with pytest.raises(
+            RunError, match=r"out: cannot be written \(File too large\); nothing was"
+        ):
+            save(tmp_path / "out", tensors())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert torch.equal(load_file(tmp_path / "out" / SINGLE)["a"], old["a"])
+
+
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     (tmp_path / ".out.writing-1").mkdir()
     (tmp_path / ".out.writing-1" / "model.safetensors").write_text("torn")
@@ -170,7 +187,8 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
 
 def test_a_corrupt_header_is_refused(tmp_path):
     file = tmp_path / SINGLE
-    for header in (b"{]" + b" " * 30, b"[1, 2]" + b" " * 26):
+    texts = (b"{]", b"[1, 2]", b'{"a": 3}', b'{"a": {"dtype": "F32"}}')
+    for header in [text.ljust(32) for text in texts]:
         file.write_bytes(struct.pack("<Q", 32) + header + b"\0" * 64)
         with pytest.raises(UserError, match="is not a safetensors file"):
             read_header(file)
