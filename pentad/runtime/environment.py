@@ -1,0 +1,41 @@
+"""Environment variables that must be set before a process starts: libraries read them once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "TORCH_COMPILE_DETERMINISTIC": "1",
+}
+"""What bitwise repeatable runs need besides torch's own switch."""
+
+
+def rank_environment(
+    base: Mapping[str, str],
+    *,
+    rank: int,
+    world: int,
+    host: str,
+    port: int,
+    deterministic: bool,
+) -> dict[str, str]:
+    """The variables of one rank of a group on this machine; what the user set already stays."""
+    threads = max(1, (os.cpu_count() or 1) // world)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),  # or ranks would fight for the cores
+        "GLOO_SOCKET_IFNAME": "lo",
+        **(DETERMINISTIC if deterministic else {}),
+    }
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed must be in its log
+    }
+    return {**defaults, **base, **own}

@@ -1,0 +1,330 @@
+"""Starts a function on several ranks of this machine, watches them, and ends them together.
+
+    run_ranks("package.module:function", payload, world=8, log_folder=...)
+
+The function is called as function(rank, payload) on every rank, within one process group. Under
+torchrun, or any launcher that sets RANK and WORLD_SIZE, nothing is started: this process is a rank
+already. On every way out, whatever was started here has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.runtime.environment import rank_environment
+from pentad.runtime.process import RankProcess
+from pentad.runtime.rank import Board, Rank, name_rank, rank_from_environment
+from pentad.runtime.report import (
+    Failure,
+    describe_exit,
+    first_cause,
+    read_failure,
+    tail,
+)
+
+HOST = "127.0.0.1"
+POLL_S = 0.05
+FOLLOW_S, SETTLE_S = 2.0, 0.3
+"""After a failure, how long others may take to say what they saw; once a cause is known, less."""
+DUMP_S = 1.0
+"""How long a stuck rank may take to write down its stack."""
+TERMINATE_S = 2.0
+"""Between asking a rank to end and ending it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """How a group is started and watched."""
+
+    device: str = "auto"
+    """auto: a GPU for each rank where there are GPUs."""
+    deterministic: bool = False
+    """Sets the environment that bitwise repeatable runs need."""
+    timeout_s: float = 600.0
+    """Longest wait in a collective, and for the group to come together."""
+    stall_s: float | None = None
+    """A group in which no rank reports a step for this long is ended; None: never."""
+    stop_s: float = 30.0
+    """How long ranks may take to leave after SIGINT or SIGTERM; a second signal ends them."""
+    has_group: bool = True
+    """Whether ranks join a process group (and import torch) before the function is called."""
+
+
+def run_ranks(
+    target: str,
+    payload: Any,
+    *,
+    world: int,
+    log_folder: Path,
+    settings: LaunchSettings | None = None,
+) -> list[Any]:
+    """What the function returned on each rank, or under torchrun on this one.
+
+    `payload` and results are what JSON can hold. Output of rank 0 is shown; that of every rank is
+    in `log_folder`. Raises the first cause of a failure: UserError as it was, or RunError with
+    rank, step and last words.
+    """
+    settings = settings or LaunchSettings()
+    own = rank_from_environment()
+    if own is not None:
+        return [_run_here(own, target, payload, world, settings)]
+    log_folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="pentad-ranks-"))
+    group = RankGroup(folder, log_folder, world, settings)
+    try:
+        with group.hearing_signals():
+            group.start(target, payload)
+            return group.watch()
+    finally:
+        group.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_here(rank: Rank, target: str, payload: Any, world: int, settings: LaunchSettings) -> Any:
+    if rank.world != world:
+        rule = f"the layout needs {world} ranks"
+        remedy = f"start with torchrun --nproc-per-node {world}, or unset RANK and WORLD_SIZE"
+        raise UserError(Problem(f"WORLD_SIZE = {rank.world}", rule, remedy))
+    from pentad.runtime.join import device_of, join_group, leave_group
+    from pentad.runtime.worker import load_target
+
+    function = load_target(target)
+    try:
+        if not settings.has_group:
+            return function(rank, payload)
+        join_group(rank, device_of(rank, settings.device), timeout_s=settings.timeout_s)
+        result = function(rank, payload)
+        leave_group()
+        return result
+    except RunError as error:
+        raise RunError(f"{rank}: {error}") from error
+
+
+class RankGroup:
+    """The processes of one group, from their start to their end."""
+
+    def __init__(
+        self, folder: Path, log_folder: Path, world: int, settings: LaunchSettings
+    ) -> None:
+        self.folder = folder
+        self.log_folder = log_folder
+        self.world = world
+        self.settings = settings
+        self.board = Board.make(folder / "board", world)
+        self.processes: list[RankProcess] = []
+        self.copier: threading.Thread | None = None
+        self.signals: list[int] = []
+
+    def log(self, rank: int) -> Path:
+        return self.log_folder / f"rank-{rank}.log"
+
+    # Starting
+
+    def start(self, target: str, payload: Any) -> None:
+        with socket.socket() as listener:
+            listener.bind((HOST, 0))  # the kernel picks the port, and keeps it for rank 0
+            listener.listen(self.world)
+            job = {
+                "target": target,
+                "payload": payload,
+                "parent": os.getpid(),
+                "path": [entry for entry in sys.path if entry],
+                "group": secrets.token_hex(8),
+                "listen_fd": listener.fileno(),
+                "device": self.settings.device,
+                "timeout_s": self.settings.timeout_s,
+                "has_group": self.settings.has_group,
+            }
+            file = self.folder / "job.json"
+            file.write_text(json.dumps(job), encoding="utf-8")
+            for rank in range(self.world):
+                self._spawn(rank, file, listener)
+
+    def _spawn(self, rank: int, job: Path, listener: socket.socket) -> None:
+        environment = rank_environment(
+            os.environ,
+            rank=rank,
+            world=self.world,
+            host=HOST,
+            port=listener.getsockname()[1],
+            deterministic=self.settings.deterministic,
+        )
+        with self.log(rank).open("wb") as log:
+            # Rank 0 draws on our own terminal; what it complains about is shown and kept.
+            is_first = rank == 0
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "pentad.runtime.worker", str(job)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=None if is_first else log,
+                stderr=subprocess.PIPE if is_first else subprocess.STDOUT,
+                pass_fds=[listener.fileno()] if is_first else [],
+                start_new_session=True,  # so that its own children can be ended with it
+            )
+        self.processes.append(RankProcess(popen))
+        if is_first:
+            assert popen.stderr is not None
+            self.copier = threading.Thread(
+                target=_copy, args=(popen.stderr, self.log(rank)), daemon=True
+            )
+            self.copier.start()
+
+    # Watching
+
+    def watch(self) -> list[Any]:
+        """Results of all ranks; raises as soon as one fails, hangs, or we are told to stop."""
+        while True:
+            codes = [process.code for process in self.processes]
+            if self.signals:
+                self._stop()
+            if any(code not in (None, 0) for code in codes):
+                raise self._explain(self._gather())
+            if all(code == 0 for code in codes):
+                return [self._result(rank) for rank in range(self.world)]
+            if self._is_stalled():
+                raise self._explain(self._stuck("reported no step", range(self.world)))
+            time.sleep(POLL_S)
+
+    def _result(self, rank: int) -> Any:
+        file = self.folder / f"result-{rank}.json"
+        if not file.exists():
+            raise RunError(f"rank {rank} of {self.world} ended without a result")
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def _is_stalled(self) -> bool:
+        if self.settings.stall_s is None:
+            return False
+        newest = max(self.board.read(rank)[1] for rank in range(self.world))
+        return time.monotonic() - newest > self.settings.stall_s
+
+    def _gather(self) -> list[Failure]:
+        """All failures, after those that belong to the first had time to show."""
+        self._wait(SETTLE_S)
+        failures = self._failures()
+        if all(failure.is_consequence for failure in failures):
+            self._wait(FOLLOW_S)
+            failures = self._failures()
+        if all(failure.is_consequence for failure in failures):
+            # They waited for somebody: those who are still silent.
+            silent = [r for r, process in enumerate(self.processes) if process.is_running]
+            failures += self._stuck("did not answer the others", silent)
+        return failures
+
+    def _failures(self) -> list[Failure]:
+        return [found for rank in range(self.world) if (found := self._failure(rank))]
+
+    def _failure(self, rank: int) -> Failure | None:
+        """Why a rank failed; None for one that did not, or has not ended."""
+        code = self.processes[rank].code
+        if code is None or code == 0:
+            return None
+        reported = read_failure(self.folder / f"failure-{rank}.json")
+        if reported is not None:
+            return reported
+        step, at = self.board.read(rank)
+        if rank == 0 and self.copier is not None:
+            self.copier.join(DUMP_S)  # its last words may still be in the pipe
+        return Failure(rank, step, "died", describe_exit(code), at, lines=tail(self.log(rank)))
+
+    def _stuck(self, verb: str, ranks: range | list[int]) -> list[Failure]:
+        """What the given ranks are doing; of those, the ones that lag behind come first."""
+        for rank in ranks:
+            self.processes[rank].send(signal.SIGUSR1)
+        time.sleep(DUMP_S)
+        found = []
+        for rank in ranks:
+            step, at = self.board.read(rank)
+            waited = time.monotonic() - at
+            message = f"{verb}, its last step began {waited:.0f} s ago"
+            message += " (it is stopped)" if self.processes[rank].is_stopped else ""
+            order = -1.0 if step is None else float(step)
+            found.append(Failure(rank, step, "stuck", message, order, lines=tail(self.log(rank))))
+        return found
+
+    def _explain(self, failures: list[Failure]) -> Exception:
+        cause = first_cause(failures)
+        if cause.kind == "user":
+            return UserError(cause.problems)
+        sentence = f"{name_rank(cause.rank, self.world, cause.step)}: {cause.message}"
+        shown = "\n".join(f"    {line}" for line in cause.lines)
+        if cause.kind == "run" or not shown:
+            return RunError(f"{sentence}\nIts log is {self.log(cause.rank)}")
+        return RunError(f"{sentence}\n{shown}\nIts log is {self.log(cause.rank)}")
+
+    # Ending
+
+    @contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM are noted, and passed on by `watch`; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.signals.append(number)
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self) -> None:
+        """Passes a signal on, waits for the ranks to leave, and ends as the signal asks."""
+        number = self.signals[0]
+        for process in self.processes:
+            process.send(number)
+        deadline = time.monotonic() + self.settings.stop_s
+        while time.monotonic() < deadline and len(self.signals) < 2:
+            if not any(process.is_running for process in self.processes):
+                break
+            time.sleep(POLL_S)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    def end(self) -> None:
+        """No process of the group, nor any child of it, is left."""
+        for process in self.processes:
+            process.send(signal.SIGTERM)
+        self._wait(TERMINATE_S)
+        for process in self.processes:
+            process.end()
+        if self.copier is not None:
+            self.copier.join(DUMP_S)
+
+    def _wait(self, seconds: float) -> None:
+        """Until all have ended, or so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(p.is_running for p in self.processes):
+            time.sleep(POLL_S)
+
+
+def _copy(source: IO[bytes], path: Path) -> None:
+    """What rank 0 complains about, to our own stderr and to its log."""
+    with path.open("ab") as log:
+        for line in source:
+            log.write(line)
+            log.flush()
+            with suppress(OSError, ValueError):  # nobody may be looking
+                sys.stderr.write(line.decode(errors="replace"))
+                sys.stderr.flush()

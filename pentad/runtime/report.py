@@ -1,0 +1,125 @@
+"""What a rank says when it fails, and which of several failures came first.
+
+One failing rank makes others fail: they lose their connection or wait in vain. Of all that was
+seen the cause is named, and what merely followed is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pentad.core.errors import RunError, UserError
+
+CONSEQUENCE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|connectFullMesh"
+    r"|DistBackendError|DistNetworkError|DistStoreError|TCPStore",
+    re.IGNORECASE,
+)
+"""How a rank speaks that lost another one."""
+NUM_LINES = 12
+"""Last lines of a rank's log that an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one rank ended: reported by itself, or seen by its watcher."""
+
+    rank: int
+    step: int | None
+    kind: Literal["user", "run", "bug", "died", "stuck"]
+    """user and run: the two errors for people; bug: any other exception; died: ended by a signal
+    or without a word; stuck: did not answer."""
+    message: str
+    at: float
+    """Monotonic seconds."""
+    problems: tuple[str, ...] = ()
+    lines: tuple[str, ...] = field(default=())
+    """The end of its traceback or log."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it speaks of other ranks that were lost; NCCL ends a process that waits long."""
+        if self.kind == "died":
+            words = "\n".join(self.lines) if "SIGABRT" in self.message else ""
+        else:
+            words = self.message if self.kind in ("run", "bug") else ""
+        return bool(CONSEQUENCE.search(words))
+
+
+def describe_failure(rank: int, step: int | None, error: BaseException) -> Failure:
+    """An exception as the rank's own report."""
+    if isinstance(error, UserError):
+        problems = tuple(str(problem) for problem in error.problems)
+        return Failure(rank, step, "user", str(error), time.monotonic(), problems)
+    frames = traceback.format_exception(error)
+    lines = tuple("".join(frames).splitlines()[-NUM_LINES:])
+    if isinstance(error, RunError):
+        return Failure(rank, step, "run", str(error), time.monotonic(), lines=lines)
+    message = f"{type(error).__name__}: {error}".strip()
+    return Failure(rank, step, "bug", message, time.monotonic(), lines=lines)
+
+
+def write_failure(path: Path, failure: Failure) -> None:
+    """At once or not at all: the watcher may read at any time."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_failure(path: Path) -> Failure | None:
+    if not path.exists():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return Failure(
+        **{**value, "problems": tuple(value["problems"]), "lines": tuple(value["lines"])}
+    )
+
+
+def first_cause(failures: list[Failure]) -> Failure:
+    """What made the others fail.
+
+    A death without a word outweighs what it left behind; then the earliest exception that does
+    not speak of lost peers; then a rank that others waited for; then the earliest of all.
+    """
+    assert failures, "a group fails with a reason"
+
+    weights = {"died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
+
+    def weight(failure: Failure) -> tuple[int, float]:
+        return 3 if failure.is_consequence else weights[failure.kind], failure.at
+
+    return min(failures, key=weight)
+
+
+def describe_exit(code: int) -> str:
+    """What an exit code of a process that said nothing tells."""
+    if code >= 0:
+        return f"ended with exit code {code} and without a word"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    text = f"was ended by signal {-code} ({name})"
+    if -code == signal.SIGKILL:
+        text += ", as the system does when memory runs out"
+    return text
+
+
+def tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
+    """The last lines of a log, however long it is."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(line for line in text.splitlines() if line.strip())[-num_lines:]
