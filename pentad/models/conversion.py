@@ -193,19 +193,18 @@ def convert(
     same = known is not None and known.request == request and is_whole(target, known)
     if known and same and known.source["stats"] == stats_of(opened.files()):
         return _ended(target, "found", known, started)
+    output = _output(recipe, opened)
     source = read_source(opened.files(), progress)
     identity = text_digest({"request": request, "source": source.digests})
     if known and same and known.identity == identity:
         return _ended(target, "found", known, started)
     is_damaged = known is not None and known.identity == identity
     check_target(target, force=force or is_damaged)
-    output = build_output(recipe)
     with open_aside(target, identity) as aside:
         folder = aside if recipe.to == "hf" else aside / checkpoint_name(recipe.iteration)
         finished = write_files(
             output, build_output, recipe, folder, processes=processes, progress=progress
         )
-        progress("finishing", 0, 1)
         output.finish(folder, {name: file.notes for name, file in finished.items()})
         _write_companions(recipe, opened, aside)
         if stats_of(opened.files()) != source.stats:
@@ -244,8 +243,11 @@ def _ended(
 
 
 def build_output(recipe: Conversion) -> Output:
-    """The output of a recipe over its source; also what worker processes begin with."""
-    opened = open_source(recipe)
+    """The output of a recipe: what worker processes begin with."""
+    return _output(recipe, open_source(recipe))
+
+
+def _output(recipe: Conversion, opened: Opened) -> Output:
     dims = opened.dims
     filler = Filler(opened.reader, _dtype(recipe))
     if recipe.to == "hf":

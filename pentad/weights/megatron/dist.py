@@ -8,6 +8,7 @@ are; ours are whole tensors.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from argparse import Namespace
 from collections import OrderedDict
@@ -37,7 +38,7 @@ from pentad.weights.megatron.stored import (
     extra_states,
     key_shapes,
 )
-from pentad.weights.regions import Box, Shape, box_shape, intersect
+from pentad.weights.regions import Box, Shape, box_shape, intersect, show
 
 INDEX, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 BACKEND = {
@@ -80,6 +81,7 @@ class DistFiles:
             if isinstance(entry, dcp.TensorStorageMetadata) and not _is_other_state(key):
                 self.infos[key] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 self.blocks[key] = self._blocks(key, entry, metadata.storage_data)
+        self._check_blocks()
         self._check_files()
         self.cache: OrderedDict[Block, Tensor] = OrderedDict()
 
@@ -99,6 +101,18 @@ class DistFiles:
             box = tuple((start, start + size) for start, size in ends)
             out.append(Block(box, info.relative_path, info.offset, info.length))
         return out
+
+    def _check_blocks(self) -> None:
+        """Every element of a key must be in some file."""
+        problems = []
+        for key, info in self.infos.items():
+            boxes = {block.box for block in self.blocks[key]}
+            lacking = math.prod(info.shape) - sum(math.prod(box_shape(box)) for box in boxes)
+            if lacking:
+                rule = f"{lacking} of {math.prod(info.shape)} elements are in no file"
+                problems.append(Problem(f"{self.where}: {key}", rule, "fetch the folder again"))
+        if problems:
+            raise UserError(problems)
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -126,6 +140,10 @@ class DistFiles:
         hits = [(b, inside) for b in self.blocks[name] if (inside := intersect(b.box, box))]
         if len(hits) == 1 and hits[0][1] == box:
             return self._open(name, hits[0][0])[_within(box, hits[0][0].box)]
+        found = sum(math.prod(box_shape(inside)) for _, inside in hits)
+        if found != math.prod(box_shape(box)):
+            rule = f"the blocks in its files do not make up {show(box)}"
+            raise UserError(Problem(f"{self.where}: {name}", rule, "fetch the folder again"))
         out = torch.empty(box_shape(box), dtype=self.infos[name].dtype)
         for block, inside in hits:
             part = self._open(name, block)[_within(inside, block.box)]

@@ -1,0 +1,198 @@
+"""A conversion that is stopped goes on; one that is done is found; nothing else is touched."""
+
+import fcntl
+import json
+import shutil
+
+import pytest
+import torch
+from megatron_models import bytes_of_folder, hf_folder, run, tensors_of
+
+from pentad.core.errors import RunError, UserError
+from pentad.weights.hf import HfFolder
+from pentad.weights.megatron import outputs, work
+from pentad.weights.megatron.outputs import LegacyOutput
+
+LAYOUT = {"tp": 2, "pp": 2}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return hf_folder(tmp_path / "hf", "qwen3")
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def stop_after_two(monkeypatch):
+    """The third file of a conversion is not written."""
+    write, done = LegacyOutput.write, []
+
+    def stopping(self, name, path):
+        if len(done) == 2:
+            raise Stopped
+        done.append(name)
+        return write(self, name, path)
+
+    monkeypatch.setattr(LegacyOutput, "write", stopping)
+    yield done
+    monkeypatch.undo()
+
+
+def aside_of(tmp_path):
+    (found,) = [path for path in tmp_path.iterdir() if path.name.startswith(".mg.converting")]
+    return found
+
+
+def times_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_stopped_conversion_goes_on_with_the_files_that_are_missing(
+    source, tmp_path, stop_after_two, monkeypatch
+):
+    run(source, tmp_path / "whole", "hf")
+    with pytest.raises(Stopped):
+        run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    assert not (tmp_path / "mg").exists()
+    aside = aside_of(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in aside.rglob("*.pt")}
+    assert len(before) == 2
+    monkeypatch.undo()
+    run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    assert not aside.exists()
+    moved = {tmp_path / "mg" / path.relative_to(aside): time for path, time in before.items()}
+    assert all(path.stat().st_mtime_ns == time for path, time in moved.items())
+    run(source, tmp_path / "direct", "legacy", **LAYOUT)
+    assert bytes_of_folder(tmp_path / "mg") == bytes_of_folder(tmp_path / "direct")
+
+
+def test_a_finished_file_that_was_damaged_is_written_again(
+    source, tmp_path, stop_after_two, monkeypatch
+):
+    with pytest.raises(Stopped):
+        run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    victim = next(aside_of(tmp_path).rglob("*.pt"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    monkeypatch.undo()
+    run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    run(source, tmp_path / "direct", "legacy", **LAYOUT)
+    assert bytes_of_folder(tmp_path / "mg") == bytes_of_folder(tmp_path / "direct")
+
+
+def test_a_conversion_that_is_done_is_found(source, tmp_path):
+    first = run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    before = times_of(tmp_path / "mg")
+    second = run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    assert (first.status, second.status) == ("written", "found")
+    assert first.identity == second.identity
+    assert times_of(tmp_path / "mg") == before
+
+
+def test_it_is_found_from_a_copy_of_the_source_by_its_digest(source, tmp_path):
+    run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert run(tmp_path / "copy", tmp_path / "mg", "legacy", **LAYOUT).status == "found"
+
+
+def test_it_is_not_found_when_source_or_layout_differ(source, tmp_path):
+    run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    before = bytes_of_folder(tmp_path / "mg")
+    with pytest.raises(UserError, match="holds something else than this conversion"):
+        run(source, tmp_path / "mg", "legacy", tp=4)
+    head = torch.ones(211, 40)
+    hf_folder(source, "qwen3", **{"lm_head.weight": head})
+    with pytest.raises(UserError, match="holds something else than this conversion"):
+        run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    assert bytes_of_folder(tmp_path / "mg") == before
+    assert run(source, tmp_path / "mg", "legacy", **LAYOUT, force=True).status == "written"
+    run(tmp_path / "mg", tmp_path / "back", "hf")
+    assert torch.equal(tensors_of(tmp_path / "back")["lm_head.weight"], head)
+
+
+def test_a_found_folder_that_lost_a_file_is_written_again(source, tmp_path):
+    run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    whole = bytes_of_folder(tmp_path / "mg")
+    next((tmp_path / "mg").rglob("*.pt")).unlink()
+    assert run(source, tmp_path / "mg", "legacy", **LAYOUT).status == "written"
+    assert bytes_of_folder(tmp_path / "mg") == whole
+
+
+def test_the_record_names_source_layout_and_files(source, tmp_path):
+    ended = run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    record = json.loads((tmp_path / "mg" / work.RECORD).read_text())
+    assert record["identity"] == ended.identity
+    assert (record["request"]["tp"], record["request"]["pp"]) == (2, 2)
+    assert len(record["files"]) == 4 and "model.safetensors" in record["source"]["digests"]
+
+
+def test_a_folder_of_somebody_else_is_left_alone(source, tmp_path):
+    (tmp_path / "mg").mkdir()
+    (tmp_path / "mg" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is there already and holds something else"):
+        run(source, tmp_path / "mg", "legacy")
+    assert (tmp_path / "mg" / "notes.txt").read_text() == "mine"
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(source, tmp_path, monkeypatch):
+    finish = LegacyOutput.finish
+
+    def meddling(self, folder, notes):
+        (source / "config.json").write_text((source / "config.json").read_text() + " ")
+        finish(self, folder, notes)
+
+    monkeypatch.setattr(LegacyOutput, "finish", meddling)
+    with pytest.raises(RunError, match="changed while it was read"):
+        run(source, tmp_path / "mg", "legacy")
+    assert not (tmp_path / "mg").exists()
+
+
+def test_two_writers_do_not_meet(source, tmp_path, stop_after_two, monkeypatch):
+    with pytest.raises(Stopped):
+        run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    monkeypatch.undo()
+    with (aside_of(tmp_path) / work.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another conversion is writing it right now"):
+            run(source, tmp_path / "mg", "legacy", **LAYOUT)
+
+
+def test_a_disk_that_changes_bytes_is_noticed(source, tmp_path, monkeypatch):
+    """The file is read back: a byte that differs stops the conversion."""
+    real = outputs.load_rank_file
+
+    def flipped(path):
+        content = real(path)
+        content["model"]["decoder.final_layernorm.weight"] += 1
+        return content
+
+    monkeypatch.setattr(outputs, "load_rank_file", flipped)
+    with pytest.raises(RunError, match="final_layernorm.weight does not read back as written"):
+        run(source, tmp_path / "mg", "legacy")
+    assert not (tmp_path / "mg").exists()
+
+
+def test_a_disk_that_is_too_small_is_told_before_writing(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserError, match="the disk has 0 MiB left"):
+        run(source, tmp_path / "mg", "legacy")
+
+
+def test_memory_needed_is_one_file(source, tmp_path, monkeypatch):
+    """HF tensors are read one region at a time, never whole where a rank holds a part."""
+    sizes = []
+    read = HfFolder.read
+
+    def counted(self, name, box):
+        piece = read(self, name, box)
+        sizes.append(piece.numel())
+        return piece
+
+    monkeypatch.setattr(HfFolder, "read", counted)
+    run(source, tmp_path / "mg", "legacy", tp=4)
+    assert max(sizes) == 128 * 40  # a quarter of the padded vocabulary, the largest shard
