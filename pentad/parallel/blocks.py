@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -32,6 +33,15 @@ KEPT_OPS = {
 """By name, since not every build of torch has all of them."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
 """Experts run two, gate with up and then down; backward does not read the second's result."""
+
+# Marks for profilers are no work of the block: FSDP2 sets more of them when experts are run again,
+# which would be taken for another computation.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 
 class BlockSettings(Protocol):

@@ -163,6 +163,12 @@ def test_recomputed_blocks(pool, schedule, ac):
     check(pool, "moe5", Layout(pp=2, dp_shard=2, ep=2), schedule=schedule, **ac)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_recomputed_operations(pool, schedule):
+    ac = {"ac_mode": "selective", "ac_selective": "op", "reshard_after_forward": False}
+    check(pool, "moe5", Layout(pp=2, tp=2), schedule=schedule, **ac)
+
+
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
 def test_more_stages_than_fsdp_keeps_gathered(pool, schedule):
     check(pool, "tied8", Layout(pp=2, dp_shard=2), schedule=schedule, stages_per_rank=4)
