@@ -226,6 +226,46 @@ def convert(
     )
 
 
+@app.command()
+@reporting
+def serve(
+    model: Annotated[str, typer.Argument(help="A model's folder.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name (the folder's).")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
+    max_running: Annotated[int, typer.Option(help="Answers written together.")] = 256,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer.")] = None,
+    kv_cache_gb: Annotated[float | None, typer.Option(help="Memory of the cache.")] = None,
+    max_requests: Annotated[int, typer.Option(help="Under way; further ones get 429.")] = 256,
+    max_body_mb: Annotated[float, typer.Option(help="Largest request.")] = 4.0,
+    drain_s: Annotated[float, typer.Option(help="Time to finish after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve a model at an OpenAI-compatible address."""
+    from pentad.cli.serve import SamplerSettings, ServeLimits, run_serve
+
+    settings = SamplerSettings(
+        max_running=max_running,
+        max_batch_tokens=max(8192, max_running),
+        max_context=max_context,
+        kv_cache_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        keep_prefixes=True,
+    )
+    limits = ServeLimits(max_requests=max_requests, max_body_bytes=int(max_body_mb * 2**20))
+    run_serve(
+        model,
+        host=host,
+        port=port,
+        name=name,
+        device=device,
+        dtype=dtype,
+        settings=settings,
+        limits=limits,
+        drain_s=drain_s,
+    )
+
+
 @app.command(name="verify-model")
 @reporting
 def verify_model(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pentad.config.schema import Config
+from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import parse_allocation
@@ -65,8 +65,11 @@ def check_train(config: Config) -> Checked:
     stream = valid = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
+        asked.problems += stop_problems(config, dims)
         stream = asked.ask(lambda: train_stream(config, dims, tokenizer))
         valid = asked.ask(lambda: valid_stream(config, dims, tokenizer))
+        asked.problems += answer_problems(config, stream, config.train_dataset)
+        asked.problems += answer_problems(config, valid, config.valid_dataset)
     asked.settle()
     assert dims and tokenizer and algorithm and stream and workflow, "a step failed without a word"
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
@@ -108,14 +111,49 @@ def room_for_prompt(dims: ModelDims, max_new_tokens: int, key: str = "gconfig") 
     return room
 
 
-def vocabulary_problems(path: str, dims: ModelDims, tokenizer: Tokenizer) -> list[Problem]:
+def vocabulary_problems(
+    path: str, dims: ModelDims, tokenizer: Tokenizer, key: str = "actor.path"
+) -> list[Problem]:
     if tokenizer.vocab_size <= dims.vocab_size:
         return []
     rule = (
         f"its tokenizer has {tokenizer.vocab_size} ids, its model only {dims.vocab_size} rows: "
         "they belong to different models"
     )
-    return [Problem(f"actor.path = {path}", rule)]
+    return [Problem(f"{key} = {path}", rule)]
+
+
+def stop_problems(config: Config, dims: ModelDims) -> list[Problem]:
+    problems = []
+    outside = [token for token in config.gconfig.stop_token_ids if token >= dims.vocab_size]
+    if outside:
+        rule = f"{outside[0]} is outside the model's vocabulary of {dims.vocab_size}"
+        where = f"gconfig.stop_token_ids = {list(config.gconfig.stop_token_ids)}"
+        problems.append(Problem(where, rule, "leave it out"))
+    if "" in config.gconfig.stop:
+        where = f"gconfig.stop = {list(config.gconfig.stop)}"
+        problems.append(Problem(where, "every text holds the empty one", "leave it out"))
+    return problems
+
+
+def answer_problems(
+    config: Config, stream: PromptStream | None, data: DatasetConfig | None
+) -> list[Problem]:
+    """Built-in rewards compare with a column: every row must have it, if rows are known now."""
+    is_asked = config.reward.fn in REWARD_NAMES and config.rollout.workflow == "single_turn"
+    if stream is None or data is None or stream.prompts is None or not is_asked:
+        return []
+    name, rows = data.answer_key, stream.rows
+    missing = [prompt.row for prompt in stream.prompts if rows.row(prompt.row).get(name) is None]
+    if not missing:
+        return []
+    has = ", ".join(sorted(rows.row(missing[0]))) or "nothing"
+    where = f"{stream.settings.columns.key}.answer_key = {name}"
+    rule = (
+        f"reward.fn = {config.reward.fn} compares with it, and {len(missing)} of "
+        f"{len(stream)} rows have none, the first at {rows.where(missing[0])}"
+    )
+    return [Problem(where, rule, f"that row has {has}")]
 
 
 def one_process_problems(config: Config, *, needs_sampler: bool) -> list[Problem]:

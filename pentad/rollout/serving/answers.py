@@ -1,0 +1,159 @@
+"""The OpenAI-compatible answers: whole ones and the chunks of streamed ones, as plain JSON data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pentad import __version__
+from pentad.core.types import Generation
+from pentad.data.tokenizer import Tokenizer
+from pentad.rollout.serving.jobs import Job
+from pentad.rollout.serving.text import BROKEN, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One drawn token, as an answer shows it."""
+
+    id: int
+    logprob: float
+    offset: int
+
+
+class Answer:
+    """Builds everything that is sent for one job."""
+
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer) -> None:
+        self.job = job
+        self.model = model
+        self.tokenizer = tokenizer
+        self.created = int(time.time())
+        self.texts = [
+            TextStream(tokenizer.decode, job.params.stop_strings, job.params.stop_ids)
+            for _ in range(len(job.requests) * job.n)
+        ]
+
+    # Whole answers.
+
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The answer to a request that is not streamed; one generation a choice, in order."""
+        choices = [self._choice(index, g) for index, g in enumerate(generations)]
+        num_new = sum(len(g.ids) for g in generations)
+        body = {**self._head("chat.completion"), "choices": choices, "usage": self.usage(num_new)}
+        if self.job.kind == "chat" and self.job.wants_ids:
+            body["prompt_token_ids"] = list(self.job.requests[0].prompt_ids)
+        return body
+
+    def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
+        stream = self.texts[index]
+        text = "".join(map(stream.push, generation.ids)) + stream.end(generation.finish)
+        tokens = [
+            Token(*one)
+            for one in zip(generation.ids, generation.logprobs, stream.offsets, strict=True)
+        ]
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": generation.finish,
+            "logprobs": self._logprobs(tokens),
+        }
+        if self.job.kind == "chat":
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        return choice | self._ids(index, generation.ids, is_first=True)
+
+    # Streamed answers.
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Chat answers begin with who speaks."""
+        if self.job.kind != "chat":
+            return None
+        chunk = self._chunk(index, "", [], None)
+        chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        if self.job.wants_ids:
+            chunk["prompt_token_ids"] = list(self.job.requests[0].prompt_ids)
+        return chunk
+
+    def progress(self, index: int, token: int, logprob: float) -> dict[str, Any] | None:
+        """The chunk of one token; None if there is nothing to show yet."""
+        stream = self.texts[index]
+        text = stream.push(token)
+        if not (text or self.job.wants_logprobs or self.job.wants_ids):
+            return None
+        return self._chunk(index, text, [Token(token, logprob, stream.offsets[-1])], None)
+
+    def closing(self, index: int, generation: Generation) -> dict[str, Any]:
+        """What was held back, and why the answer ended."""
+        stream = self.texts[index]
+        assert stream.ids == generation.ids, "the tokens streamed are those of the answer"
+        return self._chunk(index, stream.end(generation.finish), [], generation.finish)
+
+    def final_usage(self, num_new: int) -> dict[str, Any]:
+        head = self._head("chat.completion.chunk")
+        return {**head, "choices": [], "usage": self.usage(num_new)}
+
+    def usage(self, num_new: int) -> dict[str, int]:
+        num_prompt = self.job.num_prompt_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
+
+    def _chunk(
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish}
+        choice["logprobs"] = self._logprobs(tokens) if tokens else None
+        if self.job.kind == "chat":
+            choice["delta"] = {"content": text} if text else {}
+        else:
+            choice["text"] = text
+        is_first = len(self.texts[index].ids) == 1
+        choice |= self._ids(index, [token.id for token in tokens], is_first=is_first)
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return chunk | ({"usage": None} if self.job.wants_usage else {})
+
+    # Parts of both.
+
+    def _head(self, chat_object: str) -> dict[str, Any]:
+        return {
+            "id": self.job.id,
+            "object": chat_object if self.job.kind == "chat" else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"pentad-{__version__}",
+        }
+
+    def _ids(self, index: int, ids: Sequence[int], *, is_first: bool) -> dict[str, Any]:
+        if not self.job.wants_ids:
+            return {}
+        found: dict[str, Any] = {"token_ids": list(ids)}
+        if self.job.kind == "completion" and is_first:
+            found["prompt_token_ids"] = list(self.job.requests[index // self.job.n].prompt_ids)
+        return found
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if not self.job.wants_logprobs:
+            return None
+        texts = [self.tokenizer.decode([token.id], keep_special=True) for token in tokens]
+        pairs = list(zip(texts, tokens, strict=True))
+        if self.job.kind == "completion":
+            return {
+                "tokens": texts,
+                "token_logprobs": [token.logprob for token in tokens],
+                "top_logprobs": [{t: o.logprob} for t, o in pairs] if self.job.wants_top else None,
+                "text_offset": [token.offset for token in tokens],
+            }
+        content = [{"token": t, "logprob": o.logprob, "bytes": bytes_of(t)} for t, o in pairs]
+        top = [[dict(entry)] if self.job.wants_top else [] for entry in content]
+        entries = [{**e, "top_logprobs": t} for e, t in zip(content, top, strict=True)]
+        return {"content": entries, "refusal": None}
+
+
+def bytes_of(text: str) -> list[int] | None:
+    """None where a token is part of a character, whose bytes the text does not show."""
+    return None if BROKEN in text else list(text.encode())

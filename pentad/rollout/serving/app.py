@@ -1,0 +1,264 @@
+"""The HTTP face: routes, limits, errors in OpenAI's shape, answers whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.infer.checks import Limits
+from pentad.rollout.serving.jobs import Job, chat_job, completion_job
+from pentad.rollout.serving.service import ClientGone, Emit, Service, while_connected
+from pentad.rollout.serving.wire import (
+    ApiError,
+    as_api_error,
+    read_chat,
+    read_completion,
+)
+
+log = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeLimits:
+    """What a client may ask of the server."""
+
+    max_requests: int = 256
+    """Requests under way; further ones are answered 429 and may be tried again."""
+    max_body_bytes: int = 4 << 20
+    body_timeout_s: float = 30.0
+    """A client that takes longer to send its request is cut off."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(f"{name} = {value}", "must be above 0")
+            for name, value in (
+                ("max_requests", self.max_requests),
+                ("max_body_bytes", self.max_body_bytes),
+                ("body_timeout_s", self.body_timeout_s),
+            )
+            if value <= 0
+        ]
+        if problems:
+            raise UserError(problems)
+
+
+class Face:
+    """The endpoints of one service."""
+
+    def __init__(self, service: Service, limits: ServeLimits) -> None:
+        self.service = service
+        self.limits = limits
+        self.num_open = 0
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/health", told(self.health), methods=["GET"]),
+            Route("/v1/models", told(self.models), methods=["GET"]),
+            Route("/v1/models/{name:path}", told(self.model), methods=["GET"]),
+            Route("/v1/completions", told(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", told(self.chat), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: unrouted})
+
+    async def health(self, request: Request) -> Response:
+        try:
+            await self.service.sampler.health()
+        except RunError as error:
+            raise ApiError(str(error), status=503, kind="server_error") from error
+        return JSONResponse({"status": "ok", "requests": self.num_open})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        def job_of(raw: dict[str, Any]) -> Job:
+            body = read_completion(raw)
+            self._check_model(body.model)
+            return completion_job(body, self.service.tokenizer, self._engine_limits)
+
+        return await self._run(request, job_of)
+
+    async def chat(self, request: Request) -> Response:
+        def job_of(raw: dict[str, Any]) -> Job:
+            body = read_chat(raw)
+            self._check_model(body.model)
+            return chat_job(body, self.service.tokenizer, self._engine_limits)
+
+        return await self._run(request, job_of)
+
+    @property
+    def _engine_limits(self) -> Limits:
+        return self.service.sampler.engine.limits
+
+    async def _run(self, request: Request, job_of: Callable[[dict[str, Any]], Job]) -> Response:
+        if self.num_open >= self.limits.max_requests:
+            rule = f"{self.num_open} requests are under way, which is the most"
+            problem = Problem("server", rule, "try again later")
+            raise ApiError(problem, status=429, kind="rate_limit_error", code="too_many_requests")
+        self.num_open += 1
+        is_passed_on = False
+        try:
+            job = job_of(await read_json(request, self.limits))
+            if job.is_streamed:
+                is_passed_on = True
+                return EventStream(self, job)
+            answer = self.service.answer(job)
+            return JSONResponse(await while_connected(disconnected(request.receive), answer))
+        finally:
+            if not is_passed_on:
+                self.num_open -= 1
+
+    def _check_model(self, name: str) -> None:
+        if name != self.service.name:
+            problem = Problem(f"model = {name}", f"this server has only {self.service.name}")
+            raise ApiError(problem, status=404, param="model", code="model_not_found")
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.service.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "pentad",
+            "max_model_len": self._engine_limits.max_context,
+        }
+
+
+class EventStream(Response):
+    """A streamed answer. The request counts as under way until the last event is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, face: Face, job: Job) -> None:
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self.face = face
+        self.job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def emit(chunk: dict[str, Any]) -> None:
+            data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(head)
+            await while_connected(disconnected(receive), self._events(emit))
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except ClientGone:
+            log.info("%s: the client is gone", self.job.id)
+        except asyncio.CancelledError:
+            await emit(stopping().body())
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.face.num_open -= 1
+
+    async def _events(self, emit: Emit) -> None:
+        try:
+            await self.face.service.stream(self.job, emit)
+        except RunError as error:  # the head is sent: the failure can only be an event
+            await emit(server_failed(error).body())
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_json(request: Request, limits: ServeLimits) -> dict[str, Any]:
+    """The body as an object. Raises ApiError; nothing beyond the limit is kept."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # also keeps web pages of other origins out
+        problem = Problem(f"content-type = {kind or 'none'}", "must be application/json")
+        raise ApiError(problem, status=415)
+    limit = limits.max_body_bytes
+    too_large = ApiError(
+        Problem("body", f"is larger than {limit} bytes, the most this server reads"), status=413
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError as error:
+        rule = f"did not arrive within {limits.body_timeout_s} s"
+        raise ApiError(Problem("body", rule), status=408) from error
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(Problem("body", f"is not JSON: {error}")) from error
+    if not isinstance(value, dict):
+        raise ApiError(Problem("body", f"is a {type(value).__name__}, not a JSON object"))
+    return value
+
+
+def told(endpoint: Endpoint) -> Endpoint:
+    """Turns what an endpoint raises into an answer."""
+
+    async def wrapped(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ValidationError as error:
+            return refused(as_api_error(error))
+        except ApiError as error:
+            return refused(error)
+        except UserError as error:
+            return refused(ApiError(str(error)))
+        except RunError as error:
+            return refused(server_failed(error))
+        except (ClientGone, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        except asyncio.CancelledError:  # the time to drain is over
+            return refused(stopping())
+
+    return wrapped
+
+
+def server_failed(error: RunError) -> ApiError:
+    log.error("a request failed: %s", error)
+    return ApiError(str(error), status=500, kind="server_error")
+
+
+def stopping() -> ApiError:
+    return ApiError("the server is stopping", status=503, kind="server_error", code="stopping")
+
+
+def refused(error: ApiError) -> Response:
+    headers = {"retry-after": "1"} if error.status == 429 else {}
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # the rest of the body is not read
+    return JSONResponse(error.body(), error.status, headers=headers)
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    rule = "is not served here" if error.status_code == 404 else str(error.detail).lower()
+    remedy = "there are /v1/models, /v1/completions, /v1/chat/completions and /health"
+    found = ApiError(Problem(where, rule, remedy), status=error.status_code)
+    return JSONResponse(found.body(), error.status_code, headers=dict(error.headers or {}))

@@ -1,0 +1,203 @@
+"""From a request's fields to what the sampler is asked: prompts as ids, limits checked, seeds."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.seeds import derive_seed
+from pentad.core.types import Request, SamplingParams
+from pentad.data.render import BadRow, Columns, encode_prompts, messages_of, render
+from pentad.data.tokenizer import Tokenizer
+from pentad.infer.checks import Limits, check_request
+from pentad.rollout.serving.wire import (
+    MAX_CHOICES,
+    ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    shown,
+)
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""As with OpenAI; a chat answer may fill the context."""
+CHAT = Columns(key="messages", messages_key="messages")
+PLAIN = Columns(key="prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request, ready to be run: a sampler's request for each prompt, n choices each."""
+
+    kind: Literal["chat", "completion"]
+    id: str
+    requests: tuple[Request, ...]
+    n: int
+    wants_logprobs: bool
+    wants_top: bool
+    """Whether the likeliest token is to be named beside the chosen one; greedy, it is the same."""
+    is_streamed: bool
+    wants_usage: bool
+    wants_ids: bool
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.requests[0].params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+
+def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> Job:
+    prompts = [
+        prompt_ids(prompt, f"prompt[{i}]" if len(body.prompts) > 1 else "prompt", tokenizer)
+        for i, prompt in enumerate(body.prompts)
+    ]
+    if not prompts or not all(prompts):
+        raise ApiError(Problem("prompt", "is empty", "give a text or token ids"), param="prompt")
+    if len(prompts) * body.n > MAX_CHOICES:
+        rule = f"{len(prompts)} prompts would get more than {MAX_CHOICES} answers"
+        raise ApiError(Problem(f"n = {body.n}", rule, "send several requests"), param="n")
+    wants = body.logprobs is not None
+    top = check_top("logprobs", body.logprobs or 0, body)
+    max_new = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return build_job(
+        "completion", body, prompts, max_new, tokenizer, limits, wants_logprobs=wants, wants_top=top
+    )
+
+
+def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Job:
+    limit = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, limit):
+        where = f"max_tokens = {body.max_tokens}"
+        rule = f"max_completion_tokens = {body.max_completion_tokens} says otherwise"
+        raise ApiError(Problem(where, rule, "give one of the two"), param="max_tokens")
+    if body.top_logprobs and not body.logprobs:
+        problem = Problem(f"top_logprobs = {body.top_logprobs}", "needs logprobs = true")
+        raise ApiError(problem, param="top_logprobs")
+    top = check_top("top_logprobs", body.top_logprobs, body)
+    ids = chat_ids(body.messages, tokenizer)
+    room = min(limits.max_context, limits.max_cached) - len(ids)
+    max_new = limit or max(room, 1)
+    return build_job(
+        "chat", body, [ids], max_new, tokenizer, limits, wants_logprobs=body.logprobs, wants_top=top
+    )
+
+
+def build_job(
+    kind: Literal["chat", "completion"],
+    body: Body,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    wants_logprobs: bool,
+    wants_top: bool,
+) -> Job:
+    """Raises ApiError on what the engine cannot serve."""
+    for ids in prompts:
+        check_length(len(ids), max_new_tokens, limits)
+    own_ends = () if body.ignore_eos else tokenizer.stop_ids
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),  # -1 is how some clients say no limit
+        stop_ids=tuple(dict.fromkeys((*own_ends, *body.stop_token_ids))),
+        stop_strings=body.stop_strings,
+    )
+    name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    requests = tuple(
+        Request(
+            id=f"{name}-{i}",
+            prompt_ids=tuple(ids),
+            params=params,
+            seeds=tuple(derive_seed(seed, "choice", i, j) for j in range(body.n)),
+        )
+        for i, ids in enumerate(prompts)
+    )
+    for request in requests:
+        try:
+            check_request(request, limits)
+        except UserError as error:
+            raise ApiError(str(error).replace(f"request {request.id}: ", "")) from error
+    return Job(
+        kind=kind,
+        id=name,
+        requests=requests,
+        n=body.n,
+        wants_logprobs=wants_logprobs,
+        wants_top=wants_top,
+        is_streamed=body.stream,
+        wants_usage=body.stream_options.include_usage,
+        wants_ids=body.return_token_ids,
+    )
+
+
+def check_length(num_prompt: int, max_new_tokens: int, limits: Limits) -> None:
+    if num_prompt + max_new_tokens <= limits.max_context:
+        return
+    where = f"prompt of {num_prompt} tokens and {max_new_tokens} new ones"
+    rule = f"do not fit the context of {limits.max_context} tokens"
+    room = limits.max_context - num_prompt
+    remedy = f"ask for at most {room} new ones" if room > 0 else "shorten the prompt"
+    raise ApiError(Problem(where, rule, remedy), param="prompt", code="context_length_exceeded")
+
+
+def check_top(name: str, wanted: int, body: Body) -> bool:
+    """Alternatives to the chosen token are known only where it is the likeliest one itself."""
+    if wanted == 0 or (wanted == 1 and body.temperature == 0):
+        return wanted == 1
+    rule = "the engine reports the log-prob of the chosen token only"
+    remedy = "give 0, or 1 at temperature 0"
+    raise ApiError(Problem(f"{name} = {wanted}", rule, remedy), param=name)
+
+
+def prompt_ids(prompt: str | list[int], where: str, tokenizer: Tokenizer) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    check_unicode(prompt, where)
+    return encode_prompts([prompt], PLAIN, tokenizer)[0]
+
+
+def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    if not tokenizer.has_chat_template:
+        rule = f"the tokenizer in {tokenizer.folder} has no chat template"
+        raise ApiError(Problem("messages", rule, "use /v1/completions"), param="messages")
+    try:
+        plain = messages_of({"messages": [flat(m) for m in messages]}, "messages", CHAT)
+        if plain[-1]["role"] == "assistant":
+            raise BadRow("the last one is the assistant's, so there is nothing to answer")
+        text = render(plain, tokenizer, for_answer=True)
+    except BadRow as error:
+        raise ApiError(error.at("messages"), param="messages") from error
+    check_unicode(text, "messages")
+    return encode_prompts([text], CHAT, tokenizer)[0]
+
+
+def flat(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Content given in parts as one text; templates and this engine know no other parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        if content is not None and not isinstance(content, str):
+            raise BadRow(f"content = {shown(content)} is neither text nor a list of parts")
+        return dict(message)
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+    if kinds != ["text"] * len(content) or not all(isinstance(text, str) for text in texts):
+        raise BadRow(f"content has parts {shown(kinds)}", "there is only text")
+    return {**message, "content": "".join(map(str, texts))}
+
+
+def check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        rule = f"holds half of a surrogate pair at character {error.start}"
+        raise ApiError(Problem(where, rule, "send valid Unicode"), param=where) from error

@@ -1,0 +1,110 @@
+"""Runs jobs on the sampler, and ends their work when nobody waits for the answer any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from pentad.core.errors import RunError
+from pentad.core.types import Generation, Request
+from pentad.data.tokenizer import Tokenizer
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.rollout.executor import first_cause
+from pentad.rollout.serving.answers import Answer
+from pentad.rollout.serving.jobs import Job
+
+T = TypeVar("T")
+Emit = Callable[[dict[str, Any]], Awaitable[None]]
+OnToken = Callable[[int, int, float], None]
+
+
+class Service:
+    """One model and what is asked of it."""
+
+    def __init__(self, sampler: EmbeddedSampler, tokenizer: Tokenizer, name: str) -> None:
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.name = name
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        """The whole answer."""
+        generations = await self._generate(job, None)
+        return Answer(job, self.name, self.tokenizer).whole(generations)
+
+    async def stream(self, job: Job, emit: Emit) -> None:
+        """Emits the answer chunk by chunk, as tokens are drawn."""
+        answer = Answer(job, self.name, self.tokenizer)
+        tokens: asyncio.Queue[tuple[int, int, float] | None] = asyncio.Queue()
+
+        async def generate() -> list[Generation]:
+            try:
+                return await self._generate(job, lambda *token: tokens.put_nowait(token))
+            finally:
+                tokens.put_nowait(None)
+
+        work = asyncio.create_task(generate())
+        try:
+            for index in range(len(answer.texts)):
+                await _emit_some(emit, answer.opening(index))
+            while (token := await tokens.get()) is not None:
+                await _emit_some(emit, answer.progress(*token))
+            generations = await work
+        finally:
+            await end(work)
+        for index, generation in enumerate(generations):
+            await emit(answer.closing(index, generation))
+        if job.wants_usage:
+            await emit(answer.final_usage(sum(len(g.ids) for g in generations)))
+
+    async def _generate(self, job: Job, on_token: OnToken | None) -> list[Generation]:
+        """One generation a choice: those of the first prompt, then those of the next."""
+
+        async def one(place: int, request: Request) -> list[Generation]:
+            if on_token is None:
+                return await self.sampler.generate(request)
+            return await self.sampler.generate(
+                request, lambda i, token, logprob: on_token(place * job.n + i, token, logprob)
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(*pair)) for pair in enumerate(job.requests)]
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+        generations = [generation for task in tasks for generation in task.result()]
+        if any(generation.finish == "abort" for generation in generations):
+            raise RunError("the request was aborted")
+        return generations
+
+
+async def _emit_some(emit: Emit, chunk: dict[str, Any] | None) -> None:
+    if chunk is not None:
+        await emit(chunk)
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits until it is over; whatever it raised has been told before."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+async def while_connected(
+    disconnected: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]
+) -> T:
+    """Does the work as long as the client is there; else cancels it and raises ClientGone."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(disconnected)
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await end(watch)
+        await end(task)
