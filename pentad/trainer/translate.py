@@ -53,9 +53,14 @@ def engine_settings(
     temperature: float,
     total_steps: int,
     max_row_tokens: int,
+    pp: int = 1,
 ) -> EngineSettings:
-    """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller."""
+    """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller.
+
+    `pp` counts the pipeline ranks of the layout.
+    """
     archon, optimizer = model.archon, model.optimizer
+    policy = archon.reshard_after_forward_policy
     is_cuda = device.type == "cuda"
     budget = model.mb_spec.max_tokens_per_mb
     budget = budget or default_microbatch_tokens(max_row_tokens, device.type)
@@ -71,6 +76,9 @@ def engine_settings(
         ac_mode=_block_ac_mode(archon.ac_mode),
         ac_selective=archon.ac_selective or "op",
         compile=archon.enable_compile is True or (archon.enable_compile == "auto" and is_cuda),
+        reshard_after_forward=pp == 1 if policy == "default" else policy == "always",
+        pp_schedule=archon.pp_schedule,
+        stages_per_rank=archon.stages_per_rank,
         deterministic=archon.use_deterministic_algorithms,
         tag_memory="host" if saves_memory else "device",
         optimizer=OptimizerSettings(

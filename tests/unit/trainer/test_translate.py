@@ -57,6 +57,25 @@ def test_engine_settings_follow_the_config():
     assert made.compute_dtype == "float32" and not made.compile
 
 
+@pytest.mark.parametrize(
+    ("policy", "pp", "reshards"),
+    [("default", 1, True), ("default", 2, False), ("always", 2, True), ("never", 1, False)],
+)
+def test_the_pipeline_reaches_the_engine(policy, pp, reshards):
+    config = config_of(
+        "actor.archon.pp_schedule=ZBV", f"actor.archon.reshard_after_forward_policy={policy}"
+    )
+    made = engine_settings(
+        config.actor,
+        torch.device("cpu"),
+        temperature=1.0,
+        total_steps=1,
+        max_row_tokens=50,
+        pp=pp,
+    )
+    assert made.pp_schedule == "ZBVZeroBubble" and made.reshard_after_forward is reshards
+
+
 def test_switches_reach_the_algorithm():
     settings = algorithm_settings(config_of("use_tis=true", "use_kl_loss=true"))
     assert settings.correction == "tis"
