@@ -15,8 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pentad.ops.experts import sort_pairs, sum_rows, take_rows, take_weights
 from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
+
+Experts = Callable[[Tensor, Tensor], Tensor]
+"""(rows sorted by expert, how many each has) to their results."""
 
 
 class CellDispatch:
@@ -30,27 +34,19 @@ class CellDispatch:
         self.num_experts = num_experts
 
     def __call__(
-        self,
-        x_TD: Tensor,
-        weights_Tk: Tensor,
-        chosen_Tk: Tensor,
-        experts: Callable[[Tensor, Tensor], Tensor],
+        self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts
     ) -> Tensor:
-        num_chosen = chosen_Tk.shape[1]
-        expert_N, order_N = chosen_Tk.flatten().sort(stable=True)
-        token_N = order_N // num_chosen
-        counts_R = torch.bincount(expert_N, minlength=self.num_experts)
-        sent_PE = counts_R.view(self.num_ep, -1).repeat_interleave(self.etp, dim=0)
+        pairs = sort_pairs(chosen_Tk, self.num_experts)
+        sent_PE = pairs.sizes_E.view(self.num_ep, -1).repeat_interleave(self.etp, dim=0)
         got_PE = self._swap_counts(sent_PE)
         # The one wait for the device: splits of an exchange are numbers of the host.
         sent, got = torch.stack([sent_PE.sum(1), got_PE.sum(1)]).tolist()
-        assert sum(sent) == len(order_N) * self.etp, "tokens were lost on the way to the experts"
-        x_MD = exchange(self._for_cell(x_TD[token_N], sent), self.cell, got, sent)
-        y_ND = self._from_cell(
-            exchange(self._run(x_MD, got_PE, experts), self.cell, sent, got), sent
-        )
-        y_ND = y_ND * weights_Tk.flatten()[order_N, None]
-        return torch.zeros_like(x_TD).index_add(0, token_N, y_ND.to(x_TD.dtype))
+        assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
+        x_MD = exchange(self._for_cell(take_rows(x_TD, pairs), sent), self.cell, got, sent)
+        y_MD = _run_here(x_MD, got_PE, experts)
+        y_ND = self._from_cell(exchange(y_MD, self.cell, sent, got), sent)
+        y_ND = y_ND * take_weights(weights_Tk, pairs)[:, None]
+        return sum_rows(y_ND, pairs).to(x_TD.dtype)
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:
         ones = [1] * self.cell.size
@@ -68,22 +64,14 @@ class CellDispatch:
         if self.etp == 1:
             return y_ND
         parts = y_ND.split(sent)
-        return torch.cat(
-            [
-                torch.stack(parts[start : start + self.etp]).sum(0)
-                for start in range(0, len(parts), self.etp)
-            ]
-        )
+        starts = range(0, len(parts), self.etp)
+        return torch.cat([torch.stack(parts[n : n + self.etp]).sum(0) for n in starts])
 
-    def _run(
-        self, x_MD: Tensor, got_PE: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Pairs lie by sender, then expert; the experts want them by expert."""
-        num_senders, num_held = got_PE.shape
-        expert_PE = torch.arange(num_held, device=x_MD.device).repeat(num_senders)
-        expert_M = torch.repeat_interleave(expert_PE, got_PE.flatten(), output_size=len(x_MD))
-        order_M = expert_M.argsort(stable=True)
-        y_MD = experts(x_MD[order_M], got_PE.sum(0))
-        back_M = torch.empty_like(order_M)
-        back_M[order_M] = torch.arange(len(order_M), device=x_MD.device)
-        return y_MD[back_M]
+
+def _run_here(x_MD: Tensor, got_PE: Tensor, experts: Experts) -> Tensor:
+    """Pairs lie by sender, then expert; the experts want them by expert."""
+    num_senders, num_held = got_PE.shape
+    expert_PE = torch.arange(num_held, device=x_MD.device).repeat(num_senders)
+    expert_M = torch.repeat_interleave(expert_PE, got_PE.flatten(), output_size=len(x_MD))
+    order = sort_pairs(expert_M[:, None], num_held)
+    return sum_rows(experts(take_rows(x_MD, order), order.sizes_E), order)

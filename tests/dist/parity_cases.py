@@ -74,17 +74,19 @@ def train_step(
     num_rows: int = 12,
     calls: int = 1,
     routes: list[Tensor] | None = None,
+    crowd: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it.
 
-    Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient.
+    Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient. A crowd
+    sends every token to the same few experts, so that most ranks have nothing to do.
     """
     engine = make(model, layout, loss, **settings)
     rows = make_rows(num_rows)
     chosen = engine.routes(rows) if model == "moe" else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
-        row.routes = given
+        row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given
     scored = engine.forward(rows)
     engine.begin_step()
     seen = []

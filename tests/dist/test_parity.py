@@ -33,7 +33,8 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
             assert a.keys() == b.keys()
             for name in a:
                 assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-4), (key, row, name)
-    assert mine["loss_sum"] == pytest.approx(true["loss_sum"], rel=1e-5)
+    # Terms of both signs: their sum is far smaller than what is rounded.
+    assert mine["loss_sum"] == pytest.approx(true["loss_sum"], rel=1e-5, abs=2e-4)
     assert len(mine["stats"]) == len(true["stats"])
     for a, b in zip(mine["stats"], true["stats"], strict=True):
         assert a == pytest.approx(b, rel=1e-4)
@@ -44,7 +45,7 @@ def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwar
         assert error < 1e-5, f"{name}: relative error {error:.2e}"
     assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-5)
     assert mine["result"].grad_norm > 0.5, "so the step was clipped"
-    assert mine["result"].loss == pytest.approx(true["result"].loss, rel=1e-5)
+    assert mine["result"].loss == pytest.approx(true["result"].loss, rel=1e-5, abs=2e-6)
     for name, weight in true["weights"].items():
         # A first AdamW step moves every weight by about lr = 1e-2, whatever its gradient: fp32
         # noise in a small gradient shows as a few percent of that.
@@ -139,6 +140,12 @@ CORNERS = {
         Layout(dp_shard=2, cp=2, ep=2),
         {"calls": 2, "max_tokens_per_mb": 60, "n_mbs": 2},
     ),
+    "all tokens to the experts of one rank": (
+        "moe",
+        Layout(tp=2, dp_shard=2, ep=4),
+        {"crowd": True},
+    ),
+    "all tokens to one expert cell": ("moe", Layout(cp=2, tp=2, ep=2, etp=2), {"crowd": True}),
     "full recomputation": ("moe", Layout(dp_shard=2, tp=2, ep=4), {"ac_mode": "full"}),
     "selective recomputation by op": ("moe", Layout(cp=2, tp=2, ep=2), {"ac_mode": "selective"}),
     "selective recomputation by layer": (
