@@ -28,6 +28,7 @@ from pentad.data.shuffle import epoch_order
 from pentad.data.tokenizer import Tokenizer
 
 ENCODE_AT_ONCE = 1024
+ROWS_TRIED = 1000
 TOO_LONG = "too_long"
 BAD_ROW = "bad_row"
 
@@ -93,6 +94,23 @@ class PromptStream:
         found = self._read(gid, index) if self.prompts is None else self.prompts[index]
         fields = dict(self.rows.row(found.row))
         return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch)
+
+    def first(self, num: int) -> list[Prompt]:
+        """The first `num` prompts, fewer where there are fewer, passing over rejected rows.
+        UserError if there is not one among the first thousand rows."""
+        found: list[Prompt] = []
+        rejected = ""
+        for gid in range(min(len(self), ROWS_TRIED)):
+            try:
+                found.append(self.prompt(gid))
+            except RejectedPrompt as error:
+                rejected = rejected or str(error)
+            if len(found) == num:
+                break
+        if not found:
+            where = f"{self.settings.columns.key}.path = {self.settings.path}"
+            raise UserError(Problem(where, f"no row of it can be a prompt: {rejected}"))
+        return found
 
     def steps_per_epoch(self, groups_per_batch: int) -> int:
         """Batches that draw every prompt of an epoch at least once."""
@@ -163,9 +181,13 @@ class PromptStream:
                     self.dropped[found.reason] += 1
         raise_first(problems)
         if not kept:
-            where = f"{self.settings.columns.key}.max_length = {self.settings.max_tokens}"
-            rule = f"all {len(self.rows)} prompts of {self.settings.path} are longer"
-            raise UserError(Problem(where, rule, "raise it"))
+            key, limit = self.settings.columns.key, self.settings.max_tokens
+            rule = f"all {len(self.rows)} prompts are longer than {limit} tokens"
+            remedy = (
+                f"{key}.max_length or the model's context less the tokens of an answer says so: "
+                "raise the one, or lower gconfig.max_new_tokens"
+            )
+            raise UserError(Problem(f"{key}.path = {self.settings.path}", rule, remedy))
         return kept
 
     def _tokenise(self, indices: Sequence[int]) -> list[_Tokenised | _Rejected]:

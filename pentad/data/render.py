@@ -87,7 +87,7 @@ def prompt_messages(row: Mapping[str, Any], columns: Columns) -> Messages:
 
 def render(messages: Messages, tokenizer: Tokenizer, *, for_answer: bool) -> str:
     try:
-        return tokenizer.render(messages, for_answer=for_answer)
+        return whole_text(tokenizer.render(messages, for_answer=for_answer))
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise BadRow(f"the chat template refuses it: {error}") from error
 
@@ -99,7 +99,18 @@ def text_of(row: Mapping[str, Any], name: str, columns: Columns) -> str:
         looks_like_chat = isinstance(value, list) and value and isinstance(value[0], dict)
         remedy = f"set {columns.key}.messages_key: {name}" if looks_like_chat else ""
         raise BadRow(f'"{name}" holds a {kind}, not text', remedy)
-    return value
+    return whole_text(value)
+
+
+def whole_text(text: str) -> str:
+    """The text, unless it has half of a surrogate pair, which JSON can write and no tokenizer
+    reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        rule = f"character {error.start + 1} is half of a surrogate pair, which is no text"
+        raise BadRow(rule) from error
+    return text
 
 
 def messages_of(row: Mapping[str, Any], name: str, columns: Columns) -> Messages:

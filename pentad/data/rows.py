@@ -183,8 +183,10 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(Problem(where, f"not UTF-8 (byte {error.start} of the line)")) from error
     except json.JSONDecodeError as error:
-        rule = f"not JSON: {error.msg} at column {error.colno}"
+        rule = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         raise UserError(Problem(where, rule, "one JSON object a line")) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+        raise UserError(Problem(where, f"cannot be read: {error}")) from error
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise UserError(Problem(where, f"holds a {kind}", "one JSON object a line"))

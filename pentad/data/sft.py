@@ -119,9 +119,10 @@ class SftDataset:
                     kept.append(example)
         raise_first(problems)
         if not kept:
-            where = f"{self.settings.columns.key}.max_length = {self.settings.max_tokens}"
-            rule = f"all {len(rows)} examples of {self.settings.path} are longer"
-            raise UserError(Problem(where, rule, "raise it"))
+            key, limit = self.settings.columns.key, self.settings.max_tokens
+            rule = f"all {len(rows)} examples are longer than {limit} tokens"
+            remedy = f"{key}.max_length or the model's context says so: raise the one, or cut them"
+            raise UserError(Problem(f"{key}.path = {self.settings.path}", rule, remedy))
         return kept
 
     def _example(self, rows: Rows, index: int) -> _Example:

@@ -35,7 +35,7 @@ from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import OpenRun, RunSummary, checkpoint_path, count_steps, open_run
 from pentad.trainer.saver import Saver
 from pentad.trainer.scheduler import Scheduler
-from pentad.trainer.selftest import run_selftest, tolerance_of
+from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag
@@ -129,11 +129,10 @@ class Assembly:
             lambda: take_snapshot(0, self.learner.iter_weights(), copy=False)
         )
         published = await self.publisher.publish(snapshot)
-        stream = self.checked.stream
         found = await run_selftest(
             self.learner,
             [self.sampler],
-            [stream.prompt(gid).ids for gid in range(min(3, len(stream)))],
+            [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
             temperature=self.params.temperature,
             weights_digest=published.digest,
             tolerance=tolerance_of(compute_dtype(self.config.actor, self.device)),
@@ -194,6 +193,9 @@ class Assembly:
         return Scheduler(state, rollout, train, publish, watchdog)
 
     def _after_step(self, trained: TrainedBatch) -> None:
+        for step in [*trained.result.steps, *trained.result.critic_steps]:
+            if step.skipped:
+                log.warning("step %d: nothing was updated: %s", trained.batch + 1, step.reason)
         with trained.timer.phase("save"):
             for saver in self.savers:
                 saver.after_step(trained.batch)

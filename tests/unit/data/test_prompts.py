@@ -92,7 +92,7 @@ def test_streaming_rejects_broken_rows_with_their_line(open_stream, tmp_path):
 
 
 def test_all_prompts_too_long_is_refused(open_stream):
-    with pytest.raises(UserError, match="train_dataset.max_length = 0: all 20 prompts"):
+    with pytest.raises(UserError, match="all 20 prompts are longer than 0 tokens"):
         open_stream(max_tokens=0)
 
 
@@ -232,3 +232,17 @@ def test_epoch_orders_are_uniform_and_never_change_between_releases():
         counts[np.arange(5), epoch_order(5, seed, 0)] += 1
     # 25 cells of 800 expected, standard deviation about 25: six of them is a sure bound.
     assert np.abs(counts - 800).max() < 150
+
+
+def test_half_a_surrogate_pair_is_a_bad_row(open_stream):
+    with pytest.raises(UserError, match=r"train.jsonl:2: character 2 is half of a surrogate pair"):
+        open_stream([{"prompt": "fine"}, {"prompt": "a\ud800b"}])
+
+
+def test_the_first_prompts_pass_over_rejected_rows(open_stream):
+    rows = [{"oops": 1}, {"prompt": "a"}, {"prompt": 5}, {"prompt": "b"}]
+    stream = open_stream(rows, streaming=True, shuffle=False)
+    assert [prompt.text for prompt in stream.first(3)] == ["a", "b"]
+    assert [prompt.text for prompt in stream.first(1)] == ["a"]
+    with pytest.raises(UserError, match=r"no row of it can be a prompt: .*train.jsonl:1"):
+        open_stream([{"oops": 1}], streaming=True).first(3)

@@ -193,3 +193,11 @@ def test_without_pyarrow_the_remedy_is_named(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "parquet files need pyarrow; pip install pentad[parquet]." in done.stdout
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000])
+def test_values_that_break_the_parser_are_bad_rows(tmp_path, value):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": {value}}}\n')
+    with pytest.raises(UserError, match=r"rows.jsonl:2: cannot be read"):
+        open_rows(str(path))
