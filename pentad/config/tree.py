@@ -42,6 +42,10 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: dict[str, int] = {}
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a word", key.start_mark
+                )
             if key.value in seen and key.value != "<<":
                 raise yaml.constructor.ConstructorError(
                     None, None, f'key "{key.value}" is given twice', key.start_mark
@@ -114,23 +118,33 @@ def _read_file(path: Path, tree: Tree) -> None:
     except UnicodeDecodeError:
         tree.problems.append(Problem(where, "is not UTF-8 text", "give the path of a YAML file"))
         return
-    loader = Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return
-        _note_lines(node, path.name, (), tree.sources)
-        values = loader.construct_document(node)
+        values = _parse(text, path.name, tree.sources)
     except yaml.YAMLError as error:
         tree.problems.append(_syntax_problem(str(path), error))
         return
-    finally:
-        loader.dispose()
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+        tree.problems.append(Problem(where, f"cannot be read: {error}"))
+        return
+    if values is None:
+        return
     if not isinstance(values, dict):
         rule = f"holds a {type(values).__name__}, not a mapping of keys"
         tree.problems.append(Problem(where, rule, "write lines such as `actor: {path: models/x}`"))
         return
     tree.values = _with_text_keys(values)
+
+
+def _parse(text: str, name: str, sources: dict[str, str]) -> Any:
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _note_lines(node, name, (), sources)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def _note_lines(node: Any, name: str, keys: Keys, sources: dict[str, str]) -> None:
@@ -150,7 +164,7 @@ def _note_lines(node: Any, name: str, keys: Keys, sources: dict[str, str]) -> No
 
 def _syntax_problem(where: str, error: yaml.YAMLError) -> Problem:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return Problem(where, f"is not YAML: {error}")
+        return Problem(where, f"is not YAML: {' '.join(str(error).split())}")
     mark = error.problem_mark
     context = f" {error.context}" if error.context else ""
     place = f"{where}, line {mark.line + 1}, column {mark.column + 1}"
@@ -171,6 +185,10 @@ def _apply_override(override: str, tree: Tree) -> None:
         reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
         remedy = "put quotes around text with special characters"
         tree.problems.append(Problem(where, f"the value is not YAML: {reason}", remedy))
+        tree.bad.add(key)
+        return
+    except (ValueError, RecursionError) as error:
+        tree.problems.append(Problem(where[:80], f"the value cannot be read: {error}"))
         tree.bad.add(key)
         return
     *outer, last = key.split(".")

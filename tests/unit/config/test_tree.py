@@ -180,3 +180,22 @@ def test_what_is_dumped_reads_back_equal(tmp_path_factory, values):
     tree = read_tree(path, [], {})
     assert tree.problems == []
     assert tree.values == values
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("? [a, b]\n: c\n", "a key must be a word"),
+        ("seed: \x01\n", "is not YAML: unacceptable character"),
+        ("seed: " + "9" * 5000, "cannot be read: Exceeds the limit"),
+        ("a: " + "[" * 3000 + "]" * 3000, "cannot be read: maximum recursion depth"),
+    ],
+)
+def test_text_that_breaks_the_reader_is_one_problem(tmp_path, text, rule):
+    (problem,) = read(tmp_path, text).problems
+    assert rule in str(problem) and "\n" not in str(problem)
+
+
+def test_an_override_that_breaks_the_reader_is_one_problem(tmp_path):
+    (problem,) = read(tmp_path, "", "seed=" + "9" * 5000).problems
+    assert "the value cannot be read" in str(problem)
