@@ -58,3 +58,11 @@ def test_certainty_on_a_solved_task_is_no_collapse():
 def test_a_small_mismatch_may_triple():
     first = {**FINE, "logprob_diff_mean": 1e-6}
     assert find_alarms([{**FINE, "logprob_diff_mean": 1e-3}] * WINDOW, first) == []
+
+
+def test_log_probs_of_stale_data_may_differ():
+    """With older weights on the sampler the gap is what was asked for, not a fault."""
+    stale = {**FINE, "logprob_diff_mean": 0.05, "staleness": {"0": 3, "1": 40}}
+    fresh = {**FINE, "staleness": {"0": 40}}
+    assert find_alarms([fresh] + [stale] * WINDOW, fresh) == []
+    assert find_alarms([fresh] + [{**stale, "staleness": {"0": 40}}] * WINDOW, fresh) != []
