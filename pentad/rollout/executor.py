@@ -163,7 +163,7 @@ class Executor:
         try:
             async with asyncio.timeout(self.settings.deadline_s) as deadline:
                 samples = await self.workflow.run(prompt, sampler, context)
-        except Exception as failure:
+        except (Exception, SystemExit) as failure:  # exit() in a workflow is its error, not an end
             cause = first_cause(failure)
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__

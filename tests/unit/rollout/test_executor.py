@@ -353,12 +353,14 @@ def test_a_workflow_may_train_a_part_of_what_was_sampled(scripted, build):
     assert [sample.num_sampled for sample in group.samples] == [1] * 4
 
 
-def test_a_workflow_that_raises_drops_its_group_with_the_error(scripted, build):
+@pytest.mark.parametrize("error", [LookupError("no such tool"), SystemExit(5)])
+def test_a_workflow_that_raises_drops_its_group_with_the_error(scripted, build, error):
     def raising(samples):
-        raise LookupError("no such tool")
+        raise error
 
     executor = build([scripted(draw)], Custom(raising), max_retries=0)
-    with pytest.raises(DataFailure, match="workflow_error: LookupError: no such tool"):
+    told = f"workflow_error: {type(error).__name__}: {error}"
+    with pytest.raises(DataFailure, match=told):
         asyncio.run(executor.rollout(prompt(3), 0))
 
 
