@@ -49,7 +49,10 @@ def _show(sentences: list[str], heading: str = "") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    sys.stdout.flush()  # what a pipe still holds must not come after the cause
+    if sys.stderr is None:  # closed by whoever started us: the log has the cause
+        return
+    if sys.stdout is not None:
+        sys.stdout.flush()  # what a pipe still holds must not come after the cause
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if heading:
         console.print(Text(heading, style="bold"))

@@ -109,15 +109,20 @@ def open_run_folder(
     `fresh`: what is there is moved to earlier/ first."""
     lock = _take_lock(path)
     try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         if fresh:
             _set_aside(path)
         manifest = _read_manifest(path)
         _check_same_config(path, manifest, config, config_digest)
         _check_steps(path, resume)
-        (path / "config.yaml").write_text(config_yaml)
-        (path / "README.md").write_text(readme(checkpoints))
+        (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        (path / "README.md").write_text(readme(checkpoints), encoding="utf-8")
         manifest = manifest or build_manifest(config, config_digest, seed)
         write_json(path / "manifest.json", manifest)
+    except OSError as error:
+        os.close(lock)
+        raise _unwritable(path, error) from error
     except BaseException:
         os.close(lock)
         raise
@@ -152,9 +157,7 @@ def _take_lock(path: Path) -> int:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        remedy = "set fileroot to a folder you may write to"
-        rule = f"cannot be written ({error.strerror})"
-        raise UserError(Problem(where, rule, remedy)) from error
+        raise _unwritable(path, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -162,9 +165,13 @@ def _take_lock(path: Path) -> int:
         os.close(lock)
         remedy = "wait for it, or choose another trial_name"
         raise UserError(Problem(where, f"another program runs in it ({holder})", remedy)) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return lock
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    remedy = "set fileroot to a folder you may write to, with free space"
+    rule = f"cannot be written ({error.strerror})"
+    return UserError(Problem(f"run folder = {path}", rule, remedy))
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:

@@ -28,11 +28,15 @@ class Evaluator:
         self.on_result = on_result
         self.last_version = last_version
         self.results: list[EvalResult] = []
+        self.asked = 0
+        """The last version that was asked about."""
 
     def is_due(self, version: int) -> bool:
         """The baseline before step 1, the end of the run, and whenever the frequency says so."""
-        due = self.frequency.is_due(version)
-        return due or version in (0, self.last_version)
+        # Versions that a newer one overtook on their way are never asked about by themselves.
+        due = [self.frequency.is_due(passed) for passed in range(self.asked + 1, version + 1)]
+        self.asked = version
+        return any(due) or version in (0, self.last_version)
 
     async def evaluate(self, version: int) -> EvalResult:
         started = time.monotonic()

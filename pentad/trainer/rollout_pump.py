@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 MAX_DRAWS_PER_SLOT = 50
 """A batch that needs more prompts than this per slot will never fill: the run stops."""
 
+REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
+"""What it means that a finished group was turned down."""
+
 
 class RolloutPump:
     """Keeps every open batch filled. A dropped group's slot goes to the next ordinal.
@@ -45,6 +48,10 @@ class RolloutPump:
         self.reject = reject
         self.max_groups = max_groups or state.budget.capacity_groups
         self.running = 0
+        self.succeeded = 0
+        self.failed = 0
+        self.last_failures: dict[str, str] = {}
+        """Reason of a drop -> what the latest one said."""
 
     async def run(self) -> None:
         rolling: set[asyncio.Task[None]] = set()
@@ -91,10 +98,24 @@ class RolloutPump:
             raise RunError(
                 f"batch {batch} drew {drawn} prompts for "
                 f"{self.state.budget.groups_per_batch} slots and is still not full; "
-                f"dropped so far: {ledger.funnel().dropped}"
+                f"dropped so far: {self._why_dropped()}"
             )
         room = self.max_groups - self.running
         return [ledger.admit(batch) for _ in range(min(room, ledger.num_missing(batch)))]
+
+    def _why_dropped(self) -> str:
+        """Counts and, of each reason, the latest words: the cause of a batch that never fills."""
+        told = []
+        for reason, count in self.state.ledger.funnel().dropped.items():
+            last = self.last_failures.get(reason)
+            told.append(f"{count} {reason}" + (f" ({last})" if last else ""))
+        return ", ".join(told)
+
+    def _give_up_if_hopeless(self, failure: Exception) -> None:
+        """When a whole batch of groups failed and none ever succeeded, more will not help."""
+        self.failed += 1
+        if not self.succeeded and self.failed >= self.state.budget.groups_per_batch:
+            raise RunError(f"all of the first {self.failed} groups failed; the last: {failure}")
 
     async def _roll(self, gid: int) -> None:
         """One group from prompt to ready, or dropped with its reason."""
@@ -102,15 +123,19 @@ class RolloutPump:
         try:
             attempt = ledger.start(gid)
             group = await self.executor.rollout(self.stream.prompt(gid), attempt)
+            self.succeeded += 1
             reason = self.reject(group)
             if reason is None:
                 self.state.store.put(group)
                 ledger.commit(gid, attempt)
             else:
+                self.last_failures[reason] = REJECTIONS.get(reason, "")
                 ledger.drop(gid, reason)
         except (DataFailure, RejectedPrompt) as failure:
             log.warning("group %d dropped: %s", gid, failure)
+            self.last_failures[failure.reason] = f"the last: {failure}"
             ledger.drop(gid, failure.reason)
+            self._give_up_if_hopeless(failure)
         except InfraFailure as failure:
             raise RunError(f"group {gid} could not be generated: {failure}") from failure
         finally:

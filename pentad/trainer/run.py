@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ import torch
 from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError, UserError
 from pentad.engine.flops import detect_peak_tflops
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import log_to
 from pentad.telemetry.manifest import describe_start
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
-from pentad.telemetry.screen import open_screen
+from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.records import StepRecorder
@@ -100,8 +102,17 @@ def open_run(
         )
         stack.callback(folder.close)
         stack.enter_context(log_to(folder.file("log.txt")))
+        stack.enter_context(logged_end())
         for note in notes:
             log.info("%s", note)
+        if num_steps < (config.total_train_steps or 0):
+            log.warning(
+                "total_train_steps = %d: the run ends after %d, which is total_train_epochs = %d; "
+                "raise that for more",
+                config.total_train_steps,
+                num_steps,
+                config.total_train_epochs,
+            )
         telemetry = config.telemetry
         sinks = build_sinks(
             folder.path,
@@ -111,7 +122,7 @@ def open_run(
         )
         recorder = Recorder(
             folder,
-            open_screen(title, num_steps),
+            start_screen(title, num_steps),
             sinks,
             samples_per_step=telemetry.samples_per_step,
             seed=config.seed,
@@ -127,6 +138,34 @@ def open_run(
             mfu_target=telemetry.mfu_target,
         )
         yield OpenRun(config, folder, recorder, steps, checkpoints, steps_per_epoch)
+
+
+@contextmanager
+def logged_end() -> Iterator[None]:
+    """How the run ended goes to its log too; a refusal of the operating system is a sentence."""
+    try:
+        yield
+    except OSError as error:
+        log.info("the run failed", exc_info=True)
+        raise RunError(f"the operating system refused: {error}") from error
+    except (UserError, RunError) as error:
+        log.info("the run ended: %s", error)
+        raise
+    except BaseException:
+        log.info("the run failed", exc_info=True)
+        raise
+    log.info("the run is complete")
+
+
+def start_screen(title: str, num_steps: int) -> Screen | None:
+    """None where nobody can look: a closed pipe or terminal is no reason not to train."""
+    if sys.stdout is None:
+        return None
+    try:
+        return open_screen(title, num_steps)
+    except OSError as error:
+        log.warning("the screen: %s; training goes on", error)
+        return None
 
 
 def digest_of_config(values: dict[str, Any]) -> str:

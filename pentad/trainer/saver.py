@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentad.core.errors import RunError
 from pentad.core.roles import Learner
 from pentad.trainer.frequency import Frequency
 
@@ -34,7 +35,10 @@ class Saver:
     def save(self, step: int) -> Path:
         folder = self.folder(step)
         if step != self.last_saved:
-            self.learner.save_hf(str(folder))
+            try:
+                self.learner.save_hf(str(folder))
+            except OSError as error:
+                raise RunError(f"{folder} could not be saved: {error}") from error
             self.last_saved = step
             log.info("saved %s", folder)
         return folder

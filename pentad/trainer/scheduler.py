@@ -54,7 +54,10 @@ class Scheduler:
                     await asyncio.gather(*pumps)
                     watching.cancel()
         except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+            cause = first_cause(failures)
+            if isinstance(cause, UserError):  # bad input, but too late for "nothing was started"
+                cause = RunError(str(cause))
+            raise cause from failures
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:

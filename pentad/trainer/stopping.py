@@ -1,4 +1,5 @@
-"""How a run is asked to stop: SIGINT and SIGTERM end it after the step in progress, saved."""
+"""How a run is asked to stop: SIGINT (ctrl-C), SIGTERM, and SIGHUP (the terminal was closed) end
+it after the step in progress, saved."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from types import FrameType
 
 from pentad.core.errors import RunError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded() -> list[signal.Signals]:
+    """The signals that stop a run: not those the starter has us ignore, as nohup does SIGHUP."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ def stop_flag() -> Iterator[StopFlag]:
             raise KeyboardInterrupt
         flag.reason = signal.Signals(number).name
 
-    for number in SIGNALS:
+    for number in heeded():
         try:
             before[number] = signal.signal(number, stop)
         except ValueError:  # not the main thread: the caller handles signals
@@ -63,7 +69,7 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         request_stop(name)
 
     handled = []
-    for number in SIGNALS:
+    for number in heeded():
         try:
             loop.add_signal_handler(number, stop, number.name)
         except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
