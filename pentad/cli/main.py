@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pentad.cli.errors import reporting
 from pentad.cli.recipe import Recipe, read_subject, takes_recipe
+
+if TYPE_CHECKING:
+    from pentad.trainer.run import RunSummary
 
 app = typer.Typer(
     name="pentad",
@@ -33,6 +36,11 @@ def show_version(wanted: bool) -> None:
 
         typer.echo(f"pentad {__version__}")
         raise typer.Exit
+
+
+def show_summary(summary: RunSummary) -> None:
+    typer.echo(f"{summary.num_steps} steps done. Records: {summary.records} (see its README.md)")
+    typer.echo(f"Model: {summary.model}")
 
 
 @app.callback()
@@ -55,7 +63,7 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
     config, notes = recipe.prepare("train")
     from pentad.trainer.assemble import run_train
 
-    run_train(config, notes, fresh)
+    show_summary(run_train(config, notes, fresh))
 
 
 @app.command()
@@ -66,7 +74,7 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
     config, notes = recipe.prepare("sft")
     from pentad.trainer.assemble import run_sft
 
-    run_sft(config, notes, fresh)
+    show_summary(run_sft(config, notes, fresh))
 
 
 @app.command()
@@ -264,6 +272,46 @@ def serve(
         limits=limits,
         drain_s=drain_s,
     )
+
+
+@app.command(name="verify-parallel")
+@reporting
+def verify_parallel(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL|RECIPE KEY=VALUE",
+            help="A model's folder, a public name, a family or a YAML file, then overrides.",
+        ),
+    ] = None,
+    world: Annotated[int | None, typer.Option(min=2, help="Number of ranks.")] = None,
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".'),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The model as it is, not made small.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and rows.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Run layouts here and compare each with one rank.
+
+    For example: pentad verify-parallel qwen3_moe --world 8 --layouts "d2p2t2 d1p2t2c2"
+    """
+    from pentad.cli.verify_parallel import run_verify_parallel
+
+    code = run_verify_parallel(
+        words or [],
+        world=world,
+        layouts=layouts,
+        full=full,
+        device=device,
+        seed=seed,
+        json=json,
+    )
+    raise typer.Exit(code)
 
 
 @app.command(name="verify-model")

@@ -23,7 +23,13 @@ from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summ
 from pentad.rollout.executor import Executor
 from pentad.rollout.rewards import RewardScorer
 from pentad.rollout.workflows import Workflow, load_workflow
-from pentad.trainer.preflight import Collector, valid_stream, vocabulary_problems
+from pentad.trainer.preflight import (
+    Collector,
+    answer_problems,
+    stop_problems,
+    valid_stream,
+    vocabulary_problems,
+)
 from pentad.trainer.translate import (
     compute_dtype,
     eval_params,
@@ -72,7 +78,9 @@ def check_eval(config: Config) -> Subject:
     stream = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
+        asked.problems += stop_problems(config, dims)
         stream = asked.ask(lambda: valid_stream(config, dims, tokenizer))
+        asked.problems += answer_problems(config, stream, config.valid_dataset)
     asked.settle()
     assert dims and tokenizer and workflow and stream, "a step failed without a word"
     return Subject(dims, tokenizer, stream, workflow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.stopping import StopFlag, stop_flag
 from pentad.trainer.translate import engine_settings, sft_settings, unbuilt_problems
+
+log = logging.getLogger(__name__)
 
 
 def run_sft(
@@ -155,6 +158,8 @@ def _train(
             learner.begin_step()
             learner.accumulate(rows, loss)
             result = learner.end_step()
+        if result.skipped:
+            log.warning("step %d: nothing was updated: %s", step + 1, result.reason)
         if held_out and (is_due.is_due(step + 1) or step + 1 == num_steps):
             with timer.phase("evaluate"):
                 evaluate(step + 1)
