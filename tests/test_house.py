@@ -23,7 +23,10 @@ LEVEL = {name: row for row, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "triton", "transformers", "ray", "sglang", "vllm", "numpy"}
 LIGHT = {"config"}
 NO_CONFIG = {name for row in (0, 2, 3, 4) for name in LAYERS[row]}
-OPTIONAL = {"ray", "vllm", "sglang", "boto3", "tensorboard", "wandb", "megatron", "pyarrow"}
+OPTIONAL = {
+    *("ray", "vllm", "sglang", "boto3", "tensorboard", "wandb", "megatron", "pyarrow"),
+    *("starlette", "uvicorn"),
+}
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:

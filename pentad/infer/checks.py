@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Request, SamplingParams
 
+MIN_TEMPERATURE = 1e-3
+"""Logits divided by less may leave the range of fp32, and one such request would fail them all."""
+MIN_TOP_P = 1e-6
+"""Less may be 0 in fp32, which keeps no token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -65,10 +70,12 @@ def prompt_problems(request: Request, limits: Limits) -> Iterator[Problem]:
 def params_problems(params: SamplingParams, limits: Limits) -> Iterator[Problem]:
     if params.max_new_tokens < 1:
         yield Problem(f"max_new_tokens = {params.max_new_tokens}", "must be at least 1")
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        yield Problem(f"temperature = {params.temperature}", "must be 0 (greedy) or positive")
-    if not 0 < params.top_p <= 1:
-        yield Problem(f"top_p = {params.top_p}", "must be above 0 and at most 1")
+    is_warm = math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE
+    if params.temperature != 0 and not is_warm:
+        rule = f"must be 0 (greedy) or at least {MIN_TEMPERATURE}"
+        yield Problem(f"temperature = {params.temperature}", rule)
+    if not MIN_TOP_P <= params.top_p <= 1:
+        yield Problem(f"top_p = {params.top_p}", f"must be at least {MIN_TOP_P} and at most 1")
     if params.top_k < 0:
         yield Problem(f"top_k = {params.top_k}", "must be 0 (no limit) or positive")
     for stop in params.stop_ids:

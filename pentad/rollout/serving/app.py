@@ -73,7 +73,9 @@ class Face:
             Route("/v1/completions", told(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", told(self.chat), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: unrouted})
+        return Starlette(
+            routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken}
+        )
 
     async def health(self, request: Request) -> Response:
         try:
@@ -253,6 +255,11 @@ def refused(error: ApiError) -> Response:
     if error.status in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not read
     return JSONResponse(error.body(), error.status, headers=headers)
+
+
+async def broken(request: Request, error: Exception) -> Response:
+    """A fault of the server's own; its traceback goes to the log."""
+    return refused(ApiError(f"the server failed: {error!r}", status=500, kind="server_error"))
 
 
 async def unrouted(request: Request, error: Exception) -> Response:

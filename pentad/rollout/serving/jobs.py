@@ -107,7 +107,7 @@ def build_job(
         max_new_tokens=max_new_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=max(body.top_k, 0),  # -1 is how some clients say no limit
+        top_k=min(max(body.top_k, 0), limits.vocab_size),  # -1 is some clients' word for no limit
         stop_ids=tuple(dict.fromkeys((*own_ends, *body.stop_token_ids))),
         stop_strings=body.stop_strings,
     )

@@ -6,9 +6,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 
 from pentad.core.errors import Problem, RunError, UserError
 
@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(
-    app: Starlette,
+    app: Callable[..., Any],
     listener: socket.socket,
     *,
     stop: asyncio.Event,

@@ -91,8 +91,8 @@ class Body(BaseModel):
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []

@@ -193,6 +193,10 @@ def test_a_model_without_weights_and_an_answer_without_room_are_refused(tmp_path
     done = pentad(model, "--data", data, "--reward", "numeric", "--max-new-tokens", 128)
     assert done.exit_code == 2
     assert "evaluator.max_new_tokens = 128: leaves no room for a prompt" in done.stderr
-    options = ["--reward", "numeric", "--max-new-tokens", 4, "--out", "/proc/nowhere/x"]
+    four = ["--max-new-tokens", 4]
+    done = pentad(model, "--data", data, "--reward", "numeric", "--answer-key", "gold", *four)
+    assert done.exit_code == 2
+    assert "valid_dataset.answer_key = gold: reward.fn = numeric compares with it" in done.stderr
+    options = ["--reward", "numeric", *four, "--out", "/proc/nowhere/x"]
     done = pentad(model, "--data", data, *options)
     assert (done.exit_code, "cannot be written" in done.stderr) == (2, True)
