@@ -97,34 +97,34 @@ def fill(
     """
     check(shards, weight_map, reader, has_heads=has_heads)
     check_tied(weight_map, reader)
+    direct = reader if isinstance(reader, DirectReader) else None
     used: set[str] = set()
     for name, entry in weight_map.entries.items():
         if name not in shards or _is_absent(entry, reader):
             continue
         shard = shards[name]
         for region in clip_all(entry.regions, shard.box):
-            _move(reader, region, target_block(shard.tensor, region))
+            block = target_block(shard.tensor, region)
+            if direct is not None and _is_in_order(region):
+                for dim in _extra_dims(region):
+                    block = block.unsqueeze(dim)
+                direct.read_into(region.source, region.source_box, block)
+            else:
+                piece = reader.read(region.source, region.source_box)
+                block.copy_(source_block(piece, _relative(region)))
             used.add(region.source)
     return len(used)
 
 
-def _move(reader: Reader, region: Region, target: Tensor) -> None:
-    """Fills a block of a target, which has the region's runs as dims."""
-    order = [run.source_dim for run in region.runs]
-    if isinstance(reader, DirectReader) and order == sorted(order):
-        shape = [stop - start for start, stop in region.source_box]
-        reader.read_into(region.source, region.source_box, _with_ones(target, order, shape))
-    else:
-        piece = reader.read(region.source, region.source_box)
-        target.copy_(source_block(piece, _relative(region)))
+def _is_in_order(region: Region) -> bool:
+    dims = [run.source_dim for run in region.runs]
+    return dims == sorted(dims)
 
 
-def _with_ones(target: Tensor, order: list[int], shape: list[int]) -> Tensor:
-    """The block with dims of size 1 where its source has dims without a run."""
-    for dim in range(len(shape)):
-        if dim not in order:
-            target = target.unsqueeze(dim)
-    return target
+def _extra_dims(region: Region) -> list[int]:
+    """Dims of the source in which the region has extent 1 without a run."""
+    dims = {run.source_dim for run in region.runs}
+    return [dim for dim in range(len(region.source_shape)) if dim not in dims]
 
 
 def _relative(region: Region) -> Region:
