@@ -26,7 +26,9 @@ try:
     from pentad.rollout.serving.server import bind, serve
 except ModuleNotFoundError as error:
     remedy = "pip install 'pentad[serve]'"
-    raise UserError(Problem("pentad serve", f"needs {error.name}", remedy)) from error
+    raise UserError(
+        Problem("pentad serve", f"needs {(error.name or '').partition('.')[0]}", remedy)
+    ) from error
 from pentad.rollout.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
