@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check bench docs clean
+.PHONY: setup demo test test-megatron check bench docs clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,16 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m dist
 endif
 
+# megatron-core has an environment of its own: it is what our folders are held against.
+MEGATRON := .venv-megatron
+$(MEGATRON)/.installed: constraints.txt
+	test -x $(MEGATRON)/bin/python || $(PYTHON) -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt megatron-core==0.16.1 psutil
+	touch $@
+
+test-megatron: setup $(MEGATRON)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/weights/test_megatron_core.py $(ARGS)
+
 check: setup
 	$(BIN)/ruff check pentad tests
 	$(BIN)/ruff format --check pentad tests
@@ -44,4 +54,4 @@ docs: setup
 	$(BIN)/python -m pentad.cli.reference docs
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -6,7 +6,7 @@ the layout are in modules of their own.
 
 from __future__ import annotations
 
-from pentad.config import algorithm_rules, needs
+from pentad.config import algorithm_rules, megatron_rules, needs
 from pentad.config.resolve import are_apart, parsed_allocation, pipeline_size
 from pentad.config.rule import Command, Rule, Rules
 from pentad.config.rules import check_layout
@@ -18,7 +18,7 @@ RULES = Rules()
 
 
 def all_rules() -> list[Rule]:
-    return [*needs.RULES.all, *RULES.all, *algorithm_rules.RULES.all]
+    return [*needs.RULES.all, *megatron_rules.RULES.all, *RULES.all, *algorithm_rules.RULES.all]
 
 
 def check(

@@ -30,9 +30,13 @@ def the_evaluated_model_has_weights(config: Config) -> Problem | None:
     return Problem(f"actor.path = {config.actor.path}", rule, remedy)
 
 
-@RULES.add("actor.path", "actor.init_from_scratch", commands=("train", "sft"))
+@RULES.add(
+    "actor.path", "actor.init_from_scratch", "actor.checkpoint_load_path", commands=("train", "sft")
+)
 def the_actor_is_a_model_folder(config: Config) -> Problem | None:
-    return _model_folder("actor.path", config.actor.path, config.actor.init_from_scratch)
+    actor = config.actor
+    has_other_weights = actor.init_from_scratch or actor.checkpoint_load_path is not None
+    return _model_folder("actor.path", actor.path, has_other_weights)
 
 
 @RULES.add("critic.path", "critic.init_from_scratch", "algorithm.name", commands=("train",))

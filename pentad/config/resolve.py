@@ -29,6 +29,7 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     _choose_offloading(draft)
     _choose_kl(draft)
     _choose_correction(draft)
+    _choose_start(draft)
     _choose_engine(draft, "actor", config.actor)
     if config.algorithm.name in WITH_CRITIC:
         _choose_engine(draft, "critic", config.critic)
@@ -154,6 +155,16 @@ def _choose_correction(draft: _Draft) -> None:
         draft.set("algorithm.correction", word, f"use_tis = {show(use_tis)}")
 
 
+def _choose_start(draft: _Draft) -> None:
+    """A converted checkpoint is what training starts from."""
+    convertor = draft.config.megatron.ckpt_convertor
+    if not draft.config.megatron.use_hf_ckpt or draft.config.actor.checkpoint_load_path is not None:
+        return
+    if convertor.save_path is not None:
+        why = "megatron.use_hf_ckpt = true"
+        draft.set("actor.checkpoint_load_path", convertor.save_path, why)
+
+
 def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     """Checkpointing, compile and microbatches as the pipeline schedule wants them."""
     archon = model.archon
@@ -192,6 +203,10 @@ def _without_effect(config: Config) -> list[str]:
     notes = []
     if config.actor.enable_tree_training:
         notes.append("actor.enable_tree_training = true: accepted, tree training is not built")
+    convertor = config.megatron.ckpt_convertor
+    if convertor.use_gpu_num > 0:
+        where = f"megatron.ckpt_convertor.use_gpu_num = {convertor.use_gpu_num}"
+        notes.append(f"{where}: without effect, converting is copying and done on the CPU")
     if config.num_data_storage_units > 1:
         count = config.num_data_storage_units
         notes.append(f"num_data_storage_units = {count}: without effect, groups stay in memory")

@@ -179,6 +179,9 @@ class ModelConfig(Section):
     public Qwen2.5 and Qwen3 models. For the critic, null means the actor's."""
     init_from_scratch: bool = False
     """Starts from random weights; only config.json and the tokenizer are read."""
+    checkpoint_load_path: str | None = None
+    """Megatron folder (torch_dist or legacy) that training starts from; `path` then gives only
+    config.json and the tokenizer. null: the weights in `path`."""
     dtype: ComputeDType = "auto"
     """Compute type. auto: bfloat16 on a GPU, float32 on a CPU."""
     param_dtype: DType = "float32"
@@ -197,6 +200,35 @@ class ModelConfig(Section):
     """The optimizer and its schedule."""
     archon: ArchonConfig = ArchonConfig()
     """The training engine."""
+
+
+class ConvertorConfig(Section):
+    model: str | None = None
+    """What the model is called; for the reader of the recipe."""
+    model_type: str | None = None
+    """Family of the model. null: the `model_type` of its config.json."""
+    hf_model_path: str | None = None
+    """HF folder that is converted. null: `actor.path`."""
+    save_path: str | None = None
+    """Folder of the converted checkpoint. A later run with the same source and sizes finds it."""
+    use_gpu_num: NonNegativeInt = 0
+    """Accepted and without effect: converting is copying, and done on the CPU."""
+    use_gpu_index: tuple[NonNegativeInt, ...] | None = None
+    """As `use_gpu_num`."""
+    process_num: Count = 1
+    """Processes that share the files to write."""
+    tensor_model_parallel_size: Count = 1
+    """Ranks each matrix is cut over."""
+    pipeline_model_parallel_size: Count = 1
+    """Ranks the layers are dealt to."""
+
+
+class MegatronConfig(Section):
+    use_hf_ckpt: bool = False
+    """Converts the HF model into a legacy Megatron checkpoint before the first run and starts
+    from that. Not needed for training, which reads HF folders as they are."""
+    ckpt_convertor: ConvertorConfig = ConvertorConfig()
+    """The conversion."""
 
 
 class ReferenceConfig(Section):
@@ -448,6 +480,8 @@ class Config(Section):
     """The model that is trained."""
     critic: ModelConfig = ModelConfig()
     """The value model of algorithms that have one."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Conversion to a Megatron checkpoint at the start; `pentad convert` does it by hand."""
     ref: ReferenceConfig = ReferenceConfig()
     """The reference model of the KL term."""
     teacher: TeacherConfig = TeacherConfig()

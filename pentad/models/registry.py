@@ -15,8 +15,9 @@ from pentad.core.dtypes import DTYPES
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.families import ConfigLike, dims_of, map_of, read_config, register, spec_of
+from pentad.models.sources import open_weights
 from pentad.weights import flow
-from pentad.weights.hf import SHARD_BYTES, HfFolder, save_folder
+from pentad.weights.hf import SHARD_BYTES, save_folder
 from pentad.weights.random import RandomReader
 
 __all__ = [
@@ -86,12 +87,12 @@ def initialise(model: Decoder, seed: int) -> None:
 
 
 def load_weights(model: Decoder, folder: str | Path, *, seed: int = 0) -> list[str]:
-    """Streams a HF folder into the model in place; each rank reads only what it holds.
+    """Streams a HF or Megatron folder into the model; each rank reads only what it holds.
 
     Returns the tensors that the folder lacks and that were initialised instead (value heads).
     """
     shards, weight_map = native_shards(model), map_of(model.dims)
-    reader = HfFolder(folder)
+    reader = open_weights(folder, model.dims)
     flow.fill(shards, weight_map, reader, has_heads=model.norm is not None)
     fresh = flow.missing_optional(shards, weight_map, reader)
     if fresh:

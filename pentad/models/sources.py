@@ -11,9 +11,7 @@ from pentad.models.families import map_of, spec_of
 from pentad.weights.flow import Reader
 from pentad.weights.hf import HfFolder
 from pentad.weights.map import sizes_of
-from pentad.weights.megatron.dist import DistFiles, read_dist
 from pentad.weights.megatron.folders import find_weights
-from pentad.weights.megatron.legacy import LegacyFiles, read_legacy
 from pentad.weights.megatron.stored import Column
 
 
@@ -34,6 +32,10 @@ def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = N
     found, kind = find_weights(Path(folder), checkpoint)
     if kind == "hf":
         return HfFolder(found)
+    # Here, since these import torch.distributed.checkpoint: a second that HF folders do without.
+    from pentad.weights.megatron.dist import DistFiles, read_dist
+    from pentad.weights.megatron.legacy import LegacyFiles, read_legacy
+
     if kind == "torch_dist":
         dist = DistFiles(found, dims)
         return read_dist(dist, column_of(dims, dist.vocab_rows))

@@ -26,6 +26,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.weights.flow import TensorInfo
 from pentad.weights.megatron.arguments import CHECKPOINT_VERSION, check_args, read_args
+from pentad.weights.megatron.folders import INDEX
 from pentad.weights.megatron.legacy import EMBEDDING, IGNORED
 from pentad.weights.megatron.pickles import load_metadata, load_rank_file, load_tensor
 from pentad.weights.megatron.reader import Held, MegatronReader
@@ -40,7 +41,7 @@ from pentad.weights.megatron.stored import (
 )
 from pentad.weights.regions import Box, Shape, box_shape, intersect, show
 
-INDEX, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+COMMON, FORMAT = "common.pt", "metadata.json"
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

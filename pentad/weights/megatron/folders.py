@@ -13,9 +13,10 @@ from typing import Literal
 from pentad.core.errors import Problem, UserError
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import SINGLE
-from pentad.weights.megatron.dist import INDEX
 from pentad.weights.megatron.layout import RANK_FOLDER
 
+INDEX = ".metadata"
+"""What makes a folder a torch_dist one."""
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 Kind = Literal["hf", "torch_dist", "legacy"]
@@ -55,7 +56,7 @@ def find_weights(folder: Path, name: str | None = None) -> tuple[Path, Kind]:
     if not names and (folder / TRACKER).is_file():
         raise UserError(Problem(str(folder), f"has {TRACKER}, but no checkpoint it could name"))
     if not names:
-        if (folder / SINGLE).exists() or (folder / HF_INDEX).exists():
+        if any((folder / file).exists() for file in (SINGLE, HF_INDEX, "config.json")):
             return folder, "hf"
         rule = "holds neither safetensors nor a Megatron checkpoint"
         raise UserError(Problem(str(folder), rule, "give a HF folder or a Megatron folder"))

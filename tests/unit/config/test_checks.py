@@ -41,6 +41,7 @@ BASE = ["actor.path={root}/model", "train_dataset.path={root}/data.jsonl", "rewa
 HELD_OUT = ["valid_dataset.path={root}/data.jsonl"]
 APART = ["allocation_mode=embedded:d1+archon:d1"]
 
+CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
 BROKEN = [
     ("a_model_is_named", "train", ["actor.path="], "actor.path", "is not set"),
     (
@@ -63,6 +64,48 @@ BROKEN = [
         ["actor.path={root}/no_weights"],
         "actor.path = {root}/no_weights",
         "actor.init_from_scratch",
+    ),
+    (
+        "a_conversion_knows_where_to",
+        "plan",
+        ["megatron.use_hf_ckpt=true"],
+        "megatron.ckpt_convertor.save_path",
+        "is not set",
+    ),
+    (
+        "a_conversion_knows_where_to",
+        "train",
+        [*CONVERT, "actor.checkpoint_load_path={root}/empty"],
+        "actor.checkpoint_load_path = {root}/empty",
+        "starts from save_path = {root}/mg",
+    ),
+    (
+        "a_conversion_knows_where_to",
+        "train",
+        ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/model"],
+        "megatron.ckpt_convertor.save_path = {root}/model",
+        "is the folder that is converted",
+    ),
+    (
+        "what_is_converted_is_there",
+        "train",
+        [*CONVERT, "megatron.ckpt_convertor.hf_model_path={root}/no_weights"],
+        "megatron.ckpt_convertor.hf_model_path = {root}/no_weights",
+        "no *.safetensors",
+    ),
+    (
+        "checkpoints_to_start_from_are_there",
+        "sft",
+        ["actor.checkpoint_load_path={root}/nope"],
+        "actor.checkpoint_load_path = {root}/nope",
+        "there is no such folder",
+    ),
+    (
+        "weights_have_one_origin",
+        "plan",
+        ["actor.init_from_scratch=true", "actor.checkpoint_load_path={root}/mg"],
+        "actor.init_from_scratch = true",
+        "gives the weights",
     ),
     (
         "the_critic_is_a_model_folder",
@@ -484,3 +527,16 @@ def test_problems_of_the_allocation_string_come_with_the_others(folders):
     temperature, allocation = map(str, caught.value.problems)
     assert temperature.startswith("gconfig.temperature = 0")
     assert allocation.endswith("    archon:d1q2\n             ^")
+
+
+def test_a_converted_checkpoint_is_what_training_starts_from(folders):
+    config, notes = prepare(None, overrides_for(folders, CONVERT), "train")
+    assert config.actor.checkpoint_load_path == f"{folders}/mg"
+    assert any("megatron.use_hf_ckpt = true" in note for note in notes)
+    again, _ = resolve(config)
+    assert again == config
+
+
+def test_a_megatron_checkpoint_needs_no_hf_weights(folders):
+    start = ["actor.path={root}/no_weights", "actor.checkpoint_load_path={root}/empty"]
+    prepare(None, overrides_for(folders, start), "train")
