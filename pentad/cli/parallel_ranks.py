@@ -1,0 +1,213 @@
+"""What `verify-parallel` runs: one training step, on one rank as the truth and on every layout.
+
+Gradients are read from the optimizer's first moment, which after one step from zero is a fixed
+share of the gradient that was applied: what is compared went the whole way of a real step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.core.layout import Layout
+from pentad.core.types import Row, StepResult
+from pentad.engine.engine import Engine, build_engine
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.models.exchange import gather_whole
+from pentad.rl.losses import SftLoss
+from pentad.runtime.join import device_of
+from pentad.runtime.rank import Rank
+
+OPTIMIZER = OptimizerSettings(lr=1e-3, beta1=0.9, gradient_clipping=None)
+MAX_LENGTH = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One step under one layout, against one rank where there is something to compare."""
+
+    loss: float
+    grad_norm: float
+    next_loss: float
+    """Of the same rows after the step."""
+    size_bytes: int
+    """On a GPU the peak of any rank; on a CPU weights, gradients and optimizer state of one."""
+    seconds: float
+    """Of the second step, when everything is warm."""
+    gradient_error: float = 0.0
+    """Of the worst tensor, as a share of its norm."""
+    worst: str = ""
+    routes_differ: float = 0.0
+    """Share of tokens and layers whose freely chosen experts are others than on one rank."""
+
+
+def make_rows(vocab_size: int, num_rows: int, max_length: int, seed: int) -> list[Row]:
+    """Rows of unequal lengths, some of their tokens not trained."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(num_rows):
+        length = int(torch.randint(max_length // 4, max_length + 1, (), generator=gen))
+        ids = torch.randint(0, vocab_size, (length,), generator=gen)
+        weights = (torch.rand(length, generator=gen) < 0.8).float()
+        weights[0], weights[-1] = 0, 1
+        rows.append(Row(ids, {"weights": weights}, float(weights.sum())))
+    return rows
+
+
+def measure_alone(payload: dict[str, Any]) -> Measured:
+    """The truth, on this process alone; leaves model and results in the payload's folder."""
+    torch.set_num_threads(1)  # as each rank has: tiny tensors, and times that can be compared
+    folder = Path(payload["folder"])
+    engine = _build(payload, {}, Layout(), device_of(Rank(), payload["device"]))
+    if payload["source"] is None:
+        _unsettle(engine, payload["seed"])
+        engine.save_hf(str(folder / "model"))
+    rows = _rows(payload, engine)
+    routes = engine.routes(rows) if engine.dims.num_experts else None
+    found, gradients = _step(engine, rows, routes)
+    torch.save({"gradients": dict(gradients), "routes": routes}, folder / "alone.pt")
+    return found
+
+
+def measure_layouts(rank: Rank, payload: dict[str, Any]) -> None:
+    """Each case in turn; rank 0 leaves what was found as case-N.json."""
+    # What libraries will do differently one day is not what is asked here.
+    warnings.simplefilter("ignore", FutureWarning)
+    folder = Path(payload["folder"])
+    truth = torch.load(folder / "alone.pt", mmap=True)
+    for number, case in payload["cases"]:
+        rank.report(number)
+        layout = Layout(**case["layout"])
+        engine = _build(payload, case["settings"], layout, device_of(rank, payload["device"]))
+        rows = _rows(payload, engine)
+        differ = 0.0
+        if truth["routes"] is not None:
+            differ = _share_of_other(engine.routes(rows), truth["routes"])
+        found, gradients = _step(engine, rows, truth["routes"])
+        error, worst = _worst_error(gradients, truth["gradients"])
+        if rank.rank == 0:
+            whole = {
+                **asdict(found),
+                "gradient_error": error,
+                "worst": worst,
+                "routes_differ": differ,
+            }
+            draft = folder / "case.draft"
+            draft.write_text(json.dumps(whole))
+            draft.replace(folder / f"case-{number}.json")
+        del engine, gradients
+
+
+def _build(
+    payload: dict[str, Any], settings: dict[str, Any], layout: Layout, device: torch.device
+) -> Engine:
+    source: Any = payload["source"] or payload["config"]
+    saved = Path(payload["folder"]) / "model"
+    is_fresh = payload["source"] is None and not saved.exists()
+    return build_engine(
+        source if payload["source"] or is_fresh else saved,
+        EngineSettings(optimizer=OPTIMIZER, **settings),
+        device=device,
+        layout=layout,
+        init_from_scratch=is_fresh,
+        seed=payload["seed"],
+    )
+
+
+@torch.no_grad()
+def _unsettle(engine: Engine, seed: int) -> None:
+    """Moves norms and biases off their equal start: exchanged ones would go unseen."""
+    gen = torch.Generator().manual_seed(seed)
+    for tensor in engine.tensors.values():
+        if tensor.ndim == 1:
+            tensor.add_(0.3 * torch.randn(tensor.shape, generator=gen).to(tensor))
+
+
+def _rows(payload: dict[str, Any], engine: Engine) -> list[Row]:
+    longest = min(MAX_LENGTH, engine.dims.max_position)
+    return make_rows(engine.dims.vocab_size, payload["num_rows"], longest, payload["seed"])
+
+
+def _step(
+    engine: Engine, rows: list[Row], routes: list[Tensor] | None
+) -> tuple[Measured, Iterator[tuple[str, Tensor]]]:
+    """Two steps measured, and the gradients of the first, whole, one after the other."""
+    for row, given in zip(rows, routes or (), strict=False):
+        row.routes = given
+    if engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+    first = _train(engine, rows)
+    moments = engine.state_dict()["optimizer"]["exp_avg"]
+    share = 1.0 / (1.0 - OPTIMIZER.beta1)
+    # Copied before the second step moves them.
+    kept = {name: moment.detach().clone() for name, moment in moments.items()}
+    gradients = ((name, gather_whole(moment).cpu() * share) for name, moment in kept.items())
+    start = time.perf_counter()
+    second = _train(engine, rows)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    seconds = time.perf_counter() - start
+    found = Measured(first.loss, first.grad_norm, second.loss, _size(engine), seconds)
+    return found, gradients
+
+
+def _train(engine: Engine, rows: list[Row]) -> StepResult:
+    engine.begin_step()
+    engine.accumulate(rows, SftLoss())
+    return engine.end_step()
+
+
+def _size(engine: Engine) -> int:
+    """Of the rank that holds most."""
+    if engine.device.type == "cuda":
+        size = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        moments = engine.state_dict()["optimizer"]
+        size = sum(x.numel() * x.element_size() for x in engine.tensors.values())
+        size += sum(engine.tensors[n].numel() * 4 for n in moments["exp_avg"])  # gradients
+        size += sum(engine.tensors[n].numel() * 8 for n in moments["exp_avg"])  # both moments
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return size
+    largest = torch.tensor(size, device=engine.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _worst_error(
+    gradients: Iterator[tuple[str, Tensor]], truth: dict[str, Tensor]
+) -> tuple[float, str]:
+    """(largest error over all tensors and ranks, which tensor); every tensor must be somewhere."""
+    errors: dict[str, float] = {}
+    for name, gradient in gradients:
+        wanted = truth[name]
+        size = float(wanted.norm())
+        same = gradient.shape == wanted.shape
+        error = float((gradient - wanted).norm()) / max(size, 1e-30) if same else float("inf")
+        errors[name] = error if error == error else float("inf")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, errors)
+    merged: dict[str, float] = dict.fromkeys(truth, -1.0)
+    for one in everyone:
+        for name, error in one.items():
+            merged[name] = max(merged[name], error)
+    missing = [name for name, error in merged.items() if error < 0]
+    if missing:
+        return float("inf"), f"{missing[0]} (no rank has it)"
+    worst = max(merged, key=lambda name: merged[name])
+    return merged[worst], worst
+
+
+def _share_of_other(mine: list[Tensor], truth: list[Tensor]) -> float:
+    """The last token of a row leads to nothing, so its experts do not count."""
+    a = torch.cat([routes[:-1] for routes in mine]).sort(-1).values
+    b = torch.cat([routes[:-1] for routes in truth]).sort(-1).values
+    return float((a != b).any(-1).float().mean())
