@@ -203,11 +203,12 @@ def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
         "original_max_position_embeddings", dims.max_position
     )
     limit = int(max(dims.max_position, stretched))
-    if (prompt or 0) + answer > limit:
+    least = prompt or 1  # a prompt has at least one token
+    if least + answer > limit:
         where = f"gconfig.max_new_tokens = {answer}"
-        given = f"train_dataset.max_length = {prompt} and " if prompt else ""
-        rule = f"{given}the answer exceed the model's {limit} positions"
-        yield Problem(where, rule, f"use at most {max(limit - (prompt or 0), 1)}")
+        given = f" and a prompt of train_dataset.max_length = {prompt}" if prompt else ""
+        rule = f"the answer{given} does not fit the model's {limit} positions"
+        yield Problem(where, rule, f"use at most {max(limit - least, 1)}")
 
 
 # What samples.

@@ -1,80 +1,14 @@
-"""A tiny model and task on disk, and runs through the public face."""
-
-import json
-from pathlib import Path
+"""A tiny model and task on disk."""
 
 import pytest
+from run_lab import Lab
 
-from pentad.config.load import prepare
-from pentad.core.device import pick_device
 from pentad.data.toy import write_model, write_task
-from pentad.telemetry.record import comparable
-from pentad.telemetry.steps import read_lines
-from pentad.trainer.assemble import run_sft, run_train
-
-
-class Lab:
-    """Runs recipes in a folder of their own."""
-
-    def __init__(self, task: Path, fileroot: Path):
-        self.task = task
-        self.fileroot = fileroot
-        self.count = 0
-
-    def train(self, *overrides: str, trial: str | None = None, fresh: bool = False):
-        self.count += 1
-        base = [
-            f"fileroot={self.fileroot}",
-            f"trial_name={trial or f'run{self.count}'}",
-            f"actor.path={self.task / 'model'}",
-            "actor.init_from_scratch=true",
-            "actor.gradient_checkpointing=false",
-            "actor.optimizer.lr=1e-3",
-            f"train_dataset.path={self.task / 'train.jsonl'}",
-            "train_dataset.batch_size=4",
-            "gconfig.n_samples=4",
-            "gconfig.max_new_tokens=6",
-            "reward.fn=sort_digits",
-            "total_train_steps=3",
-        ]
-        names = {entry.partition("=")[0] for entry in overrides}
-        kept = [entry for entry in base if entry.partition("=")[0] not in names]
-        config, notes = prepare(None, [*kept, *overrides], "train")
-        return run_train(config, notes, fresh=fresh, device="cpu")
-
-    def sft(self, *overrides: str):
-        self.count += 1
-        config, notes = prepare(
-            None,
-            [
-                f"fileroot={self.fileroot}",
-                f"trial_name=sft{self.count}",
-                f"actor.path={self.task / 'model'}",
-                "actor.init_from_scratch=true",
-                "actor.gradient_checkpointing=false",
-                "actor.optimizer.lr=1e-2",
-                f"train_dataset.path={self.task / 'sft.jsonl'}",
-                "train_dataset.batch_size=8",
-                *overrides,
-            ],
-            "sft",
-        )
-        return run_sft(config, notes, device="cpu")
-
-
-def steps_of(summary):
-    return read_lines(summary.records / "steps.jsonl")
-
-
-def values_of(summary):
-    """The records without timings and memory, as text: equal runs give equal text."""
-    return [json.dumps(comparable(record), sort_keys=True) for record in steps_of(summary)]
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
-    assert pick_device("cpu").type == "cpu"
     write_model(folder / "model")
     write_task(folder, seed=5, num_train=64, num_sft=64, num_valid=16)
     return folder

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import steps_of, values_of
+from run_lab import steps_of, values_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from conftest import steps_of, values_of
+from run_lab import steps_of, values_of
 
 from pentad.core.errors import RunError, UserError
 from pentad.telemetry.recorder import Recorder

@@ -1,0 +1,67 @@
+"""Runs of tiny recipes through the public face, and what they left."""
+
+import json
+from pathlib import Path
+
+from pentad.config.load import prepare
+from pentad.telemetry.record import comparable
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.assemble import run_sft, run_train
+
+
+class Lab:
+    """Runs recipes in a folder of their own."""
+
+    def __init__(self, task: Path, fileroot: Path):
+        self.task = task
+        self.fileroot = fileroot
+        self.count = 0
+
+    def train(self, *overrides: str, trial: str | None = None, fresh: bool = False):
+        self.count += 1
+        base = [
+            f"fileroot={self.fileroot}",
+            f"trial_name={trial or f'run{self.count}'}",
+            f"actor.path={self.task / 'model'}",
+            "actor.init_from_scratch=true",
+            "actor.gradient_checkpointing=false",
+            "actor.optimizer.lr=1e-3",
+            f"train_dataset.path={self.task / 'train.jsonl'}",
+            "train_dataset.batch_size=4",
+            "gconfig.n_samples=4",
+            "gconfig.max_new_tokens=6",
+            "reward.fn=sort_digits",
+            "total_train_steps=3",
+        ]
+        names = {entry.partition("=")[0] for entry in overrides}
+        kept = [entry for entry in base if entry.partition("=")[0] not in names]
+        config, notes = prepare(None, [*kept, *overrides], "train")
+        return run_train(config, notes, fresh=fresh, device="cpu")
+
+    def sft(self, *overrides: str):
+        self.count += 1
+        config, notes = prepare(
+            None,
+            [
+                f"fileroot={self.fileroot}",
+                f"trial_name=sft{self.count}",
+                f"actor.path={self.task / 'model'}",
+                "actor.init_from_scratch=true",
+                "actor.gradient_checkpointing=false",
+                "actor.optimizer.lr=1e-2",
+                f"train_dataset.path={self.task / 'sft.jsonl'}",
+                "train_dataset.batch_size=8",
+                *overrides,
+            ],
+            "sft",
+        )
+        return run_sft(config, notes, device="cpu")
+
+
+def steps_of(summary):
+    return read_lines(summary.records / "steps.jsonl")
+
+
+def values_of(summary):
+    """The records without timings and memory, as text: equal runs give equal text."""
+    return [json.dumps(comparable(record), sort_keys=True) for record in steps_of(summary)]
