@@ -193,6 +193,20 @@ class Accumulated:
     """Per row, detached, token-aligned: logprobs, entropy, and values with a critic."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerBalance:
+    """How evenly the tokens of one step lay on the experts of one layer."""
+
+    layer: int
+    mean: float
+    """Tokens of an expert."""
+    std: float
+    """Over the experts of the layer; 0 when all had as many."""
+    max: float
+    num_idle: int
+    """Experts without a token."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one optimizer step did."""
@@ -206,6 +220,8 @@ class StepResult:
     num_microbatches: int
     reason: str = ""
     """Why it was skipped."""
+    balance: tuple[LayerBalance, ...] = ()
+    """Of every mixture layer of the model."""
 
 
 class Attend(Protocol):

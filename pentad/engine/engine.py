@@ -37,6 +37,7 @@ from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.state import present_all, take_all
 from pentad.engine.step import OpenStep
 from pentad.engine.tags import WeightTags, copy_all
+from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
 from pentad.models.registry import save_model
@@ -209,6 +210,7 @@ class Engine:
             raise RunError("this engine only scores: its settings have no optimizer")
         self.tags.require_actor("a step")
         self._drop_gradients()
+        self.passes.loads.reset()
         self.step = OpenStep()
 
     def _drop_gradients(self) -> None:
@@ -226,10 +228,12 @@ class Engine:
         check_routes(rows, self.dims)
         plan = self._plan(rows)
         microbatches = self._microbatches(plan, rows, loss.columns)
-        predicted, sums = self.passes.train(microbatches, loss, last=last)
-        loss_total, stats_total = add_up(sums, self.meshes)
         count = math.fsum(row.count for row in rows)
         num_tokens = sum(row.ids.numel() for row in rows)
+        for decoder in self.held.decoders:
+            scale_losses(decoder, count / max(num_tokens, 1))
+        predicted, sums = self.passes.train(microbatches, loss, last=last)
+        loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches, is_last=last)
         outputs_per_row = per_row(predicted, plan, rows, self.meshes)
@@ -244,8 +248,11 @@ class Engine:
         gradients = self._gradients()
         norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
+        loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
         if not reason:
             self._move(gradients, norm, step.count, lr)
+            for decoder in self.held.decoders:
+                move_biases(decoder, loads, self.settings.balance.bias_rate)
         self._drop_gradients()
         self.step = None
         self.num_steps += 1
@@ -258,6 +265,7 @@ class Engine:
             num_tokens=step.num_tokens,
             num_microbatches=step.num_microbatches,
             reason=reason,
+            balance=measure_balance(loads),
         )
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from pentad.core.roles import NamedTensors
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.wrap import wrap_model
+from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.registry import build_model, initialise, load_weights, map_of
@@ -44,7 +45,9 @@ class HeldModel:
         dtype = DTYPES[settings.param_dtype]
 
         def build(**stage: Any) -> Decoder:
-            return build_model(dims, device="meta", dtype=dtype, value_head=value_head, **stage)
+            model = build_model(dims, device="meta", dtype=dtype, value_head=value_head, **stage)
+            apply_balance(model, settings.balance)
+            return model
 
         self.face = build()
         """The whole model without memory: what is saved and published, by name and shape."""

@@ -15,6 +15,7 @@ from pentad.engine.batch import PackedRows
 from pentad.engine.outputs import Sums
 from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.ops.attention import build_attend
 from pentad.parallel.context import UlyssesAttend
@@ -24,6 +25,9 @@ from pentad.parallel.storage import reshard
 
 class Passes(Protocol):
     """How an engine computes. Every rank gets the same results, whatever it held of the model."""
+
+    loads: ExpertLoads
+    """Counts what `train` sends to the experts held here."""
 
     def forward(
         self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
@@ -50,6 +54,7 @@ class WholePasses:
         self.predictor = predictor
         self.settings = settings
         self.meshes = meshes
+        self.loads = ExpertLoads(predictor.decoder.dims, meshes.device)
 
     @torch.no_grad()
     def forward(
@@ -75,7 +80,9 @@ class WholePasses:
         sums: list[Sums] = []
         for packed in microbatches:
             with explain_memory("forward and backward", packed):
-                loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed))
+                routes: Routes = {}
+                loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
+                self.loads.add(routes)
                 loss_sum.backward()
             sums.append((loss_sum.detach(), stats))
             predicted.append(detach_all(named))
@@ -114,7 +121,9 @@ def run_part(
     if packed.routes_TLk is not None:
         mine_TLk = packed.routes_TLk.chunk(meshes.tp.size)[meshes.tp.rank]
         layers = [n for n in range(dims.num_layers) if dims.is_moe(n)]
-        routes = dict(zip(layers, mine_TLk.unbind(1), strict=True))
+        given_Tk = dict(zip(layers, mine_TLk.unbind(1), strict=True))
+        routes = {} if routes is None else routes
+        routes.update({n: given_Tk[n] for n in given_Tk if str(n) in part.decoder.layers})
     given = packed.ids_T if hidden_TD is None else hidden_TD
     result: Predicted | Tensor = part(given, packed.positions_T, packed.labels_T, attend, routes)
     return result

@@ -19,6 +19,7 @@ from pentad.engine.outputs import NAMES, Sums
 from pentad.engine.passes import apply_loss, detach_all, explain_memory, run_part
 from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.parallel.collectives import reduce_ranks
 from pentad.parallel.mesh import Axis, Meshes
@@ -44,6 +45,7 @@ class PipelinedPasses:
         self.settings = settings
         self.meshes = meshes
         self.dims = parts[0].decoder.dims
+        self.loads = ExpertLoads(self.dims, meshes.device)
 
     def forward(
         self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
@@ -75,7 +77,9 @@ class PipelinedPasses:
 
         def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
             with explain_memory("forward and backward", packed[mb]):
-                out = self._run(position, packed[mb], hidden_TD, None)
+                routes: Routes = {}
+                out = self._run(position, packed[mb], hidden_TD, routes)
+                self.loads.add(routes)
                 if isinstance(out, Tensor):
                     return out
                 loss_sum, stats, named = apply_loss(packed[mb], loss, out)

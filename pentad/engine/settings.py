@@ -7,6 +7,7 @@ from typing import Literal
 
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
+from pentad.models.balance import BalanceSettings
 
 __all__ = ["DTYPES", "DType", "EngineSettings", "OptimizerSettings"]
 DType = Literal["float32", "bfloat16", "float64"]
@@ -88,6 +89,8 @@ class EngineSettings:
     """Bitwise repeatable, or torch refuses with the name of the operation."""
     tag_memory: Literal["host", "device"] = "host"
     """Where weights saved as tags lie."""
+    balance: BalanceSettings = field(default_factory=BalanceSettings)
+    """What keeps the experts of a mixture equally busy."""
     optimizer: OptimizerSettings | None = field(default_factory=OptimizerSettings)
     """None: the engine only scores."""
 

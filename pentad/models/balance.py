@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.types import LayerBalance
 from pentad.models.decoder import Decoder
 from pentad.models.families import map_of
 from pentad.models.moe import Moe, Router, Routes
@@ -93,27 +95,27 @@ def scale_losses(model: Decoder, count_per_token: float) -> None:
 class ExpertLoads:
     """Pairs that each expert of each layer was given, summed over the passes of a step."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-        self.by_layer: dict[int, Tensor] = {}
+    def __init__(self, dims: ModelDims, device: torch.device) -> None:
+        self.layers = [layer for layer in range(dims.num_layers) if dims.is_moe(layer)]
+        shape = (dims.num_layers, dims.num_experts)
+        # Of all layers, wherever they are held, so that ranks can add up their tables.
+        self.table_LR = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def add(self, routes: Routes) -> None:
         """Counts a pass; passes that compute again what was counted must not be given."""
         for layer, chosen_Tk in routes.items():
-            load_R = expert_load(chosen_Tk, self.num_experts)
-            known_R = self.by_layer.get(layer)
-            self.by_layer[layer] = load_R if known_R is None else known_R + load_R
+            self.table_LR[layer] += expert_load(chosen_Tk, self.table_LR.shape[1])
+
+    def reset(self) -> None:
+        self.table_LR.zero_()
 
     def take(self, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> dict[int, Tensor]:
-        """What was counted, made whole over ranks by `reduce`, and counts from zero again.
-
-        All ranks call `reduce` once, whatever they counted.
-        """
-        taken, self.by_layer = self.by_layer, {}
-        if not taken:
+        """What was counted, layer by layer, made whole over ranks by `reduce`; counts anew."""
+        if not self.layers:
             return {}
-        whole = reduce(torch.stack([taken[layer] for layer in sorted(taken)]))
-        return dict(zip(sorted(taken), whole.unbind(), strict=True))
+        whole_LR = reduce(self.table_LR.clone())
+        self.reset()
+        return {layer: whole_LR[layer] for layer in self.layers}
 
 
 @torch.no_grad()
@@ -125,26 +127,12 @@ def move_biases(model: Decoder, loads: Mapping[int, Tensor], rate: float) -> Non
             router.bias.add_((load_R.mean() - load_R).sign().to(router.bias), alpha=rate)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerBalance:
-    """How evenly the tokens of one step lay on the experts of one layer."""
-
-    layer: int
-    mean: float
-    """Tokens of an expert."""
-    std: float
-    """Over the experts of the layer; 0 when all had as many."""
-    max: float
-    num_idle: int
-    """Experts without a token."""
-
-
-def measure_balance(loads: Mapping[int, Tensor]) -> list[LayerBalance]:
+def measure_balance(loads: Mapping[int, Tensor]) -> tuple[LayerBalance, ...]:
     """Of every layer; waits for the device once."""
     if not loads:
-        return []
+        return ()
     table_LR = torch.stack([loads[layer] for layer in loads]).to("cpu", torch.float64)
-    return [
+    return tuple(
         LayerBalance(
             layer=layer,
             mean=float(load_R.mean()),
@@ -153,4 +141,4 @@ def measure_balance(loads: Mapping[int, Tensor]) -> list[LayerBalance]:
             num_idle=int((load_R == 0).sum()),
         )
         for layer, load_R in zip(loads, table_LR, strict=True)
-    ]
+    )

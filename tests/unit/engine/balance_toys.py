@@ -1,0 +1,72 @@
+"""A small mixture whose files have a place for the selection bias, and a step with it."""
+
+import dataclasses
+
+from engine_toys import CONFIG, PolicyLoss, make_rows
+
+from pentad.engine.engine import Engine, build_engine
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.models import qwen3_moe
+from pentad.models.balance import BalanceSettings
+from pentad.models.families import REGISTERED
+from pentad.weights.map import Rule
+
+MIXTURE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "mlp_only_layers": [1],
+}
+BIASED = dataclasses.replace(
+    qwen3_moe.SPEC,
+    rules=(
+        *qwen3_moe.SPEC.rules,
+        Rule(
+            "layers.{i}.ffn.router.bias",
+            "R",
+            "model.layers.{i}.mlp.gate.e_score_correction_bias",
+            qwen3_moe.is_moe,
+            init="zeros",
+            optional=True,
+        ),
+    ),
+)
+
+
+def make_mixture(layout=None, balance=None, **settings) -> Engine:
+    optimizer = OptimizerSettings(lr=1e-3, gradient_clipping=None)
+    chosen = EngineSettings(
+        optimizer=optimizer, balance=BalanceSettings(**(balance or {})), **settings
+    )
+    return build_engine(MIXTURE, chosen, layout=layout, init_from_scratch=True, seed=3)
+
+
+def register_biased() -> None:
+    REGISTERED["qwen3_moe"] = f"{__name__}:BIASED"
+
+
+def step(engine: Engine, num_rows: int = 12, calls: int = 1):
+    rows = make_rows(num_rows)
+    engine.begin_step()
+    cuts = [len(rows) * i // calls for i in range(calls + 1)]
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        engine.accumulate(rows[a:b], PolicyLoss(), last=b == len(rows))
+    return engine.end_step()
+
+
+def biases(engine: Engine) -> dict[str, list[float]]:
+    state = engine.state_dict()["model"]
+    return {name: x.tolist() for name, x in state.items() if name.endswith("router.bias")}
+
+
+def train_balanced(layout=None, steps: int = 3, **settings):
+    """What the tests over ranks compare: balance of every step, and the biases at the end."""
+    register_biased()
+    try:
+        engine = make_mixture(layout, {"bias_rate": 0.01}, **settings)
+        results = [step(engine) for _ in range(steps)]
+        return [result.balance for result in results], biases(engine)
+    finally:
+        del REGISTERED["qwen3_moe"]
