@@ -6,16 +6,8 @@ from pathlib import Path
 import pytest
 
 from pentad.cli import verify_parallel
-from pentad.cli.verify_parallel import (
-    Case,
-    choose_cases,
-    config_of,
-    engine_settings_of,
-    judge,
-    read_subject,
-    run_verify_parallel,
-    shrink,
-)
+from pentad.cli.parallel_cases import Case, choose_cases, config_of, read_subject, shrink
+from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
 from pentad.config.catalog import MODELS
 from pentad.core.dims import dims_from_hf
 from pentad.core.errors import UserError
