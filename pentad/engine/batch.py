@@ -100,6 +100,8 @@ class PackedRows:
     labels_T: Tensor
     columns: dict[str, Tensor]
     segments: PackedSegments
+    num_real: int = 0
+    """How many tokens of this share are no filling; they come first."""
     routes_TLk: Tensor | None = None
     """The experts of each token in each mixture layer, where the rows say them."""
 
@@ -217,6 +219,7 @@ def pack_rows(
         labels_T=send(labels_T),
         columns={name: send(x_T) for name, x_T in flat.items()},
         segments=PackedSegments(lengths_S, stop - start, cp),
+        num_real=min(max(num_real - start, 0), stop - start),
         routes_TLk=None if routes_TLk is None else send(routes_TLk),
     )
 

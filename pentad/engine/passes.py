@@ -82,7 +82,7 @@ class WholePasses:
             with explain_memory("forward and backward", packed):
                 routes: Routes = {}
                 loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
-                self.loads.add(routes)
+                self.loads.add(without_filling(routes, packed, self.meshes))
                 loss_sum.backward()
             sums.append((loss_sum.detach(), stats))
             predicted.append(detach_all(named))
@@ -127,6 +127,13 @@ def run_part(
     given = packed.ids_T if hidden_TD is None else hidden_TD
     result: Predicted | Tensor = part(given, packed.positions_T, packed.labels_T, attend, routes)
     return result
+
+
+def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Routes:
+    """The choices of this rank's tokens that rows brought."""
+    num_here = len(packed.ids_T) // meshes.tp.size
+    num_real = min(max(packed.num_real - meshes.tp.rank * num_here, 0), num_here)
+    return {layer: chosen_Tk[:num_real] for layer, chosen_Tk in routes.items()}
 
 
 def apply_loss(

@@ -16,7 +16,13 @@ from torch import Tensor
 from pentad.core.types import Loss
 from pentad.engine.batch import PackedRows
 from pentad.engine.outputs import NAMES, Sums
-from pentad.engine.passes import apply_loss, detach_all, explain_memory, run_part
+from pentad.engine.passes import (
+    apply_loss,
+    detach_all,
+    explain_memory,
+    run_part,
+    without_filling,
+)
 from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.models.balance import ExpertLoads
@@ -79,7 +85,7 @@ class PipelinedPasses:
             with explain_memory("forward and backward", packed[mb]):
                 routes: Routes = {}
                 out = self._run(position, packed[mb], hidden_TD, routes)
-                self.loads.add(routes)
+                self.loads.add(without_filling(routes, packed[mb], self.meshes))
                 if isinstance(out, Tensor):
                     return out
                 loss_sum, stats, named = apply_loss(packed[mb], loss, out)
