@@ -40,6 +40,7 @@ from pentad.runtime.report import (
 )
 
 HOST = "127.0.0.1"
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.05
 FOLLOW_S, SETTLE_S = 2.0, 0.3
 """After a failure, how long others may take to say what they saw; once a cause is known, less."""
@@ -60,9 +61,11 @@ class LaunchSettings:
     timeout_s: float = 600.0
     """Longest wait in a collective, and for the group to come together."""
     stall_s: float | None = None
-    """A group in which no rank reports a step for this long is ended; None: never."""
-    stop_s: float = 30.0
-    """How long ranks may take to leave after SIGINT or SIGTERM; a second signal ends them."""
+    """A group in which no rank reports a step for this long is ended; None: never. Until the
+    first step it may take `timeout_s`, if that is longer."""
+    stop_s: float = 120.0
+    """How long ranks may take to leave after a signal, which is passed on to them; a second one
+    ends them at once."""
     has_group: bool = True
     """Whether ranks join a process group (and import torch) before the function is called."""
 
@@ -191,9 +194,9 @@ class RankGroup:
     def watch(self) -> list[Any]:
         """Results of all ranks; raises as soon as one fails, hangs, or we are told to stop."""
         while True:
-            codes = [process.code for process in self.processes]
             if self.signals:
-                self._stop()
+                return self._stop(self.signals[0])
+            codes = [process.code for process in self.processes]
             if any(code not in (None, 0) for code in codes):
                 raise self._explain(self._gather())
             if all(code == 0 for code in codes):
@@ -211,8 +214,11 @@ class RankGroup:
     def _is_stalled(self) -> bool:
         if self.settings.stall_s is None:
             return False
-        newest = max(self.board.read(rank)[1] for rank in range(self.world))
-        return time.monotonic() - newest > self.settings.stall_s
+        seen = [self.board.read(rank) for rank in range(self.world)]
+        limit = self.settings.stall_s
+        if all(step is None for step, _ in seen):  # a model is read, a group comes together
+            limit = max(limit, self.settings.timeout_s)
+        return time.monotonic() - max(at for _, at in seen) > limit
 
     def _gather(self) -> list[Failure]:
         """All failures, after those that belong to the first had time to show."""
@@ -262,6 +268,8 @@ class RankGroup:
         cause = first_cause(failures)
         if cause.kind == "user":
             return UserError(cause.problems)
+        if cause.kind == "run" and [f.message for f in failures] == [cause.message] * self.world:
+            return RunError(cause.message)  # all say the same: it is no rank's own trouble
         sentence = f"{name_rank(cause.rank, self.world, cause.step)}: {cause.message}"
         shown = "\n".join(f"    {line}" for line in cause.lines)
         if cause.kind == "run" or not shown:
@@ -272,7 +280,8 @@ class RankGroup:
 
     @contextmanager
     def hearing_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are noted, and passed on by `watch`; only the main thread can."""
+        """Signals that ask to stop are noted, and passed on by `watch`; only in the main thread,
+        and not those that the starter has us ignore."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -280,17 +289,17 @@ class RankGroup:
         def note(number: int, frame: FrameType | None) -> None:
             self.signals.append(number)
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, note) for number in numbers}
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heard}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _stop(self) -> None:
-        """Passes a signal on, waits for the ranks to leave, and ends as the signal asks."""
-        number = self.signals[0]
+    def _stop(self, number: int) -> list[Any]:
+        """Passes a signal on and lets the ranks leave in their own way. What they return or say
+        then counts; if they say nothing, the program ends as the signal asks."""
         for process in self.processes:
             process.send(number)
         deadline = time.monotonic() + self.settings.stop_s
@@ -298,6 +307,11 @@ class RankGroup:
             if not any(process.is_running for process in self.processes):
                 break
             time.sleep(POLL_S)
+        if all(process.code == 0 for process in self.processes):
+            return [self._result(rank) for rank in range(self.world)]
+        failures = self._failures()
+        if any(f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures):
+            raise self._explain(failures)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)

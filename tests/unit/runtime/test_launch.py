@@ -192,6 +192,20 @@ def test_a_signal_is_passed_on_and_ranks_may_tidy_up(tmp_path, number, code):
     assert all((tmp_path / f"tidied-{rank}").exists() for rank in range(2))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("is_sorry", [False, True])
+def test_what_ranks_say_after_a_signal_counts(tmp_path, number, is_sorry):
+    main = program(tmp_path, "heed", {"folder": str(tmp_path), "is_sorry": is_sorry})
+    alive_notes(tmp_path)
+    main.send_signal(number)
+    out, _ = main.communicate(timeout=30)
+    if is_sorry:  # both say it, so no rank is named
+        sentence = f"RunError: stopped by signal {int(number)}, what was trained is saved\n"
+        assert (main.returncode, out) == (1, sentence)
+    else:
+        assert (main.returncode, out) == (0, f"[{int(number)}, {int(number)}]\n")
+
+
 def test_ranks_that_do_not_leave_are_ended_after_a_while(tmp_path):
     main = program(tmp_path, "ignore_signals", stop_s=0.5)
     pids = alive_notes(tmp_path)
