@@ -19,9 +19,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.weights.files import SafeFile
 from pentad.weights.flow import Reader, TensorInfo, source_block, target_block
 from pentad.weights.hf import INDEX as HF_INDEX
-from pentad.weights.hf import METADATA, HfFolder, bytes_of, read_header, write_file, write_json
+from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
 from pentad.weights.megatron.dist import Item, write_block, write_common, write_index
 from pentad.weights.megatron.layout import MegatronLayout
 from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
@@ -247,9 +248,9 @@ class HfOutput:
         path.parent.mkdir(parents=True, exist_ok=True)
         pairs = ((key, self._read(key, info)) for key, info in infos.items())
         written = write_file(path, pairs, infos, self.plan[name].metadata)
-        assert read_header(path) == infos, f"{path}: the header was not written as planned"
-        with safe_open(path, framework="pt", device="cpu") as file:
-            _check_back(path, written, {key: _sum(file.get_tensor(key)) for key in infos})
+        back = SafeFile(path)
+        assert back.infos == infos, f"{path}: the header was not written as planned"
+        _check_back(path, written, {key: back.checksum(key) for key in infos})
         return []
 
     def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:

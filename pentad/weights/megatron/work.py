@@ -133,7 +133,12 @@ def open_aside(target: Path, identity: str) -> Iterator[Path]:
         if not _is_free(lock):
             rule = "another conversion is writing it right now"
             raise UserError(Problem(str(target), rule, "wait for it to end"))
-        yield aside
+        try:
+            yield aside
+        except UserError:
+            if not any(aside.glob(f"**/{NOTES}/*.json")):  # nothing there to go on from
+                shutil.rmtree(aside)
+            raise
 
 
 def _aside_name(target: Path, identity: str) -> str:

@@ -134,10 +134,7 @@ def test_ranks_that_disagree_are_told(legacy):
         content["model"]["decoder.layers.1.self_attention.k_layernorm.weight"] += 1
 
     change(legacy, "mp_rank_01_000", spoil)
-    target = legacy.parent / "out"
-    with pytest.raises(UserError, match="ranks disagree: mp_rank_01_000:model:.*k_layernorm"):
-        run(legacy, target, "hf")
-    assert not target.exists()
+    assert re.search("ranks disagree: mp_rank_01_000:model:.*k_layernorm", refusal(legacy))
 
 
 def test_parts_of_differing_type_are_told(legacy):
@@ -207,8 +204,7 @@ def test_a_truncated_distcp_file_is_told(dist):
 def test_a_damaged_block_is_told(dist):
     path = dist / "release" / "__0_0.distcp"
     path.write_bytes(b"\0" * path.stat().st_size)
-    with pytest.raises(UserError, match="__0_0.distcp: is not a whole torch file"):
-        run(dist, dist.parent / "out", "hf")
+    assert "__0_0.distcp: is not a whole torch file" in refusal(dist)
 
 
 def rewrite_metadata(dist, edit):
@@ -325,8 +321,7 @@ def test_a_hostile_block_is_refused_and_not_run(dist, tmp_path):
     size = path.stat().st_size
     torch.save(Bomb(mark), path)
     path.write_bytes(path.read_bytes().ljust(size, b"\0"))
-    with pytest.raises(UserError):
-        run(dist, dist.parent / "out", "hf")
+    assert "__0_0.distcp" in refusal(dist)
     assert not mark.exists()
 
 
