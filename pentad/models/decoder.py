@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
-from pentad.models.layers import Attention, Mlp, Norm
+from pentad.models.layers import Attention, Embedding, Linear, Mlp, Norm
 from pentad.models.moe import Moe, Routes
 from pentad.models.rope import Rotary
 
@@ -66,16 +66,16 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.dims = dims
-        self.embed = nn.Embedding(dims.vocab_size, dims.hidden_size) if is_first else None
+        self.embed = Embedding(dims.vocab_size, dims.hidden_size) if is_first else None
         held = range(dims.num_layers) if layers is None else layers
         # Keyed by the global index: a stage's weights keep the names of the whole model.
         self.layers = nn.ModuleDict({str(i): Block(dims, i) for i in held})
         self.rotary = Rotary(dims)
         self.norm = Norm(dims.hidden_size, dims.norm_eps) if is_last else None
         is_own = is_last and lm_head and not (dims.tie_embeddings and is_first)
-        self.head = nn.Linear(dims.hidden_size, dims.vocab_size, bias=False) if is_own else None
+        self.head = Linear(dims.hidden_size, dims.vocab_size, bias=False) if is_own else None
         self.value_head = (
-            nn.Linear(dims.hidden_size, 1, bias=False) if is_last and value_head else None
+            Linear(dims.hidden_size, 1, bias=False) if is_last and value_head else None
         )
         self.has_lm_head = is_last and lm_head
         self.present: Callable[[str, Tensor], Tensor] = as_it_is

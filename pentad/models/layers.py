@@ -16,6 +16,20 @@ from pentad.core.types import Attend
 from pentad.models.rope import rotate
 
 
+class Linear(nn.Linear):
+    """Without weights of its own: they come from a folder or from `registry.initialise`."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: torch's random numbers on the meta device cost seconds, and mean nothing."""
+
+
+class Embedding(nn.Embedding):
+    """As `Linear`, without weights of its own."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Norm(nn.Module):
     """RMS norm over the last dim, in float32, with the weight applied in the input's dtype."""
 
@@ -50,7 +64,7 @@ class Mlp(nn.Module):
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         self.gate_up = GateUp(dims.hidden_size, dims.intermediate_size, dims.mlp_bias)
-        self.down = nn.Linear(dims.intermediate_size, dims.hidden_size, bias=dims.mlp_bias)
+        self.down = Linear(dims.intermediate_size, dims.hidden_size, bias=dims.mlp_bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TD)
@@ -66,10 +80,10 @@ class Attention(nn.Module):
         self.head_dim = dims.head_dim
         self.window = dims.window(layer)
         width, kv_width = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
-        self.q = nn.Linear(dims.hidden_size, width, bias=dims.qkv_bias)
-        self.k = nn.Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
-        self.v = nn.Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
-        self.o = nn.Linear(width, dims.hidden_size, bias=dims.out_bias)
+        self.q = Linear(dims.hidden_size, width, bias=dims.qkv_bias)
+        self.k = Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
+        self.v = Linear(dims.hidden_size, kv_width, bias=dims.qkv_bias)
+        self.o = Linear(width, dims.hidden_size, bias=dims.out_bias)
         self.q_norm = Norm(dims.head_dim, dims.norm_eps) if dims.qk_norm else None
         self.k_norm = Norm(dims.head_dim, dims.norm_eps) if dims.qk_norm else None
 
