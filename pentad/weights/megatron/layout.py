@@ -42,10 +42,6 @@ class MegatronLayout:
     stages: tuple[int, ...] = ()
     """Layers of each stage in the order of the model: stage v * pp + p is chunk v of rank p."""
 
-    @property
-    def num_layers(self) -> int:
-        return sum(self.stages)
-
     def layers(self, pp: int, chunk: int) -> range:
         """The layers, counted over the whole model, of one chunk of a pipeline rank."""
         stage = chunk * self.pp + pp

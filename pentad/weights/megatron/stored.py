@@ -7,7 +7,7 @@ the regions of its blocks; read, the blocks are found in the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -237,10 +237,3 @@ def extra_states(keys: Iterable[str], spelling: Spelling) -> list[str]:
         if kind == "linear_qkv" and spelling == "te":
             modules[module.removesuffix("linear_qkv") + "core_attention"] = None
     return [f"{module}.{EXTRA_STATE}" for module in modules]
-
-
-def by_key(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
-    out: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        out.setdefault(piece.key, []).append(piece)
-    return out
