@@ -48,8 +48,6 @@ class RolloutPump:
         self.reject = reject
         self.max_groups = max_groups or state.budget.capacity_groups
         self.running = 0
-        self.succeeded = 0
-        self.failed = 0
         self.last_failures: dict[str, str] = {}
         """Reason of a drop -> what the latest one said."""
 
@@ -111,19 +109,12 @@ class RolloutPump:
             told.append(f"{count} {reason}" + (f" ({last})" if last else ""))
         return ", ".join(told)
 
-    def _give_up_if_hopeless(self, failure: Exception) -> None:
-        """When a whole batch of groups failed and none ever succeeded, more will not help."""
-        self.failed += 1
-        if not self.succeeded and self.failed >= self.state.budget.groups_per_batch:
-            raise RunError(f"all of the first {self.failed} groups failed; the last: {failure}")
-
     async def _roll(self, gid: int) -> None:
         """One group from prompt to ready, or dropped with its reason."""
         ledger = self.state.ledger
         try:
             attempt = ledger.start(gid)
             group = await self.executor.rollout(self.stream.prompt(gid), attempt)
-            self.succeeded += 1
             reason = self.reject(group)
             if reason is None:
                 self.state.store.put(group)
@@ -135,7 +126,6 @@ class RolloutPump:
             log.warning("group %d dropped: %s", gid, failure)
             self.last_failures[failure.reason] = f"the last: {failure}"
             ledger.drop(gid, failure.reason)
-            self._give_up_if_hopeless(failure)
         except InfraFailure as failure:
             raise RunError(f"group {gid} could not be generated: {failure}") from failure
         finally:
