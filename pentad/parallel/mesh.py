@@ -83,7 +83,7 @@ class Meshes:
             shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp)
             ranks = ranks.view(*shape, num_heads, -1).permute(0, 3, 4, 1, 2)
             names = ("pp", "tp_heads", "tp_copies", "dp_replicate", "fsdp")
-            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
+            mesh = _device_mesh(self.device, ranks, names)
             self.copies[num_heads] = (mesh, _axis_of(mesh, "tp_copies"))
         return self.copies[num_heads]
 
@@ -122,15 +122,15 @@ def _ranks(layout: Layout) -> Tensor:
 
 def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
     pp, rep, fsdp = layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp
-    dense = DeviceMesh(
-        device.type,
+    dense = _device_mesh(
+        device,
         _ranks(layout).view(pp, rep, fsdp, layout.tp).permute(0, 3, 1, 2),
-        mesh_dim_names=("pp", "tp", "dp_replicate", "fsdp"),
+        ("pp", "tp", "dp_replicate", "fsdp"),
     )
-    expert = DeviceMesh(
-        device.type,
+    expert = _device_mesh(
+        device,
         _ranks(layout).view(pp, rep, layout.efsdp, layout.ep, layout.etp).permute(0, 3, 4, 1, 2),
-        mesh_dim_names=("pp", "ep", "etp", "dp_replicate", "efsdp"),
+        ("pp", "ep", "etp", "dp_replicate", "efsdp"),
     )
     inner = _ranks(layout).view(-1, layout.cp, layout.tp)
     batch = _ranks(layout).view(pp, rep * fsdp, layout.tp).transpose(1, 2)
@@ -149,6 +149,12 @@ def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
         dense=dense,
         expert=expert,
     )
+
+
+def _device_mesh(device: torch.device, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    # Laid out anew: torch 2.11 slices no dims whose strides rise, those of size 1 included.
+    ranks = ranks.flatten().view(ranks.shape)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
 
 def _axis_of(mesh: DeviceMesh, name: str) -> Axis:
