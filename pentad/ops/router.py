@@ -169,7 +169,8 @@ class _AddLoss(torch.autograd.Function):
         return grads[0], torch.ones_like(loss)
 
 
-# The kernels. One program takes BLOCK rows; a row of scores lies in registers.
+# The kernels. One program takes BLOCK rows; a row of scores lies in registers. They are called as
+# operators of torch's own, so that compilation and recomputation see them as such.
 
 
 def fused_route(
@@ -181,77 +182,11 @@ def fused_route(
     """`route` in two Triton kernels, one for each direction."""
     num_chosen, num_experts = rule.num_chosen, logits_TE.shape[1]
     assert num_chosen <= num_experts, f"{num_chosen} of {num_experts} experts cannot be chosen"
-    given = None if chosen_Tk is None else chosen_Tk.contiguous()
-    weights_Tk, chosen_Tk = _FusedRoute.apply(
-        logits_TE, bias_E, given, num_chosen, rule.score, rule.renormalise, rule.scale
+    is_softmax = rule.score == "softmax"
+    weights_Tk, own_Tk = torch.ops.pentad.route(
+        logits_TE, bias_E, chosen_Tk, num_chosen, is_softmax, rule.renormalise, rule.scale
     )
-    return weights_Tk, chosen_Tk
-
-
-class _FusedRoute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_TE: Tensor,
-        bias_E: Tensor | None,
-        given_Tk: Tensor | None,
-        num_chosen: int,
-        score: str,
-        renormalise: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        logits_TE = logits_TE.contiguous()
-        num_tokens, num_experts = logits_TE.shape
-        shape = (num_tokens, num_chosen)
-        weights_Tk = logits_TE.new_empty(shape, dtype=torch.float32)
-        chosen_Tk = given_Tk
-        if chosen_Tk is None:
-            chosen_Tk = torch.empty(shape, dtype=torch.int64, device=logits_TE.device)
-        ctx.options = {
-            "NUM_EXPERTS": num_experts,
-            "WIDE": triton.next_power_of_2(num_experts),
-            "NUM_CHOSEN": num_chosen,
-            "IS_SOFTMAX": score == "softmax",
-            "RENORMALISE": renormalise,
-            **_launch(num_experts),
-        }
-        ctx.scale = scale
-        if num_tokens:
-            _forward_kernel[(triton.cdiv(num_tokens, ctx.options["BLOCK"]),)](
-                logits_TE,
-                logits_TE if bias_E is None else bias_E,
-                chosen_Tk,
-                weights_Tk,
-                num_tokens,
-                scale,
-                HAS_BIAS=bias_E is not None,
-                IS_GIVEN=given_Tk is not None,
-                **ctx.options,
-            )
-        # Renormalised softmax weights are a softmax over the chosen alone: they say it all.
-        needs_logits = score == "sigmoid" or not renormalise
-        ctx.save_for_backward(weights_Tk, chosen_Tk, logits_TE if needs_logits else None)
-        ctx.mark_non_differentiable(chosen_Tk)
-        return weights_Tk, chosen_Tk
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights_Tk, chosen_Tk, logits_TE = ctx.saved_tensors
-        num_tokens = len(weights_Tk)
-        dlogits_TE = weights_Tk.new_empty((num_tokens, ctx.options["NUM_EXPERTS"]))
-        if num_tokens:
-            _backward_kernel[(triton.cdiv(num_tokens, ctx.options["BLOCK"]),)](
-                grads[0].contiguous(),
-                weights_Tk,
-                chosen_Tk,
-                weights_Tk if logits_TE is None else logits_TE,
-                dlogits_TE,
-                num_tokens,
-                ctx.scale,
-                CHOSEN_WIDE=triton.next_power_of_2(ctx.options["NUM_CHOSEN"]),
-                **ctx.options,
-            )
-        return dlogits_TE, None, None, None, None, None, None
+    return weights_Tk, own_Tk if chosen_Tk is None else chosen_Tk
 
 
 def _launch(num_experts: int) -> dict[str, int]:
@@ -379,3 +314,138 @@ if HAS_TRITON:
         # Threads of this program wrote the row; none may still be writing it below.
         tl.debug_barrier()
         tl.store(out_ptr + at, found, mask=is_pair)
+
+    def _options(num_experts: int, num_chosen: int, is_softmax: bool) -> dict[str, Any]:
+        return {
+            "NUM_EXPERTS": num_experts,
+            "WIDE": triton.next_power_of_2(num_experts),
+            "NUM_CHOSEN": num_chosen,
+            "IS_SOFTMAX": is_softmax,
+            **_launch(num_experts),
+        }
+
+    @torch.library.custom_op(
+        "pentad::route",
+        mutates_args=(),
+        schema="(Tensor logits, Tensor? bias, Tensor? given, int num_chosen, bool is_softmax, "
+        "bool renormalise, float scale) -> (Tensor, Tensor)",
+    )
+    def _route(
+        logits: Tensor,
+        bias: Tensor | None,
+        given: Tensor | None,
+        num_chosen: int,
+        is_softmax: bool,
+        renormalise: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """(weights, chosen); a given choice is not repeated, the second is then empty."""
+        num_tokens, num_experts = logits.shape
+        logits = logits.contiguous()
+        weights = logits.new_empty((num_tokens, num_chosen), dtype=torch.float32)
+        rows = num_tokens if given is None else 0
+        chosen = logits.new_empty((rows, num_chosen), dtype=torch.int64)
+        options = _options(num_experts, num_chosen, is_softmax)
+        if num_tokens:
+            _forward_kernel[(triton.cdiv(num_tokens, options["BLOCK"]),)](
+                logits,
+                logits if bias is None else bias.contiguous(),
+                chosen if given is None else given.contiguous(),
+                weights,
+                num_tokens,
+                scale,
+                HAS_BIAS=bias is not None,
+                IS_GIVEN=given is not None,
+                RENORMALISE=renormalise,
+                **options,
+            )
+        return weights, chosen
+
+    @_route.register_fake
+    def _(
+        logits: Tensor,
+        bias: Tensor | None,
+        given: Tensor | None,
+        num_chosen: int,
+        is_softmax: bool,
+        renormalise: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens = logits.shape[0]
+        rows = num_tokens if given is None else 0
+        weights = logits.new_empty((num_tokens, num_chosen), dtype=torch.float32)
+        return weights, logits.new_empty((rows, num_chosen), dtype=torch.int64)
+
+    @torch.library.custom_op(
+        "pentad::route_backward",
+        mutates_args=(),
+        schema="(Tensor grad, Tensor weights, Tensor chosen, Tensor? logits, int num_experts, "
+        "bool is_softmax, bool renormalise, float scale) -> Tensor",
+    )
+    def _route_backward(
+        grad: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        logits: Tensor | None,
+        num_experts: int,
+        is_softmax: bool,
+        renormalise: bool,
+        scale: float,
+    ) -> Tensor:
+        num_tokens, num_chosen = weights.shape
+        out = weights.new_empty((num_tokens, num_experts))
+        options = _options(num_experts, num_chosen, is_softmax)
+        if num_tokens:
+            _backward_kernel[(triton.cdiv(num_tokens, options["BLOCK"]),)](
+                grad.contiguous(),
+                weights.contiguous(),
+                chosen.contiguous(),
+                weights if logits is None else logits.contiguous(),
+                out,
+                num_tokens,
+                scale,
+                CHOSEN_WIDE=triton.next_power_of_2(num_chosen),
+                RENORMALISE=renormalise,
+                **options,
+            )
+        return out
+
+    @_route_backward.register_fake
+    def _(
+        grad: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        logits: Tensor | None,
+        num_experts: int,
+        is_softmax: bool,
+        renormalise: bool,
+        scale: float,
+    ) -> Tensor:
+        return weights.new_empty((weights.shape[0], num_experts))
+
+    def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        logits, _, given, _, is_softmax, renormalise, scale = inputs
+        weights, chosen = output
+        # Renormalised softmax weights are a softmax over the chosen alone: they say it all.
+        needs_logits = not (is_softmax and renormalise)
+        ctx.save_for_backward(
+            weights, chosen if given is None else given, logits if needs_logits else None
+        )
+        ctx.num_experts = logits.shape[1]
+        ctx.is_softmax, ctx.renormalise, ctx.scale = is_softmax, renormalise, scale
+
+    def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        weights, chosen, logits = ctx.saved_tensors
+        dlogits = torch.ops.pentad.route_backward(
+            grad,
+            weights,
+            chosen,
+            logits,
+            ctx.num_experts,
+            ctx.is_softmax,
+            ctx.renormalise,
+            ctx.scale,
+        )
+        return dlogits, None, None, None, None, None, None
+
+    _route.register_autograd(_differentiate, setup_context=_remember)

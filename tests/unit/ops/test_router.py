@@ -150,6 +150,30 @@ def test_kernels_choose_what_the_reference_chooses_at_every_size(
     torch.testing.assert_close(mine, theirs)
 
 
+@needs_kernels
+@pytest.mark.parametrize("rule", RULES[::2], ids=str)
+@pytest.mark.parametrize("is_given", [False, True], ids=["chosen", "given"])
+def test_the_kernels_are_operators_that_compilation_can_trust(rule, is_given):
+    logits = make_logits()
+    given = torch.stack([torch.randperm(13)[:3] for _ in range(9)]).to(DEVICE)
+    arguments = (logits, None, given if is_given else None, 3, rule.score == "softmax",
+                 rule.renormalise, rule.scale)  # fmt: skip
+    torch.library.opcheck(torch.ops.pentad.route.default, arguments)
+
+    def loss(x, chosen):
+        return fused_route(x, rule, None, chosen)[0].square().sum()
+
+    torch._dynamo.reset()  # each rule is a graph of its own
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_tokens in (9, 7):
+        x = logits.detach()[:num_tokens].clone().requires_grad_()
+        chosen = given[:num_tokens] if is_given else None
+        wanted, found = loss(x, chosen), compiled(x, chosen)
+        assert torch.equal(wanted, found)
+        a, b = (torch.autograd.grad(y, x)[0] for y in (wanted, found))
+        assert torch.equal(a, b)
+
+
 @pytest.mark.skipif(not HAS_TRITON or DEVICE == "cuda" or IS_INTERPRETED, reason="runs here")
 def test_the_kernels_pass_when_interpreted():
     result = subprocess.run(
