@@ -190,3 +190,26 @@ def test_microbatches_are_of_unequal_length_and_their_number_suits_the_schedule(
     many = sizes(12, max_tokens_per_mb=31)
     assert len(many) > 4 and len(many) % 2 == 0 and max(many) <= 31
     check(pool, "tied5", Layout(pp=2), schedule="Interleaved1F1B", max_tokens_per_mb=31)
+
+
+def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_split(pool):
+    """Both round each microbatch's gradient alike; bfloat16 sums would differ by 1e-3."""
+    seen = [
+        pool.run(
+            4,
+            "pipeline_cases",
+            "train_step",
+            timeout_s=CASE_S,
+            model="own5",
+            layout=Layout(pp=2, dp_shard=2),
+            pp_schedule=schedule,
+            reshard_after_forward=False,
+            compute_dtype="bfloat16",
+            n_mbs=12,
+        )["gradients"]
+        for schedule in ("Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble")
+    ]
+    for whole, *split in ([one[name] for one in seen] for name in seen[0]):
+        assert whole.dtype == torch.float32 and whole.norm() > 0
+        for other in split:
+            assert (other - whole).norm() / whole.norm() < 1e-5
