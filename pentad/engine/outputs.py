@@ -28,7 +28,10 @@ def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
         return
     digest = hashlib.blake2b(digest_size=7)
     for row in rows:
-        digest.update(row.ids.numpy().tobytes() + repr((row.count, len(row.ids))).encode())
+        tensors = {"ids": row.ids, **row.columns}
+        digest.update(repr((row.count, len(row.ids), sorted(tensors))).encode())
+        for name in sorted(tensors):
+            digest.update(tensors[name].contiguous().numpy())
     number = int.from_bytes(digest.digest(), "little")
     pair = torch.tensor([number, -number], device=meshes.device)
     high, low = reduce_ranks(pair, meshes.world, "max").tolist()
