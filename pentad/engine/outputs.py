@@ -31,7 +31,7 @@ def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
         tensors = {"ids": row.ids, **row.columns}
         digest.update(repr((row.count, len(row.ids), sorted(tensors))).encode())
         for name in sorted(tensors):
-            digest.update(tensors[name].contiguous().numpy())
+            digest.update(tensors[name].contiguous().numpy().tobytes())
     number = int.from_bytes(digest.digest(), "little")
     pair = torch.tensor([number, -number], device=meshes.device)
     high, low = reduce_ranks(pair, meshes.world, "max").tolist()
