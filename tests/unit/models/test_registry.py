@@ -1,0 +1,140 @@
+"""Models from folders and back: what is accepted, what is refused, what is left as it was."""
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pentad.core.errors import UserError
+from pentad.models import families
+from pentad.models.registry import (
+    build_model,
+    create_model,
+    dims_of,
+    load_model,
+    load_weights,
+    save_model,
+    spec_of,
+)
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 20,
+    "intermediate_size": 13,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(create_model(dims_of(CONFIG), seed=1), tmp_path / "hf", hf_config=CONFIG)
+    return tmp_path / "hf"
+
+
+def edit(folder, **changes):
+    """Adds, replaces or (with None) removes tensors of the folder's file."""
+    file = folder / "model.safetensors"
+    tensors = {**load_file(file), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, file)
+
+
+def test_a_tied_head_on_disk_is_accepted_if_it_is_the_embedding(folder):
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit(folder, **{"lm_head.weight": table.clone()})
+    assert torch.equal(load_model(folder).head_weight, table)
+    edit(folder, **{"lm_head.weight": table + 1e-3})
+    sentence = "lm_head.weight: differs from model.embed_tokens.weight, but the config ties the two"
+    with pytest.raises(UserError, match=sentence):
+        load_model(folder)
+
+
+def test_tensors_that_carry_nothing_are_passed_over(folder):
+    edit(folder, **{"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    load_model(folder)
+
+
+def test_every_problem_is_told_at_once_and_the_model_stays_as_it_was(folder):
+    model = create_model(dims_of(folder), seed=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    edit(
+        folder,
+        **{
+            "model.norm.weight": None,
+            "model.layers.0.mlp.up_proj.weight": torch.ones(14, 20),
+            "model.layers.0.mlp.up_proj.bias": torch.ones(13),
+        },
+    )
+    with pytest.raises(UserError) as caught:
+        load_weights(model, folder)
+    told = "\n".join(str(problem) for problem in caught.value.problems)
+    assert "model.norm.weight: missing; the model needs it as [20]" in told
+    assert "up_proj.weight: shape [14, 20], but the config makes it [13, 20]" in told
+    assert "up_proj.bias: no rule of the map knows it" in told
+    assert len(caught.value.problems) == 3
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "no config.json there; give a folder with config.json"),
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"model_type": "mamba"}', "model_type = mamba: no such model family; use one of"),
+        ("{}", "model_type = None: no such model family"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(tmp_path, text, sentence):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        load_model(tmp_path)
+
+
+def test_a_folder_travels_whole(folder, tmp_path):
+    generation = transformers.GenerationConfig(eos_token_id=7, max_new_tokens=9)
+    generation.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    model = load_model(folder)
+    out = tmp_path / "out"
+    save_model(model, out, dtype=torch.bfloat16, source_folder=folder, shard_bytes=2000)
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == ["LlamaForCausalLM"]
+    assert {**CONFIG, **config} == config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert theirs.dtype == torch.bfloat16 and theirs.generation_config.max_new_tokens == 9
+    assert (out / "tokenizer_config.json").exists()
+    expected = load_model(folder, dtype=torch.bfloat16)
+    again = load_model(out, dtype=torch.bfloat16)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_rule_can_keep_its_tensor_in_a_dtype_of_its_own(monkeypatch):
+    spec = spec_of("qwen3_moe")
+    router = "layers.{i}.ffn.router.weight"
+    rules = tuple(replace(r, dtype="float32") if r.target == router else r for r in spec.rules)
+    module = ModuleType("precise")
+    module.SPEC = replace(spec, rules=rules, family="precise")
+    monkeypatch.setitem(sys.modules, "precise", module)
+    monkeypatch.setattr(families, "REGISTERED", {})
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=31, hidden_size=20, num_hidden_layers=1, num_experts=4, moe_intermediate_size=6
+    )
+    dims = dims_of(config, "precise:SPEC")
+    assert dims.family == "precise"
+    model = build_model(dims, device="meta", dtype=torch.bfloat16)
+    kinds = {name: tensor.dtype for name, tensor in model.named_parameters()}
+    assert kinds.pop("layers.0.ffn.router.weight") == torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}
