@@ -74,3 +74,18 @@ def weights_have_one_origin(config: Config) -> list[Problem]:
         for role, model in (("actor", config.actor), ("critic", config.critic))
         if model.init_from_scratch and model.checkpoint_load_path is not None
     ]
+
+
+@RULES.add("actor.checkpoint_load_path", "megatron", commands=("eval",))
+def what_is_evaluated_has_one_origin(config: Config) -> Problem | None:
+    """A recipe's start is not what became of it: `eval` never takes the one for the other."""
+    start = config.actor.checkpoint_load_path
+    if start is None or config.megatron.use_hf_ckpt:
+        return None
+    rule = (
+        f"eval judges the weights in actor.path = {config.actor.path}, not those a run starts from"
+    )
+    remedy = (
+        "add actor.checkpoint_load_path=null; pentad convert makes a HF folder of a Megatron one"
+    )
+    return Problem(f"actor.checkpoint_load_path = {start}", rule, remedy)

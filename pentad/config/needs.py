@@ -39,11 +39,13 @@ def the_actor_is_a_model_folder(config: Config) -> Problem | None:
     return _model_folder("actor.path", actor.path, has_other_weights)
 
 
-@RULES.add("critic.path", "critic.init_from_scratch", "algorithm.name", commands=("train",))
+@RULES.add("critic", "algorithm.name", commands=("train",))
 def the_critic_is_a_model_folder(config: Config) -> Problem | None:
-    if config.algorithm.name not in WITH_CRITIC or config.critic.path == config.actor.path:
+    critic = config.critic
+    if config.algorithm.name not in WITH_CRITIC or critic.path == config.actor.path:
         return None
-    return _model_folder("critic.path", config.critic.path, config.critic.init_from_scratch)
+    has_other_weights = critic.init_from_scratch or critic.checkpoint_load_path is not None
+    return _model_folder("critic.path", critic.path, has_other_weights)
 
 
 @RULES.add("ref.path", "algorithm.kl_coef", commands=("train",))

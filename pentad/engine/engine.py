@@ -60,8 +60,11 @@ def build_engine(
     seed: int = 0,
     family: str | None = None,
     tokenizer_folder: str | None = None,
+    weights: str | Path | None = None,
 ) -> Engine:
     """An engine for the model of a HF folder, or of a config when it starts from scratch.
+
+    `weights` is the folder its weights are read from, HF or Megatron, if that is another one.
 
     The model is built without memory, laid out, and only then given its weights, so that each rank
     holds and reads no more than its part. `value_head` makes it a critic: values, no log-probs.
@@ -76,8 +79,9 @@ def build_engine(
     if init_from_scratch:
         held.initialise(seed)
     else:
-        assert isinstance(source, str | Path), "weights are loaded from a folder"
-        held.load(source, seed)
+        folder = source if weights is None else weights
+        assert isinstance(folder, str | Path), "weights are loaded from a folder"
+        held.load(folder, seed)
     return Engine(
         held,
         settings,

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import torch
 
-from pentad.config.schema import Config, ModelConfig
+from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
@@ -37,6 +37,7 @@ from pentad.trainer.saver import Saver
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
+from pentad.trainer.start import Role, start_run, weights_folder
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
@@ -62,6 +63,7 @@ def run_train(
 ) -> RunSummary:
     """Reinforcement learning from start to end; returns where everything is."""
     checked = check_train(config)
+    start_run(config, ("actor", "critic") if checked.algorithm.needs_critic else ("actor",))
     chosen = pick_device(device)
     steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
     num_steps = count_steps(config, steps_per_epoch)
@@ -91,12 +93,8 @@ class Assembly:
         self.num_steps = num_steps
         self.params = sampling_params(config, checked.tokenizer)
         self.placement = self._placement()
-        self.learner = self._engine(self.config.actor, critic=False)
-        self.critic = (
-            self._engine(self.config.critic, critic=True)
-            if checked.algorithm.needs_critic
-            else None
-        )
+        self.learner = self._engine("actor")
+        self.critic = self._engine("critic") if checked.algorithm.needs_critic else None
         self.sampler = self._sampler()
         self.turnstile = Turnstile(self.placement, [self.sampler])
         self.publisher = Publisher([self.sampler])
@@ -213,9 +211,12 @@ class Assembly:
             offload_rollout=bool(config.offload_rollout),
         )
 
-    def _engine(self, model: ModelConfig, *, critic: bool) -> Engine:
+    def _engine(self, role: Role) -> Engine:
+        is_critic = role == "critic"
+        model = self.config.critic if is_critic else self.config.actor
         path = model.path or self.config.actor.path
         assert path is not None, "checked with the config"
+        weights = weights_folder(self.config, role)
         longest = max(self.checked.stream.lengths(), default=self.checked.dims.max_position)
         settings = engine_settings(
             model,
@@ -228,15 +229,12 @@ class Assembly:
             path,
             settings,
             device=self.device,
-            value_head=critic,
-            init_from_scratch=model.init_from_scratch or (critic and self._starts_anew(path)),
-            seed=derive_seed(self.config.seed, "critic") if critic else self.config.seed,
+            value_head=is_critic,
+            init_from_scratch=weights is None,
+            seed=derive_seed(self.config.seed, "critic") if is_critic else self.config.seed,
             tokenizer_folder=path,
+            weights=weights,
         )
-
-    def _starts_anew(self, path: str) -> bool:
-        """A critic made from the actor's folder has no more weights to read than the actor."""
-        return path == self.config.actor.path and self.config.actor.init_from_scratch
 
     def _sampler(self) -> EmbeddedSampler:
         """Starts with weights of no use, so that only a real publish can make it agree."""

@@ -15,6 +15,7 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.models.families import dims_of
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.trainer.start import check_start
 from pentad.trainer.translate import algorithm_settings, prompt_settings, unbuilt_problems
 
 T = TypeVar("T")
@@ -66,6 +67,9 @@ def check_train(config: Config) -> Checked:
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
         asked.problems += stop_problems(config, dims)
+        asked.ask(lambda: check_start(config, "actor"))
+        if algorithm is not None and algorithm.needs_critic:
+            asked.ask(lambda: check_start(config, "critic"))
         stream = asked.ask(lambda: train_stream(config, dims, tokenizer))
         valid = asked.ask(lambda: valid_stream(config, dims, tokenizer))
         asked.problems += answer_problems(config, stream, config.train_dataset)

@@ -22,6 +22,7 @@ from pentad.trainer.preflight import Collector, one_process_problems
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
 from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
+from pentad.trainer.start import check_start, start_run, weights_folder
 from pentad.trainer.stopping import StopFlag, stop_flag
 from pentad.trainer.translate import engine_settings, sft_settings, unbuilt_problems
 
@@ -34,7 +35,9 @@ def run_sft(
     """Trains on prompts with given responses; returns where everything is."""
     assert config.actor.path is not None, "checked with the config"
     dims, data, valid = check_sft(config)
+    start_run(config, ("actor",))
     chosen = pick_device(device)
+    weights = weights_folder(config, "actor")
     size = config.train_dataset.batch_size
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = count_steps(config, steps_per_epoch)
@@ -59,9 +62,10 @@ def run_sft(
             config.actor.path,
             settings,
             device=chosen,
-            init_from_scratch=config.actor.init_from_scratch,
+            init_from_scratch=weights is None,
             seed=config.seed,
             tokenizer_folder=config.actor.path,
+            weights=weights,
         )
         probe = data.batch(0, min(NUM_PROBES, len(data)))
         packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
@@ -81,6 +85,7 @@ def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     found: dict[str, SftDataset | None] = {}
     if dims is not None and tokenizer is not None:
+        asked.ask(lambda: check_start(config, "actor"))
         limits = {"seed": config.seed, "max_tokens": dims.max_position}
         for key, source in (("train", config.train_dataset), ("valid", config.valid_dataset)):
             if source is not None:

@@ -113,11 +113,6 @@ def unbuilt_problems(config: Config) -> list[Problem]:
         "actor.archon.ac_mode": (archon.ac_mode, "memory_budget", "is not built yet"),
         "actor.archon.ac_debug": (archon.ac_debug, True, "is not built yet"),
         "actor.archon.offload_params": (archon.offload_params, True, "is not built yet"),
-        "a checkpoint_load_path": (
-            (config.actor.checkpoint_load_path or config.critic.checkpoint_load_path) is not None,
-            True,
-            "training does not start from Megatron folders yet; pentad convert makes HF ones",
-        ),
     }
     return [
         Problem(f"{key} = {str(value).lower()}", rule, "leave it out")

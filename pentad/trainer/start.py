@@ -1,0 +1,79 @@
+"""Where the first weights of a run come from: a HF folder, a Megatron folder, or a conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pentad.config.schema import Config, ModelConfig
+from pentad.models.conversion import starting_folder
+from pentad.models.exchange import native_shards
+from pentad.models.families import dims_of, map_of
+from pentad.models.registry import build_model
+from pentad.models.sources import open_weights
+from pentad.weights import flow
+
+Role = Literal["actor", "critic"]
+
+
+def weights_folder(config: Config, role: Role) -> Path | None:
+    """The folder a role's weights are read from; None when they are random."""
+    model = _origin(config, role)
+    if model.init_from_scratch:
+        return None
+    folder = model.checkpoint_load_path or model.path
+    assert folder is not None, "checked with the config"
+    return Path(folder).expanduser()
+
+
+def _origin(config: Config, role: Role) -> ModelConfig:
+    """The block that says where weights come from. A critic that is made from the actor's folder
+    and names no weights of its own begins as the actor does."""
+    critic = config.critic
+    has_own = critic.init_from_scratch or critic.checkpoint_load_path is not None
+    if role == "critic" and (has_own or critic.path not in (None, config.actor.path)):
+        return critic
+    return config.actor
+
+
+def start_run(config: Config, roles: tuple[Role, ...]) -> None:
+    """Makes the Megatron folder of `megatron.use_hf_ckpt`, or finds that it was made.
+
+    Called once for a run, before its folder is made and before its ranks start.
+    """
+    convertor, path = config.megatron.ckpt_convertor, config.actor.path
+    if not config.megatron.use_hf_ckpt:
+        return
+    assert path is not None and convertor.save_path is not None, "checked with the config"
+    source = convertor.hf_model_path or path
+    starting_folder(
+        path,
+        use_hf_ckpt=True,
+        hf_model_path=str(Path(source).expanduser()),
+        save_path=str(Path(convertor.save_path).expanduser()),
+        model_type=convertor.model_type,
+        tp=convertor.tensor_model_parallel_size,
+        pp=convertor.pipeline_model_parallel_size,
+        processes=convertor.process_num,
+    )
+    for role in roles:
+        check_weights(config, role)
+
+
+def check_start(config: Config, role: Role) -> None:
+    """As `check_weights`; what is yet to be converted is checked when that is done."""
+    if not (config.megatron.use_hf_ckpt and _origin(config, role) is config.actor):
+        check_weights(config, role)
+
+
+def check_weights(config: Config, role: Role) -> None:
+    """Raises UserError if its folder could not fill the role's model; reads metadata only."""
+    folder = weights_folder(config, role)
+    path = (config.critic.path if role == "critic" else None) or config.actor.path
+    if folder is None or path is None:
+        return
+    dims = dims_of(path)
+    face = build_model(dims, device="meta", dtype=torch.float32, value_head=role == "critic")
+    flow.check(native_shards(face), map_of(dims), open_weights(folder, dims))
