@@ -82,10 +82,6 @@ def what_is_evaluated_has_one_origin(config: Config) -> Problem | None:
     start = config.actor.checkpoint_load_path
     if start is None or config.megatron.use_hf_ckpt:
         return None
-    rule = (
-        f"eval judges the weights in actor.path = {config.actor.path}, not those a run starts from"
-    )
-    remedy = (
-        "add actor.checkpoint_load_path=null; pentad convert makes a HF folder of a Megatron one"
-    )
+    rule = f"eval judges the weights in actor.path = {config.actor.path}, not where a run starts"
+    remedy = "add actor.checkpoint_load_path=null; pentad convert makes HF folders of Megatron's"
     return Problem(f"actor.checkpoint_load_path = {start}", rule, remedy)

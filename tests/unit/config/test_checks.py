@@ -108,6 +108,13 @@ BROKEN = [
         "gives the weights",
     ),
     (
+        "what_is_evaluated_has_one_origin",
+        "eval",
+        [*HELD_OUT, "actor.checkpoint_load_path={root}/mg"],
+        "actor.checkpoint_load_path = {root}/mg",
+        "eval judges the weights in actor.path = {root}/model",
+    ),
+    (
         "the_critic_is_a_model_folder",
         "train",
         ["algorithm.name=ppo", "critic.path={root}/empty"],
