@@ -3,22 +3,28 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup demo test test-megatron check bench docs clean
+.PHONY: setup setup-tests demo test test-megatron check bench docs clean
 
 setup: $(STAMP)
+setup-tests: $(TESTS)
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; set PYTHON=... to a Python of 3.11 or later"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
 	touch $(STAMP)
+
+$(TESTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $(TESTS)
 
 demo: setup
 	$(BIN)/pentad demo $(ARGS)
 
 # Distributed tests have the cores to themselves: each case is several processes.
-test: setup
+test: setup-tests
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
@@ -33,10 +39,10 @@ $(MEGATRON)/.installed: constraints.txt
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt megatron-core==0.16.1 psutil
 	touch $@
 
-test-megatron: setup $(MEGATRON)/.installed
+test-megatron: setup-tests $(MEGATRON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/weights/test_megatron_core.py $(ARGS)
 
-check: setup
+check: setup-tests
 	$(BIN)/ruff check pentad tests
 	$(BIN)/ruff format --check pentad tests
 	$(BIN)/mypy

@@ -1,7 +1,4 @@
-"""The GPU path of the engine against the plain one; interpreted where there is no GPU.
-
-TRITON_INTERPRET=1 pytest tests/unit/infer/test_triton_sampler.py
-"""
+"""The GPU path of the engine against the plain one; interpreted where there is no GPU."""
 
 import asyncio
 import os

@@ -1,11 +1,9 @@
 """The router: choices exact, weights and gradients against fp64, kernels against the reference.
 
-Kernels run on a GPU, or interpreted: TRITON_INTERPRET=1 pytest tests/unit/ops/test_router.py
+Kernels run on a GPU, or interpreted where there is none (`tests/conftest.py`).
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -172,17 +170,6 @@ def test_the_kernels_are_operators_that_compilation_can_trust(rule, is_given):
         assert torch.equal(wanted, found)
         a, b = (torch.autograd.grad(y, x)[0] for y in (wanted, found))
         assert torch.equal(a, b)
-
-
-@pytest.mark.skipif(not HAS_TRITON or DEVICE == "cuda" or IS_INTERPRETED, reason="runs here")
-def test_the_kernels_pass_when_interpreted():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
 
 
 def test_without_a_gpu_the_reference_runs(monkeypatch):

@@ -1,7 +1,4 @@
-"""Triton kernels of decoding against their plain references; interpreted where there is no GPU.
-
-TRITON_INTERPRET=1 pytest tests/unit/ops/test_triton_decode_ops.py
-"""
+"""Triton kernels of decoding against their plain references; interpreted where there is no GPU."""
 
 import os
 

@@ -169,6 +169,7 @@ DEEDS = {
 if __name__ == "__main__":  # what tests start as a program: run_ranks with the arguments as JSON
     from pentad.runtime.launch import LaunchSettings, run_ranks
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     given = json.loads(sys.argv[1])
     settings = LaunchSettings(**given.pop("settings", {}))
     given["log_folder"] = Path(given["log_folder"])
