@@ -97,6 +97,16 @@ def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
     return Problem("strict = true", rule, "use embedded in allocation_mode")
 
 
+@RULES.add("rollout.replay_routes", "allocation_mode")
+def replay_needs_a_sampler_that_tells(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    if not config.rollout.replay_routes or not rollout or rollout.backend == "embedded":
+        return None
+    rule = f"{rollout.backend} does not tell which experts it used"
+    return Problem("rollout.replay_routes = true", rule, "use embedded in allocation_mode")
+
+
 # Sampling and batches.
 
 

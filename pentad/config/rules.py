@@ -82,6 +82,7 @@ def check_layout(
             dims = dims_of(config.actor.path)
             if command != "sft" and (Path(config.actor.path) / "config.json").is_file():
                 problems += context_fits(config, dims)
+                problems += routes_exist(config, dims)
         except UserError as error:
             if command == "plan":  # a run complains about a missing folder by itself
                 problems += problems_of(error)
@@ -209,6 +210,12 @@ def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
         given = f" and a prompt of train_dataset.max_length = {prompt}" if prompt else ""
         rule = f"the answer{given} does not fit the model's {limit} positions"
         yield Problem(where, rule, f"use at most {max(limit - least, 1)}")
+
+
+def routes_exist(config: Config, dims: ModelDims) -> Iterator[Problem]:
+    if config.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
+        rule = f"the model in {config.actor.path} has no mixture of experts"
+        yield Problem("rollout.replay_routes = true", rule, "leave it out")
 
 
 # What samples.

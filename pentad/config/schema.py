@@ -371,6 +371,9 @@ class RolloutConfig(Section):
     on_update: Literal["continue", "reprefill"] = "continue"
     """What new weights do to answers under way: they go on with the cache of the old weights, or
     their cache is computed anew."""
+    replay_routes: bool = False
+    """Of a mixture of experts: the sampler tells where it sent each token, and training sends it to
+    the same experts, so that rounding cannot choose others."""
 
 
 class FrequencyConfig(Section):

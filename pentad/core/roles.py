@@ -77,6 +77,10 @@ class Learner(Protocol):
         """Per row the token-aligned logprobs (and values) under the weights named `tag`."""
         ...
 
+    def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
+        """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
+        ...
+
     def begin_step(self) -> None: ...
 
     def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:

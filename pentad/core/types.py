@@ -69,6 +69,9 @@ class Generation:
     versions: list[int]
     """Weight version that produced each token."""
     finish: FinishReason
+    routes: np.ndarray | None = None
+    """[prompt and new tokens, mixture layers, k]: the experts that each token was sent to when the
+    one after it was drawn, from a sampler that records them. The last token's mean nothing."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,8 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Further token-aligned float32 columns, such as ref_logprobs."""
+    routes: np.ndarray | None = None
+    """[tokens, mixture layers, k]: the experts the sampler sent each token to, if recorded."""
 
     @property
     def num_sampled(self) -> int:

@@ -11,10 +11,10 @@ Files of FileStore, one a group, `{gid:012d}-{attempt:04d}.npz`: an uncompressed
      "samples": [{"finish": "stop", "text": "...", "reward": 1.0, "reward_parts": {...},
                   "columns": ["ref_logprobs"]}, ...]}
 
-and sample i has `{i}/ids.npy`, `{i}/mask.npy`, `{i}/rollout_logprobs.npy`, `{i}/versions.npy` and
-`{i}/columns/{name}.npy`, with the dtypes they were given. A file is written aside under a name
-that starts with a dot and then renamed, so readers see whole files or none; the zip's CRC tells
-one that a power cut tore.
+and sample i has `{i}/ids.npy`, `{i}/mask.npy`, `{i}/rollout_logprobs.npy`, `{i}/versions.npy`,
+`{i}/columns/{name}.npy`, and `{i}/routes.npy` if it has routes, with the dtypes they were given. A
+file is written aside under a name that starts with a dot and then renamed, so readers see whole
+files or none; the zip's CRC tells one that a power cut tore.
 """
 
 from __future__ import annotations
@@ -178,6 +178,8 @@ def _arrays(group: Group) -> dict[str, np.ndarray]:
         arrays[f"{i}/mask"] = sample.mask
         arrays[f"{i}/rollout_logprobs"] = sample.rollout_logprobs
         arrays[f"{i}/versions"] = sample.versions
+        if sample.routes is not None:
+            arrays[f"{i}/routes"] = sample.routes
         for name, column in sample.columns.items():
             arrays[f"{i}/columns/{name}"] = column
     return arrays
@@ -202,6 +204,7 @@ def _group(arrays: Any) -> Group:
             reward=entry["reward"],
             reward_parts=entry["reward_parts"],
             columns={name: arrays[f"{i}/columns/{name}"] for name in entry["columns"]},
+            routes=arrays.get(f"{i}/routes"),
         )
         for i, entry in enumerate(meta["samples"])
     ]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
+from pentad.models.moe import Routes
 
 
 class KVCache:
@@ -34,6 +35,26 @@ class KVCache:
         shape = (dims.num_layers, num_blocks, block_size, dims.num_kv_heads, dims.head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.routes: Tensor | None = None
+        """[blocks, places, mixture layers, k]: the experts that the token of each place was sent
+        to; beside its keys and values, so that whoever shares them shares it."""
+
+    def keep_routes(self, dims: ModelDims) -> None:
+        num_layers = sum(map(dims.is_moe, range(dims.num_layers)))
+        dtype = torch.uint8 if dims.num_experts <= 256 else torch.int16
+        shape = (self.num_blocks, self.block_size, num_layers, dims.num_experts_per_token)
+        self.routes = torch.zeros(shape, device=self.k.device, dtype=dtype)
+
+    def write_routes(self, places_T: Tensor, routes: Routes) -> None:
+        assert self.routes is not None
+        chosen_TLk = torch.stack([routes[layer] for layer in sorted(routes)], dim=1)
+        self.routes.flatten(0, 1).index_copy_(0, places_T, chosen_TLk.to(self.routes.dtype))
+
+    def read_routes(self, blocks: Tensor, num_tokens: int) -> np.ndarray:
+        """Those of the first tokens of a sequence that lies in these blocks."""
+        assert self.routes is not None
+        found: np.ndarray = self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
+        return found
 
     def write(self, layer: int, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
         """Places count over all blocks: block * block_size + offset."""
@@ -43,6 +64,8 @@ class KVCache:
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         self.k[:, targets] = self.k[:, sources]
         self.v[:, targets] = self.v[:, sources]
+        if self.routes is not None:
+            self.routes[targets] = self.routes[sources]
 
 
 def block_bytes(dims: ModelDims, block_size: int, dtype: torch.dtype) -> int:

@@ -74,6 +74,9 @@ class Engine:
         self.num_installs = 0
         self.listened: set[str] = set()
         dims = model.dims
+        if settings.record_routes and not any(map(dims.is_moe, range(dims.num_layers))):
+            rule = "the model has no mixture of experts, so there are no routes"
+            raise UserError(Problem("sampler.record_routes = true", rule, "leave it out"))
         self.max_context = min(settings.max_context or dims.max_position, dims.max_position)
         num_blocks = count_blocks(model, settings, self.max_context)
         self.pool = BlockPool(num_blocks, settings.block_size)
@@ -81,7 +84,11 @@ class Engine:
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
         self.scheduler = Scheduler(
-            self.table, self.pool, settings.max_batch_tokens, settings.admit_batch or admit_batch
+            self.table,
+            self.pool,
+            settings.max_batch_tokens,
+            settings.admit_batch or admit_batch,
+            self.keep_routes if settings.record_routes else lambda sequence: None,
         )
         self.limits = Limits(
             vocab_size=dims.vocab_size,
@@ -144,6 +151,17 @@ class Engine:
         report.finished += done
         if not self.has_work and not self.settings.keep_prefixes:
             self.pool.forget_prefixes()
+
+    def keep_routes(self, sequence: Sequence) -> None:
+        """Before its blocks go. Tokens that are computed twice keep the experts of the first time,
+        with which the tokens after them were drawn."""
+        num_computed = int(self.table.num_computed[sequence.row])
+        known = sequence.routes
+        if known is None or num_computed > len(known):
+            routes = self.runner.routes_of(sequence.blocks, num_computed)
+            if known is not None:
+                routes[: len(known)] = known
+            sequence.routes = routes
 
     def stopped_by_text(
         self, plan: Plan, done: dict[Sequence, FinishReason]

@@ -19,6 +19,7 @@ from pentad.infer.draw_kernel import draw_fused
 from pentad.infer.sampling import uniforms
 from pentad.infer.sequence import Table
 from pentad.models.decoder import Decoder
+from pentad.models.moe import Routes
 from pentad.ops.fused import store
 from pentad.ops.paged_decode import paged_decode
 
@@ -124,7 +125,10 @@ class GraphDecoder:
         ids, positions, lengths, places, uniform, temperature = self.inputs[:6, :size]
         width = self.inputs[WIDTH, :1]
         attend = DecodeAttend(self.cache, places, self.blocks, width, lengths)
-        hidden_SD = self.model(ids, positions, attend)
+        routes: Routes | None = None if self.cache.routes is None else {}
+        hidden_SD = self.model(ids, positions, attend, routes)
+        if routes is not None:
+            self.cache.write_routes(places, routes)
         logits_SV = self.model.logits(hidden_SD)
         drawn_S, logprobs_S = draw_fused(
             logits_SV, uniform.view(torch.float64), temperature.view(torch.float64)

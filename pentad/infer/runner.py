@@ -20,6 +20,7 @@ from pentad.infer.scheduler import Plan
 from pentad.infer.sequence import Table
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
+from pentad.models.moe import Routes
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import GraphDecoder
@@ -69,6 +70,8 @@ class Runner:
             device=self.device,
             dtype=self.dtype,
         )
+        if self.settings.record_routes:
+            self.cache.keep_routes(self.model.dims)
         if self.has_kernels:
             from pentad.infer.graphs import GraphDecoder
 
@@ -136,8 +139,19 @@ class Runner:
         ids_T = table.tokens[row_T, position_T]
         places_T = table.blocks[row_T, position_T // size].astype(np.int64) * size
         places_T += position_T % size
-        attend = self.build_attend(plan, self.put(places_T))
-        return self.model(self.put(ids_T), self.put(position_T), attend)
+        where_T = self.put(places_T)
+        attend = self.build_attend(plan, where_T)
+        routes: Routes | None = {} if self.settings.record_routes else None
+        hidden_TD: Tensor = self.model(self.put(ids_T), self.put(position_T), attend, routes)
+        if routes is not None:
+            assert self.cache is not None
+            self.cache.write_routes(where_T, routes)
+        return hidden_TD
+
+    def routes_of(self, blocks: list[int], num_tokens: int) -> np.ndarray:
+        """Where the first tokens of a sequence in these blocks were sent."""
+        assert self.cache is not None, "the runner is asleep"
+        return self.cache.read_routes(self.put(np.array(blocks, np.int64)), num_tokens)
 
     def build_attend(self, plan: Plan, places_T: Tensor) -> Attend:
         assert self.cache is not None, "the runner is asleep"

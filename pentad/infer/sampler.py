@@ -68,6 +68,8 @@ class EmbeddedSampler:
         """The sampler owns `model` from here on. `version` is that of the weights it holds."""
         self.engine = Engine(model, settings or SamplerSettings(), decode=decode, version=version)
         can = {"pause", "sleep", "abort"} | ({"stop_strings"} if decode is not None else set())
+        if self.engine.settings.record_routes:
+            can.add("routes")
         self.capabilities = frozenset(can)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self.interrupt = threading.Event()

@@ -51,13 +51,20 @@ class Scheduler:
     """Decides; counts no memory (BlockPool), remembers no tokens (Table), runs no model."""
 
     def __init__(
-        self, table: Table, pool: BlockPool, max_batch_tokens: int, admit_batch: int = 1
+        self,
+        table: Table,
+        pool: BlockPool,
+        max_batch_tokens: int,
+        admit_batch: int = 1,
+        before_release: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         self.table = table
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
         self.admit_batch = admit_batch
         """While others run, rows are given out at least so many at a time."""
+        self.before_release = before_release
+        """Told of a sequence that has a row and is about to lose it and its blocks."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows = np.zeros(0, np.int64)
@@ -280,6 +287,7 @@ class Scheduler:
 
     def vacate(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
+            self.before_release(sequence)
             self.table.unseat(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []

@@ -38,6 +38,8 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     """Other continuations of the request, which start where this one's prefill ends."""
     finish: FinishReason | None = None
+    routes: np.ndarray | None = None
+    """Of its first tokens, those kept when it last gave up its blocks."""
 
     @property
     def num_prompt(self) -> int:
@@ -46,7 +48,8 @@ class Sequence:
     def generation(self) -> Generation:
         assert self.row < 0 and self.finish is not None, "the sequence is still running"
         new_ids = self.ids[self.num_prompt :]
-        return Generation(new_ids, self.logprobs, self.versions, self.finish)
+        routes = None if self.routes is None else filled(self.routes, len(self.ids))
+        return Generation(new_ids, self.logprobs, self.versions, self.finish, routes)
 
 
 class Table:
@@ -137,6 +140,14 @@ class Table:
         self.logprobs[rows, places] = logprobs
         self.versions[rows, places] = version
         self.num_tokens[rows] = places + 1
+
+
+def filled(routes_TLk: np.ndarray, num_tokens: int) -> np.ndarray:
+    """As long as the sequence: what was never computed goes to the first experts."""
+    num_layers, num_chosen = routes_TLk.shape[1:]
+    missing = num_tokens - len(routes_TLk)
+    any_k = np.arange(num_chosen, dtype=routes_TLk.dtype)
+    return np.concatenate([routes_TLk, np.broadcast_to(any_k, (missing, num_layers, num_chosen))])
 
 
 def widen(array: np.ndarray, num_columns: int) -> np.ndarray:

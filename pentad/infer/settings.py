@@ -35,6 +35,8 @@ class SamplerSettings:
     """While sequences run, waiting ones are admitted at least so many at a time. None: a sixteenth
     of `max_running` with captured graphs, where a step that prefills costs much more than one
     that only decodes, else 1."""
+    record_routes: bool = False
+    """Of a mixture, keep which experts each token was sent to, and tell them with the answer."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Plain torch, or Triton kernels between the matrix products. auto: Triton on a GPU that has
     it."""

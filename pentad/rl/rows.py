@@ -142,7 +142,8 @@ def _row(sample: Sample, columns: dict[str, Tensor], count: float) -> Row:
     carried["rollout_logprobs"] = sample.rollout_logprobs
     for name, array in carried.items():
         columns[name] = torch.from_numpy(np.asarray(array, dtype=np.float32))
-    return Row(torch.from_numpy(sample.ids), columns, count)
+    routes = None if sample.routes is None else torch.from_numpy(sample.routes).long()
+    return Row(torch.from_numpy(sample.ids), columns, count, routes)
 
 
 def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False) -> set[str]:

@@ -22,6 +22,9 @@ def check_generations(request: Request, answers: Sequence[Generation], vocab_siz
         raise InfraFailure(f"{len(answers)} generations came for {len(request.seeds)} seeds")
     for index, answer in enumerate(answers):
         wrong = flaw_of(answer, request.params.max_new_tokens, vocab_size)
+        num_tokens = len(request.prompt_ids) + len(answer.ids)
+        if not wrong and answer.routes is not None and len(answer.routes) != num_tokens:
+            wrong = f"routes of {len(answer.routes)} tokens came for {num_tokens}"
         if wrong:
             raise InfraFailure(f"generation {index}: {wrong}")
 
@@ -108,6 +111,8 @@ def contract_breach(prompt: Prompt, sample: Sample, drawn: Drawn) -> str | None:
     for name, column in columns.items():
         if column.shape != sample.ids.shape:
             return f"{name} has shape {column.shape}, ids {sample.ids.shape}"
+    if sample.routes is not None and len(sample.routes) != len(sample.ids):
+        return f"it has routes of {len(sample.routes)} tokens, and {len(sample.ids)} ids"
     if sample.ids.dtype != np.int64 or sample.mask.dtype != np.bool_:
         return f"ids are {sample.ids.dtype} and mask {sample.mask.dtype}, not int64 and bool"
     if tuple(sample.ids[: len(prompt.ids)].tolist()) != prompt.ids:

@@ -85,6 +85,7 @@ class Transcript:
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.routes: np.ndarray | None = None
         self.add_given(prompt_ids)
 
     def add_given(self, ids: Sequence[int]) -> None:
@@ -99,8 +100,19 @@ class Transcript:
         self.mask += [True] * len(generation.ids)
         self.logprobs += generation.logprobs
         self.versions += generation.versions
+        routes = generation.routes
+        if routes is not None and self.routes is not None:
+            # An earlier turn's tokens keep the experts with which that turn was drawn. Its last
+            # token was first computed now.
+            known = len(self.routes) - 1
+            routes = np.concatenate([self.routes[:known], routes[known:]])
+        self.routes = routes
 
     def finished(self, finish: FinishReason, text: str) -> Sample:
+        if self.routes is not None and len(self.routes) < len(self.ids):
+            # Tokens after the last answer: no trained token depends on where they are sent.
+            missing = len(self.ids) - len(self.routes)
+            self.routes = np.concatenate([self.routes, np.repeat(self.routes[-1:], missing, 0)])
         return Sample(
             ids=np.array(self.ids, dtype=np.int64),
             mask=np.array(self.mask, dtype=bool),
@@ -108,6 +120,7 @@ class Transcript:
             versions=np.array(self.versions, dtype=np.int64),
             finish=finish,
             text=text,
+            routes=self.routes,
         )
 
 

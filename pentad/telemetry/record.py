@@ -100,6 +100,11 @@ class Rl:
     logprob_diff_mean: float | None = about("mean |trainer - sampler| log-prob of a token", "nats")
     logprob_diff_p95: float | None = about("95th percentile of it", "nats")
     logprob_diff_max: float | None = about("largest", "nats")
+    rerouted_share: float | None = about(
+        "routes of the sampler that the trainer would have chosen otherwise, over tokens and "
+        "layers of some samples of the step; null unless routes are replayed",
+        "share",
+    )
     staleness: dict[str, int] | None = about(
         "histogram: versions between sampling and training -> sampled tokens", "tokens"
     )

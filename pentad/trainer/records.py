@@ -145,6 +145,7 @@ class StepRecorder:
             reward_parts=mean_parts(groups),
             prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
             staleness=staleness_histogram(groups, trained.batch),
+            rerouted_share=result.rerouted_share,
             critic_loss=sum(one.loss for one in critic) / len(critic) if critic else None,
             critic_grad_norm=max(one.grad_norm for one in critic) if critic else None,
         )

@@ -152,6 +152,7 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
         max_context=dims.max_position,
         kv_cache_bytes=kv_bytes,
         on_update=rollout.on_update,
+        record_routes=rollout.replay_routes,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import Accumulated, Group, Loss, Row, Sample, StepResult
 from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
 from pentad.rl.settings import AlgorithmSettings
+
+MAX_REROUTED = 8
+"""Samples of a step whose routes are held against the learner's own, by a forward pass more."""
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class BatchResult:
     stats: dict[str, float]
     count: float
     critic_steps: list[StepResult] = field(default_factory=list)
+    rerouted_share: float | None = None
+    """Where routes were replayed, how many the learner itself would have chosen otherwise."""
 
 
 class BatchUpdate:
@@ -61,9 +66,10 @@ class BatchUpdate:
         self.groups: list[Group] = []
         self.rows: list[Row] = []
         self.seen: list[Accumulated] = []
+        self.rerouted: list[Tensor] = []
 
     def begin(self) -> None:
-        self.groups, self.rows, self.seen = [], [], []
+        self.groups, self.rows, self.seen, self.rerouted = [], [], [], []
         if self.streams:
             self.learner.begin_step()
             if self.critic is not None:
@@ -96,7 +102,8 @@ class BatchUpdate:
                 stats[name] = stats.get(name, 0.0) + value
         outputs = [output for seen in self.seen for output in seen.outputs]
         count = sum(seen.count for seen in self.seen)
-        return BatchResult(self.rows, outputs, steps, stats, count, critic_steps)
+        share = float(torch.cat(self.rerouted).mean()) if self.rerouted else None
+        return BatchResult(self.rows, outputs, steps, stats, count, critic_steps, share)
 
     def _rows_of(self, groups: Sequence[Group]) -> list[Row]:
         return make_rows(
@@ -109,7 +116,9 @@ class BatchUpdate:
     def _accumulate(self, rows: list[Row], *, last: bool) -> None:
         self.seen.append(self.learner.accumulate(rows, self.loss, last=last))
         if self.critic is not None and self.value_loss is not None:
-            self.critic.accumulate(rows, self.value_loss, last=last)
+            # The routes are the policy's; a critic's routers are its own.
+            own = [replace(row, routes=None) for row in rows]
+            self.critic.accumulate(own, self.value_loss, last=last)
         self.rows += rows
 
     def _end(self, steps: list[StepResult], critic_steps: list[StepResult]) -> None:
@@ -133,10 +142,27 @@ class BatchUpdate:
         for tag, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
             if tag in self.settings.needs_tags:
                 _write(samples, column, self.learner.forward(rows, tag), "logprobs")
+        routed = [
+            replace(row, routes=torch.from_numpy(sample.routes).long())
+            for row, sample in zip(rows, samples, strict=True)
+            if sample.routes is not None
+        ]
         if self.num_updates > 1 or self.settings.needs_old_logprobs:
-            _write(samples, "actor_logprobs", self.learner.forward(rows), "logprobs")
+            _write(samples, "actor_logprobs", self.learner.forward(routed or rows), "logprobs")
+        if routed and not self.rerouted:
+            some = routed[:MAX_REROUTED]
+            own = self.learner.routes([replace(row, routes=None) for row in some])
+            self.rerouted = [rerouted(row, chosen) for row, chosen in zip(some, own, strict=True)]
         if self.critic is not None:
             _write(samples, "values", self.critic.forward(rows), "values")
+
+
+def rerouted(row: Row, own_TLk: Tensor) -> Tensor:
+    """Which tokens, in which layers, the learner's routers would have sent elsewhere. Without the
+    last token, whose routes mean nothing."""
+    assert row.routes is not None
+    wanted, own = (x[:-1].sort(-1).values for x in (row.routes, own_TLk))
+    return (wanted != own).any(-1).float()
 
 
 def _write(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Group, Prompt, Row, Sample
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.rl.algorithms import settings_for
@@ -136,3 +136,52 @@ def test_ppo_trains_the_critic_on_returns():
     assert result.critic_steps[0].loss > 0
     assert result.critic_steps[0].grad_norm > 0
     assert {"values", "returns", "advantages"} <= set(result.rows[0].columns)
+
+
+MIXTURE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
+
+
+def test_routes_of_the_sampler_are_followed_and_held_against_the_learners_own():
+    """Half of the samples come with the learner's own routes, half with others."""
+    settings = EngineSettings(
+        gradient_checkpointing=False, optimizer=OptimizerSettings(lr=1e-2), max_tokens_per_mb=32
+    )
+    learner = build_engine(MIXTURE, settings, init_from_scratch=True, seed=3)
+    value_settings = EngineSettings(
+        gradient_checkpointing=False, optimizer=OptimizerSettings(lr=1e-2)
+    )
+    judge = build_engine(MIXTURE, value_settings, init_from_scratch=True, seed=4, value_head=True)
+    groups = batch(2, 2)
+    samples = [sample for group in groups for sample in group.samples]
+    rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples]
+    own = learner.routes(rows)
+    for i, (sample, chosen) in enumerate(zip(samples, own, strict=True)):
+        sample.routes = (chosen if i < 2 else (chosen + 1) % 8).numpy().astype(np.uint8)
+    forced = [
+        Row(r.ids, {}, routes=torch.from_numpy(s.routes).long())
+        for r, s in zip(rows, samples, strict=True)
+    ]
+    wanted = [output["logprobs"] for output in learner.forward(forced)]
+    update = BatchUpdate(learner, settings_for("ppo"), critic=judge, max_new_tokens=8)
+    update.begin()
+    update.add(groups, last=True)
+    result = update.finish()
+    for output, logprobs in zip(result.outputs, wanted, strict=True):
+        torch.testing.assert_close(output["logprobs"], logprobs, atol=1e-5, rtol=0)
+    sizes = [len(sample.ids) - 1 for sample in samples]
+    differing = sum(
+        float((torch.sort(own[i][:-1], -1).values != torch.sort((own[i][:-1] + 1) % 8, -1).values)
+              .any(-1).float().sum())
+        for i in (2, 3)
+    )  # fmt: skip
+    assert result.rerouted_share == pytest.approx(differing / (2 * sum(sizes)))
+    assert 0.2 < result.rerouted_share < 0.8
