@@ -15,6 +15,7 @@ settings.load_profile("any machine")
 DIST = Path(__file__).parent / "dist"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     """What uses the pool of processes is a distributed test."""
     for item in items:
