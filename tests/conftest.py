@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
@@ -11,13 +10,3 @@ if not Path("/dev/nvidiactl").exists():
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
-
-DIST = Path(__file__).parent / "dist"
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
-    """What uses the pool of processes is a distributed test."""
-    for item in items:
-        if item.path.is_relative_to(DIST):
-            item.add_marker(pytest.mark.dist)

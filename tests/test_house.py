@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,10 @@ def test_config_loads_no_heavy_library():
     code += f"print(sorted(set(sys.modules) & {HEAVY!r}))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config):
+    passed_over = pytestconfig.getini("norecursedirs")
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        parts = path.relative_to(Path(__file__).parent).parts[:-1]
+        assert not [p for p in parts if any(fnmatch(p, glob) for glob in passed_over)], path
