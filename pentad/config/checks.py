@@ -107,6 +107,29 @@ def replay_needs_a_sampler_that_tells(config: Config) -> Problem | None:
     return Problem("rollout.replay_routes = true", rule, "use embedded in allocation_mode")
 
 
+@RULES.add("strict", "actor.archon.enable_compile")
+def strict_is_not_compiled(config: Config) -> Problem | None:
+    if not config.strict or config.actor.archon.enable_compile is not True:
+        return None
+    rule = "strict = true: compiled code adds up in an order of its own"
+    return Problem("actor.archon.enable_compile = true", rule, "leave it out, or at auto")
+
+
+@RULES.add("strict", "allocation_mode")
+def strict_cuts_no_layer(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if not config.strict or not actor:
+        return None
+    layout = actor.layout()
+    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
+    given = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
+    if not given:
+        return None
+    rule = f"{actor} has {given}: layers cut over ranks add up in another order than the sampler"
+    return Problem("strict = true", rule, "use data and pipeline parallelism only")
+
+
 # Sampling and batches.
 
 

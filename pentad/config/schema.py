@@ -470,7 +470,8 @@ class Config(Section):
     use_tis: bool | None = None
     """Switch for truncated importance sampling. null: as `algorithm` says."""
     strict: bool = False
-    """Trainer and sampler must agree bitwise on every log-prob; what cannot is refused."""
+    """Trainer and embedded sampler agree bit for bit on the log-prob of every token, by kernels
+    that do not depend on the batch; slower. What cannot is refused. Gradients are not covered."""
     stall_warning_s: Positive = 60.0
     """Without progress for this long, a warning names what is stuck and why."""
     stall_abort_s: Positive = 1800.0

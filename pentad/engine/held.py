@@ -19,6 +19,7 @@ from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.registry import build_model, initialise, load_weights, map_of
+from pentad.models.strict import apply_strict
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, plan_pipeline
@@ -47,6 +48,8 @@ class HeldModel:
         def build(**stage: Any) -> Decoder:
             model = build_model(dims, device="meta", dtype=dtype, value_head=value_head, **stage)
             apply_balance(model, settings.balance)
+            if settings.strict:
+                apply_strict(model)
             return model
 
         self.face = build()

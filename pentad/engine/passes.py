@@ -18,6 +18,7 @@ from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.ops.attention import build_attend
+from pentad.ops.invariant import PackedAttend
 from pentad.parallel.context import UlyssesAttend
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.storage import reshard
@@ -116,6 +117,8 @@ def run_part(
         dtype=DTYPES[settings.compute_dtype],
         head_dim=dims.head_dim,
     )
+    if settings.strict:
+        attend = PackedAttend(packed.lengths, attend, meshes.device)
     if meshes.cp.size > 1:
         attend = UlyssesAttend(attend, meshes.cp)
     if packed.routes_TLk is not None:

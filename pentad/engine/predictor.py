@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from pentad.core.types import Attend
 from pentad.models.decoder import Decoder
 from pentad.models.moe import Routes
+from pentad.ops import invariant
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard, token_logprobs
 from pentad.parallel.collectives import gather_parts, gather_shared
 from pentad.parallel.cuts import Cut
@@ -24,11 +25,19 @@ class Predictor(nn.Module):
     by vocabulary: all tp ranks return the same numbers for all tokens.
     """
 
-    def __init__(self, decoder: Decoder, temperature: float, chunk_bytes: int | None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        temperature: float,
+        chunk_bytes: int | None,
+        *,
+        strict: bool = False,
+    ) -> None:
         super().__init__()
         self.decoder = decoder
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
+        self.strict = strict
         self.tp: Axis = ALONE
         self.vocab: VocabShard = WHOLE_VOCAB
         self.cuts: dict[str, Cut] = {}
@@ -47,7 +56,15 @@ class Predictor(nn.Module):
         if self.decoder.norm is None:
             return hidden_TD
         logprobs_T = entropy_T = values_T = None
-        if self.decoder.has_lm_head:
+        if self.decoder.has_lm_head and self.strict:
+            logprobs_T, entropy_T = invariant.token_logprobs(
+                hidden_TD,
+                self.decoder.head_weight,
+                labels_T,
+                temperature=self.temperature,
+                chunk_bytes=self.chunk_bytes,
+            )
+        elif self.decoder.has_lm_head:
             logprobs_T, entropy_T = token_logprobs(
                 gather_parts(hidden_TD, self.tp),
                 self.decoder.head_weight,

@@ -55,6 +55,9 @@ class EngineSettings:
 
     compute_dtype: DType = "float32"
     """In which forward and backward run."""
+    strict: bool = False
+    """Log-probs that equal the strict sampler's bit for bit: a token's do not depend on its batch.
+    On ranks that hold whole layers, uncompiled."""
     param_dtype: DType = "float32"
     """Of the master weights and of the optimizer's state."""
     reduce_dtype: DType = "float32"
@@ -103,6 +106,9 @@ class EngineSettings:
         for name, limit in (("max_tokens_per_mb", self.max_tokens_per_mb), ("n_mbs", self.n_mbs)):
             if limit is not None and limit < 1:
                 problems.append(Problem(f"{name} = {limit}", "must be at least 1"))
+        if self.strict and self.compile:
+            rule = "strict = true: compiled code adds up in an order of its own"
+            problems.append(Problem("compile = true", rule, "leave one of them out"))
         if self.ac_selective != "op" and self.ac_selective < 1:
             rule = "must be op or a stride of at least 1"
             problems.append(Problem(f"ac_selective = {self.ac_selective}", rule))

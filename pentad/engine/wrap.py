@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Layout
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import EngineSettings
@@ -26,7 +27,11 @@ def wrap_model(
 ) -> Predictor:
     """The decoder with everything the settings and the layout ask for around it."""
     meshes = meshes or build_meshes(Layout(), device)
-    predictor = Predictor(decoder, settings.temperature, settings.logprob_bytes)
+    if settings.strict:
+        check_strict(meshes.layout)
+    predictor = Predictor(
+        decoder, settings.temperature, settings.logprob_bytes, strict=settings.strict
+    )
     spec = spec_of(decoder.dims.family)
     parts = ModelParts(
         root=predictor,
@@ -46,6 +51,15 @@ def wrap_model(
     if meshes.layout.world > 1:
         decoder.present = partial(_present, cuts)
     return predictor
+
+
+def check_strict(layout: Layout) -> None:
+    """Where a layer is cut over ranks, its sums are made in another order than the sampler's."""
+    cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
+    if wrong := {name: size for name, size in cut.items() if size > 1}:
+        given = ", ".join(f"{name} = {size}" for name, size in wrong.items())
+        rule = f"the layout has {given}: layers cut over ranks add up in another order"
+        raise UserError(Problem("strict = true", rule, "use data and pipeline parallelism only"))
 
 
 def _set_dispatch(decoder: Decoder, dispatch: CellDispatch) -> None:

@@ -18,9 +18,11 @@ from pentad.infer.attend import KVCache
 from pentad.infer.draw_kernel import draw_fused
 from pentad.infer.sampling import uniforms
 from pentad.infer.sequence import Table
+from pentad.infer.strict import head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
 from pentad.models.moe import Routes
 from pentad.ops.fused import store
+from pentad.ops.invariant_kernels import Tiles, attend
 from pentad.ops.paged_decode import paged_decode
 
 IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH = range(7)
@@ -58,16 +60,46 @@ class DecodeAttend:
         return paged_decode(q_SHd, k_BbKd, v_BbKd, self.blocks, self.width, self.lengths_S, window)
 
 
+class StrictDecode:
+    """The same by the kernel that training uses: one tile a row."""
+
+    def __init__(
+        self, cache: KVCache, places_S: Tensor, blocks: Tensor, width: Tensor, positions_S: Tensor
+    ) -> None:
+        self.cache = cache
+        self.places_S = places_S
+        each_S = torch.arange(len(places_S), device=places_S.device)
+        size = cache.block_size
+        self.tiles = Tiles(
+            each_S, positions_S, torch.ones_like(each_S), each_S, blocks, width, size, size
+        )
+
+    def __call__(
+        self, layer: int, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        k_PKd, v_PKd = self.cache.k[layer].flatten(0, 1), self.cache.v[layer].flatten(0, 1)
+        store(k_PKd, v_PKd, self.places_S, k_SKd.contiguous(), v_SKd.contiguous())
+        return attend(q_SHd.contiguous(), k_PKd, v_PKd, self.tiles, window)
+
+
 class GraphDecoder:
     """Runs decode steps over static buffers."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, table: Table, max_context: int, *, capture: bool
+        self,
+        model: Decoder,
+        cache: KVCache,
+        table: Table,
+        max_context: int,
+        *,
+        capture: bool,
+        strict: bool = False,
     ) -> None:
         self.model = model
         self.cache = cache
         self.table = table
         self.capture_graphs = capture
+        self.strict = strict
         num_rows = len(table.sequences)
         self.sizes = list(batch_sizes(num_rows))
         max_blocks = -(-max_context // cache.block_size)
@@ -124,15 +156,21 @@ class GraphDecoder:
         """One step over the static buffers; returns the logits."""
         ids, positions, lengths, places, uniform, temperature = self.inputs[:6, :size]
         width = self.inputs[WIDTH, :1]
-        attend = DecodeAttend(self.cache, places, self.blocks, width, lengths)
+        core: DecodeAttend | StrictDecode
+        if self.strict:
+            core = StrictDecode(self.cache, places, self.blocks, width, positions)
+        else:
+            core = DecodeAttend(self.cache, places, self.blocks, width, lengths)
         routes: Routes | None = None if self.cache.routes is None else {}
-        hidden_SD = self.model(ids, positions, attend, routes)
+        hidden_SD = self.model(ids, positions, core, routes)
         if routes is not None:
             self.cache.write_routes(places, routes)
-        logits_SV = self.model.logits(hidden_SD)
+        logits_SV = head_logits(self.model, hidden_SD, strict=self.strict)
         drawn_S, logprobs_S = draw_fused(
             logits_SV, uniform.view(torch.float64), temperature.view(torch.float64)
         )
+        if self.strict:
+            logprobs_S = strict_logprobs(logits_SV, drawn_S, temperature.view(torch.float64))
         self.outputs[0, :size] = drawn_S
         self.outputs[1].view(torch.float64)[:size] = logprobs_S.double()
         return logits_SV

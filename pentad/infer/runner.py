@@ -19,8 +19,11 @@ from pentad.infer.sampling import draw, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.sequence import Table
 from pentad.infer.settings import SamplerSettings
+from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
-from pentad.models.moe import Routes
+from pentad.models.moe import Experts, Routes
+from pentad.models.strict import apply_strict
+from pentad.ops.experts import can_group
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import GraphDecoder
@@ -48,21 +51,26 @@ class Runner:
         self.device = model.head_weight.device
         self.dtype = model.head_weight.dtype
         self.has_kernels = wants_triton(settings, self.device)
-        is_static = self.device.type == "cuda" and not model.dims.num_experts
+        is_static = self.device.type == "cuda" and never_asks_the_device(model, settings)
         self.captures_graphs = self.has_kernels and is_static and settings.cuda_graphs
+        self.resting: dict[str, Tensor] = {}
+        """Pinned host memory for the weights of a sleeping GPU; kept, since to pin takes long."""
         self.cache: KVCache | None = None
         self.decoder: GraphDecoder | None = None
         if self.has_kernels:  # Triton is optional: everything that needs it is imported here
             from pentad.infer.fuse import apply_fused
 
-            apply_fused(self.model)
+            if not settings.strict:
+                apply_fused(self.model)
+        if settings.strict:
+            apply_strict(self.model)
         self.wake()
 
     # Memory.
 
     def wake(self) -> None:
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(self.device)
+            parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.cache = KVCache(
             self.model.dims,
             self.num_blocks,
@@ -81,14 +89,22 @@ class Runner:
                 self.table,
                 self.max_context,
                 capture=self.captures_graphs,
+                strict=self.settings.strict,
             )
 
     def sleep(self) -> None:
         """Frees the cache, and on a GPU the weights, which wait in host memory."""
         self.cache = self.decoder = None
         if self.device.type == "cuda":
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.cpu()
+            for name, parameter in self.model.named_parameters():
+                if name not in self.resting:
+                    self.resting[name] = torch.empty_like(
+                        parameter, device="cpu", pin_memory=True, requires_grad=False
+                    )
+                self.resting[name].copy_(parameter.data, non_blocking=True)
+            torch.cuda.synchronize(self.device)
+            for name, parameter in self.model.named_parameters():
+                parameter.data = self.resting[name]
             torch.cuda.empty_cache()
 
     # Steps.
@@ -114,7 +130,8 @@ class Runner:
         for start in range(0, len(plan.drawn_rows), step):
             part = slice(start, start + step)
             ends, which = np.unique(last[plan.drawn_from[part]], return_inverse=True)
-            logits_NV = self.model.logits(hidden_TD.index_select(0, self.put(ends)))
+            hidden_ND = hidden_TD.index_select(0, self.put(ends))
+            logits_NV = head_logits(self.model, hidden_ND, strict=self.settings.strict)
             if len(ends) < len(which) or (np.diff(which) < 0).any():
                 logits_NV = logits_NV.index_select(0, self.put(which))
             drawn = self.draw(plan.drawn_rows[part], logits_NV)
@@ -156,6 +173,8 @@ class Runner:
     def build_attend(self, plan: Plan, places_T: Tensor) -> Attend:
         assert self.cache is not None, "the runner is asleep"
         blocks = self.table.blocks[plan.rows]
+        if self.settings.strict:
+            return StrictAttend(self.cache, plan.starts, plan.counts, blocks, places_T)
         if self.has_kernels:
             from pentad.infer.mixed import MixedAttend
 
@@ -168,14 +187,29 @@ class Runner:
         top_k_N = top_p_N = None
         if table.is_truncated[rows].any():
             top_k_N, top_p_N = self.put(table.top_k[rows]), self.put(table.top_p[rows])
+        temperature_N = self.put(table.temperature[rows])
         ids_N, logprobs_N = draw(
-            logits_NV, self.put(uniform_N), self.put(table.temperature[rows]), top_k_N, top_p_N
+            logits_NV, self.put(uniform_N), temperature_N.float(), top_k_N, top_p_N
         )
+        if self.settings.strict:
+            logprobs_N = strict_logprobs(logits_NV, ids_N, temperature_N)
         return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
     def put(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+def never_asks_the_device(model: Decoder, settings: SamplerSettings) -> bool:
+    """Whether a forward pass never waits to learn a size: experts are grouped on the device."""
+    if not model.dims.num_experts or settings.strict:
+        return True
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    return all(
+        weight.dtype == torch.bfloat16 and can_group(weight[0, :1], weight)
+        for module in experts
+        for weight in (module.gate_up.flatten(1, 2), module.down)
+    )
 
 
 def wants_triton(settings: SamplerSettings, device: torch.device) -> bool:

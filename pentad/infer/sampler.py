@@ -70,6 +70,8 @@ class EmbeddedSampler:
         can = {"pause", "sleep", "abort"} | ({"stop_strings"} if decode is not None else set())
         if self.engine.settings.record_routes:
             can.add("routes")
+        if self.engine.settings.strict:
+            can.add("strict")
         self.capabilities = frozenset(can)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self.interrupt = threading.Event()

@@ -65,7 +65,7 @@ class Table:
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
         self.seed = np.zeros(num_rows, np.uint64)
-        self.temperature = np.ones(num_rows, np.float32)
+        self.temperature = np.ones(num_rows, np.float64)
         self.top_p = np.ones(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
         self.is_truncated = np.zeros(num_rows, bool)

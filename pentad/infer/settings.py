@@ -37,12 +37,15 @@ class SamplerSettings:
     that only decodes, else 1."""
     record_routes: bool = False
     """Of a mixture, keep which experts each token was sent to, and tell them with the answer."""
+    strict: bool = False
+    """Log-probs that equal the strict learner's bit for bit, by operations that give a token the
+    same numbers in any batch; slower."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Plain torch, or Triton kernels between the matrix products. auto: Triton on a GPU that has
     it."""
     cuda_graphs: bool = True
-    """With Triton kernels on a GPU, decode through captured graphs. Mixtures of experts do not:
-    their dispatch asks the device for sizes."""
+    """With Triton kernels on a GPU, decode through captured graphs. A mixture of experts does so in
+    bf16; in other dtypes its dispatch asks the device for sizes."""
 
     def __post_init__(self) -> None:
         problems = [

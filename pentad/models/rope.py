@@ -35,8 +35,11 @@ class Rotary(nn.Module):
                 inverse, self.scale = frequencies(self.dims)
             self.on_device[device] = inverse.to(device)
         angles = positions_T.float()[:, None] * self.on_device[device]
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        cos_Td, sin_Td = self.turns(torch.cat((angles, angles), dim=-1))
+        return (cos_Td * self.scale).to(dtype), (sin_Td * self.scale).to(dtype)
+
+    def turns(self, angles_Td: Tensor) -> tuple[Tensor, Tensor]:
+        return angles_Td.cos(), angles_Td.sin()
 
 
 def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:

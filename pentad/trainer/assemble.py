@@ -133,7 +133,9 @@ class Assembly:
             [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
             temperature=self.params.temperature,
             weights_digest=published.digest,
-            tolerance=tolerance_of(compute_dtype(self.config.actor, self.device)),
+            tolerance=tolerance_of(
+                compute_dtype(self.config.actor, self.device), strict=self.config.strict
+            ),
             seed=self.config.seed,
         )
         log.info("self-test passed: %s", found)
@@ -224,6 +226,7 @@ class Assembly:
             temperature=self.params.temperature,
             total_steps=self.num_steps * self.config.updates_per_batch,
             max_row_tokens=longest + self.params.max_new_tokens,
+            strict=self.config.strict and not is_critic,
         )
         return build_engine(
             path,

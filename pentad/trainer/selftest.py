@@ -40,7 +40,9 @@ BFLOAT16 = Tolerance(2.0, 0.1)
 """bf16 has 8 bits of mantissa: single unlikely tokens differ by tenths, the mean by hundredths."""
 
 
-def tolerance_of(compute_dtype: str) -> Tolerance:
+def tolerance_of(compute_dtype: str, *, strict: bool = False) -> Tolerance:
+    if strict:
+        return Tolerance(0.0, 0.0)
     return FLOAT32 if compute_dtype in ("float32", "float64") else BFLOAT16
 
 

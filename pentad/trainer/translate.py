@@ -54,6 +54,7 @@ def engine_settings(
     total_steps: int,
     max_row_tokens: int,
     pp: int = 1,
+    strict: bool = False,
 ) -> EngineSettings:
     """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller.
 
@@ -75,7 +76,9 @@ def engine_settings(
         gradient_checkpointing=model.gradient_checkpointing,
         ac_mode=_block_ac_mode(archon.ac_mode),
         ac_selective=archon.ac_selective or "op",
-        compile=archon.enable_compile is True or (archon.enable_compile == "auto" and is_cuda),
+        compile=archon.enable_compile is True
+        or (archon.enable_compile == "auto" and is_cuda and not strict),
+        strict=strict,
         reshard_after_forward=pp == 1 if policy == "default" else policy == "always",
         pp_schedule=archon.pp_schedule,
         stages_per_rank=archon.stages_per_rank,
@@ -105,7 +108,6 @@ def unbuilt_problems(config: Config) -> list[Problem]:
     """Values that the schema knows and this version cannot honour: refused, never ignored."""
     archon = config.actor.archon
     found: dict[str, tuple[object, object, str]] = {
-        "strict": (config.strict, True, "batch-invariant kernels are not built yet"),
         "balance_data": (config.balance_data, False, "rows are always spread by cost"),
         "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
         "saver.mode": (config.saver.mode, "async", "exports are written while training waits"),
@@ -153,6 +155,7 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
         kv_cache_bytes=kv_bytes,
         on_update=rollout.on_update,
         record_routes=rollout.replay_routes,
+        strict=config.strict,
     )
 
 

@@ -54,3 +54,28 @@ def test_a_server_does_not_tell_its_routes(lab, mixture):
             "rollout.replay_routes=true",
             "allocation_mode=vllm:d1|archon:d1",
         )
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_a_strict_run_has_no_gap_at_all(lab, task, mixture, kind):
+    path = mixture if kind == "mixture" else task / "model"
+    summary = lab.train(f"actor.path={path}", "strict=true", "gconfig.temperature=0.8")
+    for record in steps_of(summary):
+        assert record["rl"]["logprob_diff_max"] == 0.0
+        assert record["rl"]["ratio_max"] == record["rl"]["ratio_mean"] == 1.0
+        assert record["grad_norm"] > 0
+    manifest = json.loads((summary.records / "manifest.json").read_text())
+    assert '"sampler_max_difference": 0.0' in json.dumps(manifest)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("allocation_mode=vllm:d1|archon:d1", "computes with other kernels"),
+        ("allocation_mode=embedded:d2|archon:d1t2", "tp = 2: layers cut over ranks"),
+        ("actor.archon.enable_compile=true", "compiled code adds up"),
+    ],
+)
+def test_what_strict_cannot_keep_is_refused(lab, override, sentence):
+    with pytest.raises(UserError, match=sentence):
+        lab.train("strict=true", override)

@@ -1,0 +1,62 @@
+"""Strict sampling: attention over the cache and log-probs by the learner's own operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentad.infer.attend import KVCache
+from pentad.models.decoder import Decoder
+from pentad.ops import invariant
+from pentad.ops.logprob import compute_logits
+
+
+def head_logits(model: Decoder, hidden_ND: Tensor, *, strict: bool) -> Tensor:
+    """Logits in fp32, as the learner computes them."""
+    if strict:
+        return invariant.exact_linear(hidden_ND, model.head_weight, wide=True)
+    return compute_logits(hidden_ND, model.head_weight)
+
+
+def strict_logprobs(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> Tensor:
+    """`temperature_N` in fp64; 0 reports at 1."""
+    scale_N = torch.where(temperature_N > 0, 1.0 / temperature_N, 1.0).float()
+    return invariant.label_logprobs(logits_NV, ids_N, scale_N)[0]
+
+
+class StrictAttend:
+    """The attention core of any step, whatever it mixes."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        blocks: np.ndarray,
+        places_T: Tensor,
+    ) -> None:
+        """Arguments as for `PagedAttend`."""
+        self.cache = cache
+        self.places_T = places_T
+        size = cache.block_size
+        width = int(-(-(starts + counts).max() // size))
+        table = np.ascontiguousarray(blocks[:, :width])
+        first = np.cumsum(counts) - counts
+        self.spans = invariant.Spans(first, starts, counts, table, size, size)
+        self.tiles = None
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        cache = self.cache
+        cache.write(layer, self.places_T, k_TKd, v_TKd)
+        k_PKd, v_PKd = cache.k[layer].flatten(0, 1), cache.v[layer].flatten(0, 1)
+        if not q_THd.is_cuda:
+            return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window)
+        kernels = invariant.kernels()
+        if self.tiles is None:
+            group = q_THd.shape[1] // k_TKd.shape[1]
+            self.tiles = kernels.tiles_of(self.spans, group, q_THd.device)
+        result: Tensor = kernels.attend(q_THd.contiguous(), k_PKd, v_PKd, self.tiles, window)
+        return result

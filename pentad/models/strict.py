@@ -1,0 +1,103 @@
+"""A decoder made of invariant operations: a token's numbers do not depend on its batch.
+
+Learner and sampler apply it to their instances of one model, and then agree bit for bit on the
+log-prob of every token, however each has batched, packed, chunked or cached it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pentad.models.decoder import Decoder
+from pentad.models.layers import GateUp, Linear, Mlp, Norm
+from pentad.models.moe import Experts, Moe, Router
+from pentad.models.rope import Rotary
+from pentad.ops import invariant
+from pentad.ops.experts import sort_pairs, take_rows, take_weights
+from pentad.ops.router import add_loss, route
+
+
+class StrictLinear(Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return invariant.linear(input, self.weight, self.bias)
+
+
+class StrictGateUp(GateUp):
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        bias = None if self.bias is None else self.bias.flatten()
+        gate, up = invariant.linear(x_TD, self.weight.flatten(0, 1), bias).chunk(2, dim=-1)
+        return gate, up
+
+
+class StrictNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return invariant.norm(x, self.weight, self.eps)
+
+
+class StrictMlp(Mlp):
+    def forward(self, x_TD: Tensor) -> Tensor:
+        down: Tensor = self.down(invariant.silu_mul(*self.gate_up(x_TD)))
+        return down
+
+
+class StrictRotary(Rotary):
+    def turns(self, angles_Td: Tensor) -> tuple[Tensor, Tensor]:
+        return invariant.cos_sin(angles_Td)
+
+
+class StrictRouter(Router):
+    def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits_TR = invariant.wide_linear(x_TD, self.weight)
+        if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
+            weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
+        else:
+            if chosen_Tk is None:
+                chosen_Tk = invariant.by_tiles(self._choose, logits_TR.detach())
+            weights_Tk = invariant.by_tiles(self._weigh, logits_TR, chosen_Tk)
+        if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
+            weights_Tk = add_loss(weights_Tk, self.own_loss(logits_TR, chosen_Tk))
+        return weights_Tk, chosen_Tk
+
+    def _choose(self, logits_RE: Tensor) -> Tensor:
+        return route(logits_RE, self.rule, self.bias)[1]
+
+    def _weigh(self, logits_RE: Tensor, chosen_Rk: Tensor) -> Tensor:
+        return route(logits_RE, self.rule, self.bias, chosen_Rk)[0]
+
+
+STRICT: dict[type[nn.Module], type[nn.Module]] = {
+    Linear: StrictLinear,
+    GateUp: StrictGateUp,
+    Norm: StrictNorm,
+    Mlp: StrictMlp,
+    Rotary: StrictRotary,
+    Router: StrictRouter,
+}
+
+
+def dispatch_strict(
+    x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts
+) -> Tensor:
+    """As `moe.dispatch_local`; a token's results are added in the order of its choice."""
+    pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
+    weights_N = take_weights(weights_Tk, pairs)
+    gate_up_EGD = experts.gate_up.flatten(1, 2)
+    h_NG = invariant.grouped_linear(take_rows(x_TD, pairs), gate_up_EGD, pairs.ends_E)
+    a_NM = invariant.silu_mul(*h_NG.chunk(2, dim=-1))
+    a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
+    y_ND = invariant.grouped_linear(a_NM, experts.down, pairs.ends_E)
+    parts = y_ND.index_select(0, pairs.place_N).unflatten(0, chosen_Tk.shape).unbind(1)
+    out_TD = parts[0]
+    for part_TD in parts[1:]:
+        out_TD = out_TD + part_TD
+    return out_TD
+
+
+def apply_strict(model: Decoder) -> None:
+    """Changes the class of each part; parameters stay where they are."""
+    for module in list(model.modules()):
+        if type(module) in STRICT:
+            module.__class__ = STRICT[type(module)]
+        if isinstance(module, Moe):
+            module.dispatch = dispatch_strict

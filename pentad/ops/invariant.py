@@ -1,0 +1,424 @@
+"""Operations whose result for a token depends on nothing else in the batch, bit for bit.
+
+Products, sums and even exponentials round differently with the number of rows they are called on:
+libraries pick other tiles, split sums otherwise, compute the last few elements by other code. Here
+every call has a shape that the model alone decides. On a GPU each is a Triton kernel with one fixed
+tile (`invariant_kernels`). On a CPU rows are laid into tiles of one size, filled up with zeros, so
+that every product, sum and exponential is a call of one shape; that a row's place in its tile does
+not matter is checked once per shape (`check_product`).
+
+Gradients are those of the plain operations: they are right to rounding, and nothing more is
+promised of them.
+
+Shapes: T tokens, D and O widths, E experts, N rows sorted by expert, V vocabulary, S spans, H query
+heads, K key-value heads, d head width, P places that hold keys and values, R rows of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pentad.core.errors import Problem, UserError
+from pentad.ops import experts as plain_experts
+from pentad.ops.logprob import token_logprobs as plain_logprobs
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+TILE = 16
+"""Rows of every product on a CPU."""
+SERIAL = 16384
+"""Elements of a tile that torch works through on one thread, from its beginning to its end."""
+VECTOR = 32
+"""Tiles whose rows are multiples of this have no element that is computed apart."""
+BLOCK = 32
+"""Keys that attention on a CPU takes at a time."""
+LOGITS = 1 << 26
+"""Most logits (rows x vocabulary) held at once."""
+
+
+def kernels() -> ModuleType:
+    """Needs Triton, which only machines with a GPU have."""
+    from pentad.ops import invariant_kernels
+
+    return invariant_kernels
+
+
+class _WithPlainGradient(torch.autograd.Function):
+    """The invariant result, and the gradient of the plain operation at the same inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exact: Callable[..., Any], plain: Callable[..., Any], *inputs: Any
+    ) -> Any:
+        ctx.plain = plain
+        ctx.set_materialize_grads(False)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+        ctx.save_for_backward(*tensors)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, inputs = iter(ctx.saved_tensors), []
+        for other, is_tensor, needed in zip(
+            ctx.others, ctx.is_tensor, ctx.needs_input_grad[2:], strict=True
+        ):
+            value = next(saved).detach().requires_grad_(needed) if is_tensor else other
+            inputs.append(value)
+        with torch.enable_grad():
+            results = ctx.plain(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None]
+        wanted = [x for x, n in zip(inputs, ctx.needs_input_grad[2:], strict=True) if n]
+        found = iter(
+            torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs])
+            if pairs and wanted
+            else [None] * len(wanted)
+        )
+        return (None, None, *(next(found) if n else None for n in ctx.needs_input_grad[2:]))
+
+
+# Rows by rows on a CPU.
+
+
+def by_tiles(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    """`fn`, which treats rows alike, over tiles of rows of one size; any device but a GPU."""
+    num_rows = xs[0].shape[0]
+    if num_rows == 0:
+        return fn(*xs)
+    width = xs[0][0].numel()
+    size = 1 if width % VECTOR else min(TILE, max(1, SERIAL // width))
+    padded = [filled_up(x, size) for x in xs]
+    tiles = [fn(*(x[i : i + size] for x in padded)) for i in range(0, padded[0].shape[0], size)]
+    return torch.cat(tiles)[:num_rows]
+
+
+def filled_up(x: Tensor, size: int) -> Tensor:
+    """A copy whose memory starts where torch starts memory, with zeros up to a multiple of `size`
+    rows: products may depend on where a row lies in memory."""
+    num_rows = -(-x.shape[0] // size) * size
+    missing = num_rows - x.shape[0]
+    return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))])
+
+
+def wide_of(fn: Callable[[Tensor], Tensor], x_R1: Tensor) -> Tensor:
+    """`fn` of single numbers, none of which is the odd one at an end."""
+    return fn(x_R1.expand(*x_R1.shape[:-1], VECTOR).contiguous())[..., :1]
+
+
+def check_product(weight_OD: Tensor) -> None:
+    """Raises where this machine's product of a row depends on the row's place among others."""
+    _check_product(*weight_OD.shape, weight_OD.dtype)
+
+
+@cache
+def _check_product(num_out: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_out * 7919 + width)
+    weight_OD = torch.randn(num_out, width, generator=generator).to(dtype)
+    row_D = torch.randn(width, generator=generator).to(dtype)
+    y_RO = torch.mm(row_D.repeat(TILE, 1), weight_OD.t())
+    if not torch.equal(y_RO, y_RO[:1].expand_as(y_RO)):
+        rule = (
+            f"this machine's product with a [{num_out}, {width}] weight gives a row other bits at "
+            "other places of a tile"
+        )
+        raise UserError(Problem("strict = true", rule, "leave strict out on this machine"))
+
+
+# Linear maps.
+
+
+def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    y_TO: Tensor = _Linear.apply(x_TD, weight_OD)
+    return y_TO if bias_O is None else y_TO + bias_O
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_OD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_OD)
+        return exact_linear(x_TD, weight_OD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, weight_OD = ctx.saved_tensors
+        grad_TO = grads[0].to(weight_OD.dtype)
+        dx_TD = grad_TO @ weight_OD if ctx.needs_input_grad[0] else None
+        dweight_OD = grad_TO.t() @ x_TD if ctx.needs_input_grad[1] else None
+        return dx_TD, dweight_OD
+
+
+def exact_linear(x_TD: Tensor, weight_OD: Tensor, *, wide: bool = False) -> Tensor:
+    """x @ weight^T without gradient; `wide`: not rounded to 16 bits."""
+    if x_TD.is_cuda:
+        result: Tensor = kernels().linear(x_TD.contiguous(), weight_OD, wide=wide)
+        return result
+    if wide and x_TD.dtype.itemsize == 2:
+        x_TD, weight_OD = x_TD.float(), weight_OD.float()
+    check_product(weight_OD)
+    padded_TD = filled_up(x_TD.detach(), TILE)
+    out_TO = padded_TD.new_empty((padded_TD.shape[0], weight_OD.shape[0]))
+    weight_DO = weight_OD.detach().t()
+    for start in range(0, padded_TD.shape[0], TILE):
+        rows = slice(start, start + TILE)
+        torch.mm(padded_TD[rows], weight_DO, out=out_TO[rows])
+    return out_TO[: x_TD.shape[0]]
+
+
+def wide_linear(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
+    """In fp32 whatever the dtype of its inputs, as routers compute."""
+
+    def plain(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
+        return F.linear(x_TD.float(), weight_OD.float())
+
+    def exact(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
+        return exact_linear(x_TD, weight_OD, wide=True)
+
+    result: Tensor = _WithPlainGradient.apply(exact, plain, x_TD, weight_OD)
+    return result
+
+
+def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """x @ weight[e]^T for the rows of each expert e."""
+    result: Tensor = _WithPlainGradient.apply(
+        _exact_grouped, plain_experts.grouped_linear, x_ND, weight_EOD, ends_E
+    )
+    return result
+
+
+def _exact_grouped(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    if x_ND.is_cuda:
+        result: Tensor = kernels().grouped_linear(x_ND.contiguous(), weight_EOD, ends_E)
+        return result
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    parts = zip(x_ND.split(sizes), weight_EOD, strict=True)
+    return torch.cat([exact_linear(part, weight) for part, weight in parts])
+
+
+# Between the products.
+
+
+def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim, rounded as `models.layers.Norm` rounds."""
+
+    def plain(x: Tensor, weight_D: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight_D * wide.to(x.dtype)
+
+    def exact(x: Tensor, weight_D: Tensor) -> Tensor:
+        if x.is_cuda:
+            result: Tensor = kernels().norm(x.contiguous(), weight_D, eps)
+            return result
+        rows = x.reshape(-1, x.shape[-1])
+        return by_tiles(lambda tile: plain(tile, weight_D), rows).view(x.shape)
+
+    result: Tensor = _WithPlainGradient.apply(exact, plain, x, weight_D)
+    return result
+
+
+def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up. On a GPU elements are computed alike wherever they stand."""
+    if gate_TF.is_cuda:
+        return F.silu(gate_TF) * up_TF
+    return by_tiles(lambda gate, up: F.silu(gate) * up, gate_TF, up_TF)
+
+
+def cos_sin(angles_Td: Tensor) -> tuple[Tensor, Tensor]:
+    if angles_Td.is_cuda:
+        return angles_Td.cos(), angles_Td.sin()
+    return by_tiles(torch.cos, angles_Td), by_tiles(torch.sin, angles_Td)
+
+
+# The head.
+
+
+def label_logprobs(logits_TV: Tensor, labels_T: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
+    """(log p(label), entropy) of softmax(logits * scale); logits in fp32, without gradient."""
+    if logits_TV.is_cuda:
+        result: tuple[Tensor, Tensor] = kernels().label_logprobs(logits_TV, labels_T, scale_T)
+        return result
+
+    def reduce(x_RV: Tensor, label_R1: Tensor, scale_R1: Tensor) -> Tensor:
+        x_RV = x_RV * scale_R1
+        top_R1 = x_RV.amax(-1, keepdim=True)
+        weights_RV = torch.exp(x_RV - top_R1)
+        total_R1 = weights_RV.sum(-1, keepdim=True)
+        lse_R1 = top_R1 + wide_of(torch.log, total_R1)
+        mean_R1 = (weights_RV * x_RV).sum(-1, keepdim=True) / total_R1
+        return torch.cat([x_RV.gather(1, label_R1) - lse_R1, lse_R1 - mean_R1], dim=1)
+
+    labels_T1 = labels_T.clamp(min=0)[:, None]
+    logprobs_T, entropy_T = by_tiles(reduce, logits_TV, labels_T1, scale_T[:, None]).unbind(1)
+    return logprobs_T, entropy_T
+
+
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `ops.logprob.token_logprobs`."""
+
+    def plain(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        return plain_logprobs(
+            hidden_TD, weight_VD, labels_T, temperature=temperature, chunk_bytes=chunk_bytes
+        )
+
+    def exact(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        size = max(TILE, LOGITS // weight_VD.shape[0])
+        out: list[tuple[Tensor, Tensor]] = []
+        for hidden_CD, labels_C in zip(hidden_TD.split(size), labels_T.split(size), strict=True):
+            logits_CV = exact_linear(hidden_CD, weight_VD, wide=True)
+            scale_C = logits_CV.new_full((len(labels_C),), scale_of(temperature))
+            pair = label_logprobs(logits_CV, labels_C, scale_C)
+            out.append((pair[0], pair[1]))
+        no_label_T = labels_T < 0
+        logprobs_T, entropy_T = (torch.cat(parts) for parts in zip(*out, strict=True))
+        return logprobs_T.masked_fill(no_label_T, 0), entropy_T.masked_fill(no_label_T, 0)
+
+    result: tuple[Tensor, Tensor] = _WithPlainGradient.apply(
+        exact, plain, hidden_TD, weight_VD, labels_T
+    )
+    return result
+
+
+def scale_of(temperature: float) -> float:
+    """What logits are multiplied by, rounded once to fp32; temperature 0 reports at 1."""
+    return float(np.float32(1.0 / temperature)) if temperature > 0 else 1.0
+
+
+# Attention.
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Runs of queries of one sequence each, and where the sequences' keys and values lie.
+
+    Position p of span s lies at place `table[s, p // piece] * stride + p % piece`. A packed batch
+    has one piece a sequence; a paged cache has one piece a block.
+    """
+
+    first_S: np.ndarray
+    """Flat index of each span's first query."""
+    start_S: np.ndarray
+    """Its position in its sequence."""
+    count_S: np.ndarray
+    table_SW: np.ndarray
+    piece: int
+    stride: int
+
+    def places(self, span: int, num: int) -> np.ndarray:
+        position = np.arange(num)
+        found: np.ndarray = self.table_SW[span, position // self.piece].astype(np.int64)
+        return found * self.stride + position % self.piece
+
+
+def packed_spans(lengths: Sequence[int]) -> Spans:
+    count_S = np.asarray(lengths, np.int64)
+    first_S = np.cumsum(count_S) - count_S
+    return Spans(first_S, np.zeros_like(count_S), count_S, first_S[:, None], 1 << 30, 1)
+
+
+def attend_spans(
+    q_THd: Tensor, k_PKd: Tensor, v_PKd: Tensor, spans: Spans, window: int | None
+) -> Tensor:
+    """Causal attention of every query over its sequence, on a CPU; without gradient."""
+    num_heads, num_kv = q_THd.shape[1], k_PKd.shape[1]
+    size = min(TILE, max(1, SERIAL // (num_heads * BLOCK)))
+    out_THd = torch.empty_like(q_THd)
+    for s in range(len(spans.first_S)):
+        first, start, count = (int(x[s]) for x in (spans.first_S, spans.start_S, spans.count_S))
+        places = torch.from_numpy(spans.places(s, start + count))
+        k_BKbd, v_BKbd = (_key_blocks(x.index_select(0, places)) for x in (k_PKd, v_PKd))
+        for offset in range(0, count, size):
+            num = min(size, count - offset)
+            tile_RHd = filled_up(q_THd[first + offset : first + offset + num], size)
+            q_KRd = tile_RHd.unflatten(1, (num_kv, -1)).transpose(0, 1).flatten(1, 2)
+            position_R = start + offset + torch.arange(size)
+            o_KRd = _attend_tile(q_KRd.contiguous(), k_BKbd, v_BKbd, position_R, num, window)
+            o_RHd = o_KRd.unflatten(1, (size, -1)).transpose(0, 1).flatten(1, 2)
+            out_THd[first + offset : first + offset + num] = o_RHd[:num]
+    return out_THd
+
+
+def _key_blocks(x_PKd: Tensor) -> Tensor:
+    return filled_up(x_PKd, BLOCK).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+
+
+def _attend_tile(
+    q_KRd: Tensor,
+    k_BKbd: Tensor,
+    v_BKbd: Tensor,
+    position_R: Tensor,
+    num: int,
+    window: int | None,
+) -> Tensor:
+    """Blocks of keys in their order, with a running maximum. A block that a query sees nothing of
+    changes no bit of it, so queries of one tile may need different numbers of blocks."""
+    scale = q_KRd.shape[-1] ** -0.5
+    group = q_KRd.shape[1] // len(position_R)
+    position = position_R.repeat_interleave(group)[None, :, None]
+    top = q_KRd.new_full((*q_KRd.shape[:2], 1), float("-inf"), dtype=torch.float32)
+    total = torch.zeros_like(top)
+    acc = q_KRd.new_zeros(q_KRd.shape, dtype=torch.float32)
+    last = int(position_R[num - 1])
+    begin = 0 if window is None else max(0, int(position_R[0]) - window + 1) // BLOCK
+    for b in range(begin, last // BLOCK + 1):
+        distance = position - (b * BLOCK + torch.arange(BLOCK))
+        sees = distance >= 0
+        if window is not None:
+            sees = sees & (distance < window)
+        scores = torch.bmm(q_KRd, k_BKbd[b].transpose(1, 2)).float() * scale
+        scores = scores.masked_fill(~sees, float("-inf"))
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = higher.masked_fill(higher == float("-inf"), 0.0)
+        keep, weights = wide_of(torch.exp, top - base), torch.exp(scores - base)
+        total = total * keep + weights.sum(-1, keepdim=True)
+        acc = acc * keep + torch.bmm(weights.to(v_BKbd.dtype), v_BKbd[b]).float()
+        top = higher
+    return (acc / total.masked_fill(total == 0, 1.0)).to(q_KRd.dtype)
+
+
+class PackedAttend:
+    """Attention over packed sequences for the learner; its gradient is that of `plain`."""
+
+    def __init__(
+        self, lengths: Sequence[int], plain: Callable[..., Tensor], device: torch.device
+    ) -> None:
+        self.plain = plain
+        self.spans = packed_spans(lengths)
+        self.tiles: Any = None
+        self.device = device
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        def exact(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+            if not q_THd.is_cuda:
+                return attend_spans(q_THd, k_TKd, v_TKd, self.spans, window)
+            if self.tiles is None:
+                group = q_THd.shape[1] // k_TKd.shape[1]
+                self.tiles = kernels().tiles_of(self.spans, group, self.device)
+            q, k, v = (x.contiguous() for x in (q_THd, k_TKd, v_TKd))
+            result: Tensor = kernels().attend(q, k, v, self.tiles, window)
+            return result
+
+        def plain(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+            return self.plain(layer, q_THd, k_TKd, v_TKd, window=window)
+
+        result: Tensor = _WithPlainGradient.apply(exact, plain, q_THd, k_TKd, v_TKd)
+        return result
