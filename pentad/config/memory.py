@@ -177,11 +177,14 @@ def gathered_weights(training: Training, held: Held) -> float:
 
 
 def logit_bytes(training: Training) -> float:
-    """One chunk of logits: float32 twice, and its gradient in compute dtype where that differs."""
+    """One chunk of logits in float32 and its gradient in compute dtype. On a CPU, plain torch needs
+    one more array in float32."""
     dims, layout, c = training.dims, training.layout, training.compute_bytes
     vocab = dims.vocab_size / layout.tp
     chunk = LOGIT_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
     tokens = min(training.microbatch_tokens / layout.cp, max(chunk, 1.0))
+    if training.device == "cuda":
+        return tokens * vocab * (4 + c)
     return tokens * vocab * (8 + (c if c != 4 else 0))
 
 

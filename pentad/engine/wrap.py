@@ -72,9 +72,8 @@ def vocab_shard(cut: Cut, tp: Axis) -> VocabShard:
     """The rows of the head that this rank holds."""
     if tp.size == 1:
         return WHOLE_VOCAB
-    max_rows = -(-cut.shape[0] // tp.size)
     reduce_max, reduce_sum = partial(max_over, tp), partial(sum_over, tp)
-    return VocabShard(cut.box[0][0], max_rows, reduce_max, reduce_sum)
+    return VocabShard(cut.box[0][0], reduce_max, reduce_sum)
 
 
 def _present(cuts: dict[str, Cut], name: str, tensor: Tensor) -> Tensor:

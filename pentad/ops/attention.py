@@ -1,8 +1,9 @@
 """Causal attention over packed sequences: a token sees its own sequence up to itself, nothing else.
 
-Two ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by side
-and uses SDPA (any device, any dtype); `VarlenAttend` is torch's flash kernel over the packed
-tokens (CUDA, 16 bit). Each refuses what it cannot honour; none falls back in silence.
+Three ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by
+side and uses SDPA (any device, any dtype); `VarlenAttend` is torch's flash kernel over the packed
+tokens (CUDA, 16 bit); `EqualAttend` is cuDNN's kernel for sequences of one length, about twice as
+fast (Hopper and later). Each refuses what it cannot honour; none falls back in silence.
 
 Shapes: T packed tokens, P padded slots, S sequences, L length, H query heads, K key-value heads,
 d head width.
@@ -36,15 +37,22 @@ BUCKET_RATIO = 0.75
 BUCKET_SLACK = 16
 """...unless they are at most this many tokens shorter: a call costs more than such padding."""
 MAX_FLASH_HEAD_DIM = 256
+MAX_CUDNN_HEAD_DIM = 128
+CUDNN_STEP = 128
+"""cuDNN prepares a kernel for every shape it meets; lengths off this grid are not worth that."""
 
 
 def build_attend(
     lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> PaddedAttend | VarlenAttend:
+) -> PaddedAttend | VarlenAttend | EqualAttend:
     """The fastest attention that honours the boundaries on this device, dtype and head width."""
-    if device.type == "cuda" and not varlen_problems(device, dtype, head_dim):
-        return VarlenAttend(lengths, device=device, dtype=dtype, head_dim=head_dim)
-    return PaddedAttend(lengths, device=device)
+    if device.type != "cuda" or varlen_problems(device, dtype, head_dim):
+        return PaddedAttend(lengths, device=device)
+    packed = VarlenAttend(lengths, device=device, dtype=dtype, head_dim=head_dim)
+    is_equal = len(set(lengths)) == 1 and lengths[0] % CUDNN_STEP == 0
+    if is_equal and has_cudnn_attention(device, head_dim):
+        return EqualAttend(lengths, packed)
+    return packed
 
 
 def reference_attention(
@@ -236,6 +244,40 @@ class VarlenAttend:
         )
         assert isinstance(result, Tensor), "only one result was asked for"
         return result
+
+
+class EqualAttend:
+    """Attention over sequences of one length by cuDNN; layers with a window use `packed`."""
+
+    def __init__(self, lengths: Sequence[int], packed: VarlenAttend) -> None:
+        self.num, self.length, self.packed = len(lengths), lengths[0], packed
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
+    ) -> Tensor:
+        if window is not None and window < self.length:
+            return self.packed(layer, q_THd, k_TKd, v_TKd, window)
+        # By name: `scaled_dot_product_attention` prefers another kernel.
+        result: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(x.unflatten(0, (self.num, -1)).transpose(1, 2) for x in (q_THd, k_TKd, v_TKd)),
+            None,  # no bias
+            True,  # the log-sum-exp that backward reads
+            0.0,  # no dropout
+            True,  # causal
+        )[0]
+        return result.transpose(1, 2).flatten(0, 1)
+
+
+def has_cudnn_attention(device: torch.device, head_dim: int) -> bool:
+    """Whether cuDNN's kernel is there and promises what was asked for; its backward adds up in
+    any order."""
+    return (
+        torch.cuda.get_device_capability(device) >= (9, 0)
+        and torch.backends.cudnn.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+        and head_dim <= MAX_CUDNN_HEAD_DIM
+    )
 
 
 def varlen_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Problem]:

@@ -2,7 +2,8 @@
 
 The T x V logits are never held: they are made in chunks of tokens sized by a byte budget, and
 made again in backward. What is kept for backward is the hidden states, the head and two numbers
-per token. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head.
+per token. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head. On a GPU
+Triton kernels read each chunk once; elsewhere plain torch computes the same.
 
 Shapes: T tokens, C tokens of one chunk, V entries of the vocabulary (of this shard), D width.
 """
@@ -16,10 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    from pentad.ops import logprob_kernels as kernels
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Room for the logits of one chunk, their exponentials and their gradient, by device type."""
 LOGIT_COPIES = 3
-"""How many arrays of the size of the logits are alive at the worst moment of a chunk."""
+"""How many arrays of the size of the logits a chunk makes room for; the kernels need half of it."""
 
 
 def _same(x: Tensor) -> Tensor:
@@ -36,8 +44,6 @@ class VocabShard:
 
     start: int = 0
     """Vocabulary id of the first row."""
-    max_rows: int = 0
-    """Rows of the largest shard, 0 for this one's: all ranks must cut the same chunks."""
     reduce_max: Callable[[Tensor], Tensor] = _same
     reduce_sum: Callable[[Tensor], Tensor] = _same
 
@@ -84,8 +90,7 @@ def token_logprobs(
     """
     assert temperature > 0, f"temperature {temperature} is not positive"
     budget = chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
-    num_rows = max(shard.max_rows, weight_VD.shape[0])
-    size = chunk_tokens(num_rows, budget, _math_dtype(hidden_TD).itemsize)
+    size = chunk_tokens(weight_VD.shape[0], budget, _math_dtype(hidden_TD).itemsize)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
         hidden_TD, weight_VD, labels_T, temperature, size, shard
     )
@@ -124,11 +129,13 @@ class _TokenLogprobs(torch.autograd.Function):
         shard: VocabShard,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden_TD.shape[0]
-        out_3T = hidden_TD.new_zeros((3, num_tokens), dtype=_math_dtype(hidden_TD))
+        parts_4T = hidden_TD.new_empty((4, num_tokens), dtype=_math_dtype(hidden_TD))
+        column_T = labels_T - shard.start
         for chunk in _iter_chunks(num_tokens, size):
-            x_CV = compute_logits(hidden_TD[chunk], weight_VD).mul_(1.0 / temperature)
-            _reduce_chunk(x_CV, labels_T[chunk], shard, out_3T[:, chunk])
-        logprobs_T, entropy_T, lse_T = out_3T.unbind()
+            logits_CV = compute_logits(hidden_TD[chunk], weight_VD)
+            reduce = kernels.reduce_logits if _is_fused(logits_CV) else reduce_logits
+            reduce(logits_CV, 1.0 / temperature, column_T[chunk], parts_4T[:, chunk])
+        logprobs_T, entropy_T, lse_T = _combine(parts_4T, shard)
         no_label_T = labels_T < 0
         logprobs_T, entropy_T = (x.masked_fill(no_label_T, 0) for x in (logprobs_T, entropy_T))
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, lse_T, entropy_T)
@@ -149,17 +156,20 @@ class _TokenLogprobs(torch.autograd.Function):
         dweight_VD = (
             torch.zeros_like(weight_VD, dtype=_math_dtype(weight_VD)) if needs_weight else None
         )
+        column_T = labels_T - ctx.shard.start
         for chunk in _iter_chunks(hidden_TD.shape[0], ctx.size):
-            x_CV = compute_logits(hidden_TD[chunk], weight_VD).mul_(1.0 / ctx.temperature)
-            dx_CV = _logit_gradient(
-                x_CV.sub_(lse_T[chunk, None]),
-                labels_T[chunk],
-                ctx.shard,
+            logits_CV = compute_logits(hidden_TD[chunk], weight_VD)
+            differentiate = kernels.logit_gradient if _is_fused(logits_CV) else logit_gradient
+            dlogits_CV = differentiate(
+                logits_CV,
+                1.0 / ctx.temperature,
+                column_T[chunk],
+                lse_T[chunk],
+                entropy_T[chunk],
                 None if glp_T is None else glp_T[chunk],
                 None if gent_T is None else gent_T[chunk],
-                entropy_T[chunk],
+                hidden_TD.dtype,
             )
-            dlogits_CV = dx_CV.mul_(1.0 / ctx.temperature).to(hidden_TD.dtype)
             if dhidden_TD is not None:
                 torch.mm(dlogits_CV, weight_VD, out=dhidden_TD[chunk])
             if dweight_VD is not None:
@@ -168,41 +178,57 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden_TD, dweight_VD, None, None, None, None
 
 
-def _local_labels(labels_C: Tensor, num_rows: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """(column of the label in this shard, clamped; whether it lies in this shard)."""
-    local_C = labels_C - shard.start
-    is_here_C = (local_C >= 0) & (local_C < num_rows) & (labels_C >= 0)
-    return local_C.clamp(0, num_rows - 1)[:, None], is_here_C
+def _is_fused(logits_CV: Tensor) -> bool:
+    return HAS_TRITON and logits_CV.is_cuda and logits_CV.dtype == torch.float32
 
 
-def _reduce_chunk(x_CV: Tensor, labels_C: Tensor, shard: VocabShard, out_3C: Tensor) -> None:
-    """Writes (label log-prob, entropy, log-sum-exp) of one chunk; overwrites x."""
-    column_C1, is_here_C = _local_labels(labels_C, x_CV.shape[1], shard)
-    max_C = shard.reduce_max(x_CV.amax(-1))
-    x_CV.sub_(max_C[:, None])
-    label_C = x_CV.gather(1, column_C1)[:, 0] * is_here_C
-    exp_CV = x_CV.exp()
-    sum_C = exp_CV.sum(-1)
-    weighted_C = exp_CV.mul_(x_CV).sum(-1)
-    sum_C, label_C, weighted_C = shard.reduce_sum(torch.stack([sum_C, label_C, weighted_C]))
-    log_sum_C = sum_C.log()
-    out_3C[0] = label_C - log_sum_C
-    out_3C[1] = log_sum_C - weighted_C / sum_C
-    out_3C[2] = max_C + log_sum_C
+def _combine(parts_4T: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+    """(label's log-prob, entropy, log-sum-exp) from what the shards found in their columns."""
+    own_max_T, sum_T, weighted_T, label_T = parts_4T.unbind()
+    max_T = shard.reduce_max(own_max_T)
+    fall_T = own_max_T - max_T
+    shrink_T = fall_T.exp()
+    weighted_T = shrink_T * (weighted_T + fall_T * sum_T)
+    sums_3T = shard.reduce_sum(torch.stack([shrink_T * sum_T, weighted_T, label_T]))
+    sum_T, weighted_T, label_T = sums_3T.unbind()
+    log_sum_T = sum_T.log()
+    return label_T - max_T - log_sum_T, log_sum_T - weighted_T / sum_T, max_T + log_sum_T
 
 
-def _logit_gradient(
-    logp_CV: Tensor,
-    labels_C: Tensor,
-    shard: VocabShard,
+def _is_here(column_C: Tensor, num_rows: int) -> Tensor:
+    return (column_C >= 0) & (column_C < num_rows)
+
+
+def reduce_logits(
+    logits_CV: Tensor, inverse_temperature: float, column_C: Tensor, out_4C: Tensor
+) -> None:
+    """`logprob_kernels.reduce_logits` in plain torch; overwrites the logits."""
+    num_rows = logits_CV.shape[1]
+    x_CV = logits_CV.mul_(inverse_temperature)
+    label_C = x_CV.gather(1, column_C.clamp(0, num_rows - 1)[:, None])[:, 0]
+    max_C = x_CV.amax(-1)
+    exp_CV = x_CV.sub_(max_C[:, None]).exp()
+    out_4C[0] = max_C
+    out_4C[1] = exp_CV.sum(-1)
+    out_4C[2] = exp_CV.mul_(x_CV).sum(-1)
+    out_4C[3] = label_C * _is_here(column_C, num_rows)
+
+
+def logit_gradient(
+    logits_CV: Tensor,
+    inverse_temperature: float,
+    column_C: Tensor,
+    lse_C: Tensor,
+    entropy_C: Tensor,
     glp_C: Tensor | None,
     gent_C: Tensor | None,
-    entropy_C: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient to x = logits / temperature, given log p over the shard; overwrites it.
+    """`logprob_kernels.logit_gradient` in plain torch; overwrites the logits.
 
     d logp(label) / dx = onehot - p,   d entropy / dx = -p * (log p + entropy)
     """
+    logp_CV = logits_CV.mul_(inverse_temperature).sub_(lse_C[:, None])
     if gent_C is None:
         assert glp_C is not None
         dx_CV = logp_CV.exp_().mul_(-glp_C[:, None])
@@ -213,9 +239,10 @@ def _logit_gradient(
             scale_CV.add_(glp_C[:, None])
         dx_CV = p_CV.mul_(scale_CV).neg_()
     if glp_C is not None:
-        column_C1, is_here_C = _local_labels(labels_C, dx_CV.shape[1], shard)
-        dx_CV.scatter_add_(1, column_C1, (glp_C * is_here_C)[:, None])
-    return dx_CV
+        num_rows = dx_CV.shape[1]
+        own_C = glp_C * _is_here(column_C, num_rows)
+        dx_CV.scatter_add_(1, column_C.clamp(0, num_rows - 1)[:, None], own_C[:, None])
+    return dx_CV.mul_(inverse_temperature).to(dtype)
 
 
 def _add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:

@@ -7,6 +7,7 @@ once): each of them saw some of the tokens or heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,5 +50,6 @@ def global_norm(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], meshes
 def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([x.double() for x in torch._foreach_norm(list(parts))])
-    return norms.square().sum()
+    # Norms of 16-bit gradients would be 16-bit numbers. One array first: a launch each costs more.
+    wide = functools.reduce(torch.promote_types, {x.dtype for x in parts}, torch.float32)
+    return torch.stack(torch._foreach_norm(list(parts), dtype=wide)).double().square().sum()

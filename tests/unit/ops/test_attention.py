@@ -8,9 +8,11 @@ from torch import Tensor
 
 from pentad.core.errors import UserError
 from pentad.ops.attention import (
+    EqualAttend,
     PaddedAttend,
     VarlenAttend,
     build_attend,
+    has_cudnn_attention,
     plan_buckets,
     reference_attention,
 )
@@ -105,6 +107,28 @@ def test_the_flash_kernel_refuses_what_it_cannot_honour():
     assert "bfloat16 or float16, not float32" in text
     assert "head_dim = 260 must be a multiple of 8 up to 256" in text
     assert isinstance(build_attend([3], device=CPU, dtype=torch.float32, head_dim=8), PaddedAttend)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 3, 1000])
+@pytest.mark.parametrize("lengths", [[128], [256, 256, 256]])
+def test_equal_lengths_equal_the_reference(kv_heads, window, lengths):
+    device = torch.device("cuda")
+    q, k, v = (
+        x.detach().to(device, torch.bfloat16).requires_grad_()
+        for x in qkv(sum(lengths), kv_heads=kv_heads, width=64)
+    )
+    attend = build_attend(lengths, device=device, dtype=torch.bfloat16, head_dim=64)
+    assert isinstance(attend, EqualAttend) == has_cudnn_attention(device, 64)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    plain = reference_attention(*exact, lengths, window)
+    wanted = torch.autograd.grad(plain.square().sum(), exact)
+    ours = attend(0, q, k, v, window)
+    found = torch.autograd.grad(ours.double().square().sum(), (q, k, v))
+    for mine, true in zip((ours, *found), (plain, *wanted), strict=True):
+        assert (mine.double() - true).norm() < 1e-2 * true.norm()  # bf16 has 8 bits
 
 
 @pytest.mark.gpu

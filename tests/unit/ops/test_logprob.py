@@ -168,7 +168,6 @@ def test_a_vocabulary_cut_over_three_ranks_gives_the_whole_result():
     def rank(i: int) -> None:
         shard = VocabShard(
             cuts[i],
-            V - 11,
             lambda x: meeting.reduce(i, x, lambda s: s.amax(0)),
             lambda x: meeting.reduce(i, x, lambda s: s.sum(0)),
         )

@@ -1,0 +1,307 @@
+"""What `pentad bench` measures of training: steps of this engine beside transformers' own.
+
+Every contestant gets a model of the same config with random weights, the same tokens, AdamW with
+clipping at norm 1 and the same dtypes; each finds its microbatches by what fits.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pentad.core.dims import dims_from_hf
+from pentad.core.types import Row, TokenOutputs
+from pentad.engine.engine import build_engine
+from pentad.engine.flops import detect_peak_tflops, measure_throughput
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+
+QWEN3_0_6B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+QWEN3_4B = QWEN3_0_6B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+QWEN3_MOE_SLICE = QWEN3_0_6B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+TOY = QWEN3_0_6B | {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+TOY_MOE = TOY | {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+LR = 1e-5
+Who = Literal["pentad", "transformers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One contestant at one size."""
+
+    model: str
+    config: dict[str, Any]
+    length: int
+    """Of every sequence."""
+    num_tokens: int
+    """Of an optimizer step."""
+    who: Who
+    microbatch: int
+    """Tokens of one forward pass."""
+    masters: str = "bfloat16"
+    """Dtype of the stored weights and of the optimizer's state; products are in bfloat16."""
+    compiled: bool = True
+    ac_mode: Literal["none", "selective", "full"] = "none"
+
+    @property
+    def name(self) -> str:
+        parts = [self.who, "compiled" if self.compiled else "eager"]
+        parts += [] if self.ac_mode == "none" else [f"ac {self.ac_mode}"]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a case gave."""
+
+    model: str
+    name: str
+    masters: str
+    num_tokens: int
+    microbatch: int
+    ms: float
+    """Of one optimizer step, the median."""
+    tokens_per_s: float
+    mfu_causal: float | None
+    mfu_full: float | None
+    peak_gib: float | None
+    warm_up_s: float
+    loss: float
+    """Of the first step: near ln(vocabulary) for random weights."""
+
+    @property
+    def key(self) -> str:
+        """Under which baselines hold it."""
+        return f"train {self.model}, {self.name}, {self.masters} weights"
+
+    def figures(self) -> dict[str, Any]:
+        return {**asdict(self), "key": self.key}
+
+
+class WeightedNll:
+    """-sum(weights * log p)."""
+
+    needs_entropy = False
+    columns = ("weights",)
+
+    def __call__(
+        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(columns["weights"] * outputs.logprobs_T).sum(), {}
+
+
+def gpu_cases() -> list[Case]:
+    """The cases that a GPU of 80 GiB or more is asked for."""
+    small = {"model": "Qwen3-0.6B", "config": QWEN3_0_6B, "length": 2048, "num_tokens": 16384}
+    mixture = {"config": QWEN3_MOE_SLICE, "length": 2048, "num_tokens": 32768}
+    mixture["model"] = "Qwen3-30B-A3B, 8 layers"
+    middle = {"model": "Qwen3-4B", "config": QWEN3_4B, "length": 4096, "num_tokens": 32768}
+    return [
+        Case(**small, who="transformers", microbatch=16384, compiled=False),  # type: ignore[arg-type]
+        Case(**small, who="transformers", microbatch=16384),  # type: ignore[arg-type]
+        Case(**small, who="pentad", microbatch=16384),  # type: ignore[arg-type]
+        Case(**small, who="pentad", microbatch=16384, masters="float32"),  # type: ignore[arg-type]
+        Case(**mixture, who="transformers", microbatch=8192, compiled=False),  # type: ignore[arg-type]
+        Case(**mixture, who="pentad", microbatch=32768),  # type: ignore[arg-type]
+        Case(**middle, who="pentad", microbatch=8192, masters="float32"),  # type: ignore[arg-type]
+    ]
+
+
+def cpu_cases() -> list[Case]:
+    """The same code at sizes a CPU has patience for, in float32 and not compiled."""
+    shape: dict[str, Any] = {"length": 256, "num_tokens": 2048, "microbatch": 2048}
+    options: dict[str, Any] = {"masters": "float32", "compiled": False}
+    models = {"toy dense": TOY, "toy mixture": TOY_MOE}
+    sides: tuple[Who, ...] = ("transformers", "pentad")
+    return [
+        Case(model=model, config=config, who=who, **shape, **options)
+        for model, config in models.items()
+        for who in sides
+    ]
+
+
+def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3) -> Measured:
+    free_memory(device)
+    torch.manual_seed(0)
+    build = build_ours if case.who == "pentad" else build_theirs
+    start = time.perf_counter()
+    step = build(case, device)
+    losses = [step() for _ in range(num_warm)]
+    synchronize(device)
+    warm_up_s = time.perf_counter() - start
+    times = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    seconds = sorted(times)[len(times) // 2]
+    lengths = [case.length] * (case.num_tokens // case.length)
+    peak = detect_peak_tflops(device)
+    speed = measure_throughput(dims_from_hf(case.config), lengths, seconds, peak_tflops=peak)
+    is_gpu = device.type == "cuda"
+    return Measured(
+        model=case.model,
+        name=case.name,
+        masters=case.masters,
+        num_tokens=case.num_tokens,
+        microbatch=case.microbatch,
+        ms=seconds * 1e3,
+        tokens_per_s=speed.tokens_per_s,
+        mfu_causal=speed.mfu_causal,
+        mfu_full=speed.mfu_full,
+        peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if is_gpu else None,
+        warm_up_s=warm_up_s,
+        loss=losses[0],
+    )
+
+
+def check_losses(found: list[Measured], vocab_sizes: Mapping[str, int]) -> list[str]:
+    """Sentences about contestants that did not compute the same thing."""
+    problems = []
+    for one in found:
+        wanted = math.log(vocab_sizes[one.model])
+        if not abs(one.loss / wanted - 1) < 0.1:
+            problems.append(
+                f"{one.key}: the first loss is {one.loss:.3f}; random weights give {wanted:.3f}"
+            )
+    return problems
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def make_ids(case: Case) -> Tensor:
+    gen = torch.Generator().manual_seed(0)
+    shape = (case.num_tokens // case.length, case.length)
+    return torch.randint(0, case.config["vocab_size"], shape, generator=gen)
+
+
+def build_ours(case: Case, device: torch.device) -> Callable[[], float]:
+    settings = EngineSettings(
+        compute_dtype="bfloat16" if device.type == "cuda" else "float32",
+        param_dtype=case.masters,  # type: ignore[arg-type]
+        reduce_dtype=case.masters,  # type: ignore[arg-type]
+        max_tokens_per_mb=case.microbatch,
+        ac_mode=case.ac_mode,
+        compile=case.compiled,
+        reshard_after_forward=False,
+        optimizer=OptimizerSettings(lr=LR, weight_decay=0.01),
+    )
+    engine = build_engine(case.config, settings, device=device, init_from_scratch=True, seed=1)
+    weights = torch.ones(case.length)
+    weights[0] = 0  # nothing predicts the first token
+    rows = [Row(ids, {"weights": weights}, float(case.length - 1)) for ids in make_ids(case)]
+
+    def step() -> float:
+        engine.begin_step()
+        engine.accumulate(rows, WeightedNll())
+        result = engine.end_step()
+        assert not result.skipped, result.reason
+        return result.loss
+
+    return step
+
+
+def build_theirs(case: Case, device: torch.device) -> Callable[[], float]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {key: value for key, value in case.config.items() if key != "model_type"}
+    config = AutoConfig.for_model(case.config["model_type"], **options)
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if case.masters == "bfloat16" else torch.float32
+    kernels = {"attn_implementation": "sdpa"}
+    if "num_experts" in case.config:
+        kernels["experts_implementation"] = "grouped_mm"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels)
+    if case.ac_mode == "full":
+        model.gradient_checkpointing_enable()
+    model.train()
+    run = torch.compile(model) if case.compiled else model
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
+    parts = make_ids(case).to(device).split(case.microbatch // case.length)
+    autocast = torch.autocast(
+        device.type, dtype=torch.bfloat16, enabled=is_gpu and dtype == torch.float32
+    )
+
+    def step() -> float:
+        total = torch.zeros((), device=device)
+        for ids in parts:
+            with autocast:
+                loss = run(input_ids=ids, labels=ids, use_cache=False).loss / len(parts)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(total)
+
+    return step
+
+
+def with_recomputation(case: Case) -> Case:
+    """The same with everything recomputed, for contestants that do not fit otherwise."""
+    return replace(case, ac_mode="full")
