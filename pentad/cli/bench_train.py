@@ -131,7 +131,7 @@ class WeightedNll:
     """-sum(weights * log p)."""
 
     needs_entropy = False
-    columns = ("weights",)
+    columns: tuple[str, ...] = ("weights",)
 
     def __call__(
         self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
