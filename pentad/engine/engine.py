@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from pentad.core.layout import Layout
 from pentad.core.roles import NamedTensors
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
-from pentad.engine.held import HeldModel
+from pentad.engine.held import HeldModel, decoder_maker
 from pentad.engine.optim import build_adamw, clip_scale, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
@@ -61,6 +61,7 @@ def build_engine(
     family: str | None = None,
     tokenizer_folder: str | None = None,
     weights: str | Path | None = None,
+    backend: Literal["archon", "fsdp"] = "archon",
 ) -> Engine:
     """An engine for the model of a HF folder, or of a config when it starts from scratch.
 
@@ -69,13 +70,22 @@ def build_engine(
     The model is built without memory, laid out, and only then given its weights, so that each rank
     holds and reads no more than its part. `value_head` makes it a critic: values, no log-probs.
     A layout of several ranks takes the process group this process is in; all ranks call alike.
+    The backend says which model is built: one that has a model file, or transformers' own.
     """
     device = torch.device(device)
     layout = layout or Layout()
-    dims = dims_of(source, family)
-    check_fit(layout, dims)
-    meshes = build_meshes(layout, device)
-    held = HeldModel(dims, settings, meshes, value_head=value_head)
+    if backend == "fsdp":
+        # Here, since transformers takes seconds to import.
+        from pentad.engine.transformers_model import transformers_maker
+
+        meshes = build_meshes(layout, device)
+        maker = transformers_maker(source, settings, meshes, value_head=value_head)
+    else:
+        dims = dims_of(source, family)
+        check_fit(layout, dims)
+        meshes = build_meshes(layout, device)
+        maker = decoder_maker(dims, settings, meshes, value_head=value_head)
+    held = HeldModel(maker, meshes)
     if init_from_scratch:
         held.initialise(seed)
     else:
@@ -132,7 +142,9 @@ class Engine:
         self.tags = WeightTags(self.tensors, settings.tag_memory)
         self.masters = {name: self.tensors[name] for name in self.parameters}
         self.optimizer = (
-            build_adamw(self.masters, settings.optimizer) if settings.optimizer else None
+            build_adamw(self.masters, settings.optimizer, held.undecayed)
+            if settings.optimizer
+            else None
         )
         self.cost = sequence_cost(self.dims)
         self.step: OpenStep | None = None

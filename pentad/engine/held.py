@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.wrap import wrap_model
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
-from pentad.models.exchange import hf_metadata, iter_hf, native_shards
-from pentad.models.registry import build_model, initialise, load_weights, map_of
+from pentad.models.exchange import hf_metadata, iter_hf, kept_buffers, native_shards
+from pentad.models.language_model import LanguageModel
+from pentad.models.registry import build_model, initialise, load_weights
 from pentad.models.strict import apply_strict
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
@@ -31,6 +32,38 @@ TIED = "head.weight"
 """Native name of the copy of a tied embedding on the last of several stages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """How the models of one kind come to be, for a given layout and settings."""
+
+    build: Callable[..., LanguageModel]
+    """Without memory; keywords choose the part of a pipeline stage."""
+    wrap: Callable[[LanguageModel], Predictor]
+    """Laid out, still without memory."""
+    pipeline: Pipeline | None = None
+
+
+def decoder_maker(
+    dims: ModelDims, settings: EngineSettings, meshes: Meshes, *, value_head: bool
+) -> Maker:
+    """Of models that have a model file."""
+
+    def build(**stage: object) -> Decoder:
+        dtype = DTYPES[settings.param_dtype]
+        options = {"value_head": value_head, **stage}
+        model = build_model(dims, device="meta", dtype=dtype, **options)  # type: ignore[arg-type]
+        apply_balance(model, settings.balance)
+        if settings.strict:
+            apply_strict(model)
+        return model
+
+    def wrap(model: LanguageModel) -> Predictor:
+        assert isinstance(model, Decoder)
+        return wrap_model(model, settings, meshes.device, meshes)
+
+    return Maker(build, wrap, plan_pipeline(dims, meshes.layout, settings))
+
+
 class HeldModel:
     """The parts of the model held here, in the order of their stages, on the device.
 
@@ -38,35 +71,28 @@ class HeldModel:
     `tied` moves weights and gradients between the two.
     """
 
-    def __init__(
-        self, dims: ModelDims, settings: EngineSettings, meshes: Meshes, *, value_head: bool
-    ) -> None:
+    def __init__(self, maker: Maker, meshes: Meshes) -> None:
         self.meshes = meshes
-        self.pipeline = plan_pipeline(dims, meshes.layout, settings)
-        dtype = DTYPES[settings.param_dtype]
-
-        def build(**stage: Any) -> Decoder:
-            model = build_model(dims, device="meta", dtype=dtype, value_head=value_head, **stage)
-            apply_balance(model, settings.balance)
-            if settings.strict:
-                apply_strict(model)
-            return model
-
-        self.face = build()
+        self.pipeline = maker.pipeline
+        self.face = maker.build()
         """The whole model without memory: what is saved and published, by name and shape."""
-        decoders = [self.face] if self.pipeline is None else _stages(self.pipeline, meshes, build)
+        decoders = [self.face] if self.pipeline is None else _stages(maker, meshes)
         self.parts: list[Predictor] = [
-            wrap_model(decoder, settings, meshes.device, meshes).to_empty(device=meshes.device)
-            for decoder in decoders
+            maker.wrap(decoder).to_empty(device=meshes.device) for decoder in decoders
         ]
         self.decoders = [part.decoder for part in self.parts]
+        for decoder in self.decoders:
+            decoder.fill_tables()
+        self.undecayed = {name for decoder in self.decoders for name in decoder.undecayed}
+        """Parameters that the optimizer does not decay whatever their shape."""
         named = [
             (name, p, part.cuts[name])
             for part in self.parts
             for name, p in part.decoder.named_parameters()
         ]
         self.tied = TiedHead()
-        if self.pipeline is not None and dims.tie_embeddings and self.face.has_lm_head:
+        is_tied = self.face.dims.tie_embeddings and self.face.has_lm_head
+        if self.pipeline is not None and is_tied:
             held = {name: p for name, p, _ in named}
             ends = held.get("embed.weight"), held.get(TIED)
             self.tied = TiedHead(*ends, meshes.pp, first=0, last=self.pipeline.last_rank)
@@ -74,7 +100,7 @@ class HeldModel:
         self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
         self.buffers: dict[str, Tensor] = {
-            name: x for decoder in self.decoders for name, x in decoder.named_buffers()
+            name: x for decoder in self.decoders for name, x in kept_buffers(decoder).items()
         }
 
     def drop_gradients(self) -> None:
@@ -98,10 +124,10 @@ class HeldModel:
     def install(self, weights: NamedTensors) -> int:
         """Overwrites all weights held here from named tensors of the whole model."""
         shards = {name: x for d in self.decoders for name, x in native_shards(d).items()}
-        weight_map = map_of(self.face.dims)
+        weight_map = self.face.weight_map
         if not isinstance(weights, Sequence):
             return flow.install(shards, weight_map, weights)
-        has_heads = any(decoder.norm is not None for decoder in self.decoders)
+        has_heads = any(decoder.is_last for decoder in self.decoders)
         return flow.fill(shards, weight_map, flow.Pairs(weights), has_heads=has_heads)
 
     def iter_hf(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +141,7 @@ class HeldModel:
         """Each tensor from the rank of its stage to all ranks of the pipeline."""
         mine = pipeline.stages(self.meshes.pp.rank)
         streams = {n: iter_hf(d, dtype) for n, d in zip(mine, self.decoders, strict=True)}
-        sources = map_of(self.face.dims).sources
+        sources = self.face.weight_map.sources
         for name, info in hf_metadata(self.face, dtype).items():
             stage = pipeline.stage_of(sources[name].regions[0].source, sources[name].layer)
             if stage in streams:
@@ -131,9 +157,11 @@ class HeldModel:
             assert next(stream, None) is None, f"stage {stage} holds more than the model has"
 
 
-def _stages(pipeline: Pipeline, meshes: Meshes, build: Any) -> list[Decoder]:
+def _stages(maker: Maker, meshes: Meshes) -> list[LanguageModel]:
+    pipeline = maker.pipeline
+    assert pipeline is not None, "only a pipeline has stages"
     last = pipeline.num_stages - 1
     return [
-        build(layers=pipeline.layers[n], is_first=n == 0, is_last=n == last)
+        maker.build(layers=pipeline.layers[n], is_first=n == 0, is_last=n == last)
         for n in pipeline.stages(meshes.pp.rank)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,17 @@ from pentad.engine.settings import OptimizerSettings
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def is_decayed(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and not name.startswith("embed.")
+def build_adamw(
+    parameters: Mapping[str, Tensor], settings: OptimizerSettings, undecayed: Container[str] = ()
+) -> torch.optim.AdamW:
+    """Over this rank's memory of the parameters: every operation is elementwise.
 
+    Matrices are decayed but for those named in `undecayed`.
+    """
 
-def build_adamw(parameters: Mapping[str, Tensor], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Over this rank's memory of the parameters: every operation is elementwise."""
+    def is_decayed(name: str, parameter: Tensor) -> bool:
+        return parameter.ndim >= 2 and name not in undecayed
+
     decayed = [p for name, p in parameters.items() if is_decayed(name, p)]
     plain = [p for name, p in parameters.items() if not is_decayed(name, p)]
     groups: list[dict[str, Any]] = [

@@ -126,7 +126,7 @@ def run_part(
         layers = [n for n in range(dims.num_layers) if dims.is_moe(n)]
         given_Tk = dict(zip(layers, mine_TLk.unbind(1), strict=True))
         routes = {} if routes is None else routes
-        routes.update({n: given_Tk[n] for n in given_Tk if str(n) in part.decoder.layers})
+        routes.update({n: given_Tk[n] for n in given_Tk if n in part.decoder.blocks})
     given = packed.ids_T if hidden_TD is None else hidden_TD
     result: Predicted | Tensor = part(given, packed.positions_T, packed.labels_T, attend, routes)
     return result

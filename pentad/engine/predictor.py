@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pentad.core.types import Attend
-from pentad.models.decoder import Decoder
+from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Routes
 from pentad.ops import invariant
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard, token_logprobs
@@ -27,7 +27,7 @@ class Predictor(nn.Module):
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LanguageModel,
         temperature: float,
         chunk_bytes: int | None,
         *,
@@ -38,6 +38,9 @@ class Predictor(nn.Module):
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
         self.strict = strict
+        bend = decoder.logit_cap
+        self.cap = None if bend is None else bend / decoder.logit_scale
+        """Of the head's product: scale and temperature are applied to it together, after it."""
         self.tp: Axis = ALONE
         self.vocab: VocabShard = WHOLE_VOCAB
         self.cuts: dict[str, Cut] = {}
@@ -53,7 +56,7 @@ class Predictor(nn.Module):
     ) -> Predicted | Tensor:
         """Of a pipeline stage before the last, the hidden states for the next."""
         hidden_TD: Tensor = self.decoder(ids_T, positions_T, attend, routes)
-        if self.decoder.norm is None:
+        if not self.decoder.is_last:
             return hidden_TD
         logprobs_T = entropy_T = values_T = None
         if self.decoder.has_lm_head and self.strict:
@@ -69,7 +72,8 @@ class Predictor(nn.Module):
                 gather_parts(hidden_TD, self.tp),
                 self.decoder.head_weight,
                 labels_T,
-                temperature=self.temperature,
+                temperature=self.temperature / self.decoder.logit_scale,
+                cap=self.cap,
                 chunk_bytes=self.chunk_bytes,
                 shard=self.vocab,
             )

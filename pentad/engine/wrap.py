@@ -13,7 +13,7 @@ from pentad.engine.predictor import Predictor
 from pentad.engine.settings import EngineSettings
 from pentad.models.decoder import Decoder
 from pentad.models.moe import Moe
-from pentad.models.registry import map_of, spec_of
+from pentad.models.registry import spec_of
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard
 from pentad.parallel.apply import ModelParts, lay_out
 from pentad.parallel.cuts import Cut, local
@@ -36,9 +36,9 @@ def wrap_model(
     parts = ModelParts(
         root=predictor,
         model=decoder,
-        blocks={int(name): block for name, block in decoder.layers.items()},
+        blocks=decoder.blocks,
         set_dispatch=partial(_set_dispatch, decoder),
-        weight_map=map_of(decoder.dims),
+        weight_map=decoder.weight_map,
         plan=spec.plan,
         seams=spec.seams,
     )
@@ -49,7 +49,7 @@ def wrap_model(
         name = "embed.weight" if decoder.head is None else "head.weight"
         predictor.vocab = vocab_shard(cuts[name], meshes.tp)
     if meshes.layout.world > 1:
-        decoder.present = partial(_present, cuts)
+        decoder.present = partial(present_cut, cuts)
     return predictor
 
 
@@ -76,5 +76,6 @@ def vocab_shard(cut: Cut, tp: Axis) -> VocabShard:
     return VocabShard(cut.box[0][0], reduce_max, reduce_sum)
 
 
-def _present(cuts: dict[str, Cut], name: str, tensor: Tensor) -> Tensor:
+def present_cut(cuts: dict[str, Cut], name: str, tensor: Tensor) -> Tensor:
+    """How a laid out parameter shows to the outside."""
     return cuts[name].present(local(tensor))

@@ -19,8 +19,8 @@ from torch import Tensor
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import LayerBalance
-from pentad.models.decoder import Decoder
-from pentad.models.families import map_of
+from pentad.models.decoder import Block
+from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Moe, Router, Routes
 from pentad.ops.router import expert_load
 
@@ -52,14 +52,14 @@ class BalanceSettings:
             raise UserError(problems)
 
 
-def iter_routers(model: Decoder) -> Iterator[tuple[int, Router]]:
+def iter_routers(model: LanguageModel) -> Iterator[tuple[int, Router]]:
     """(layer, router) of every mixture held here."""
-    for name, block in model.layers.items():
-        if isinstance(block.ffn, Moe):
-            yield int(name), block.ffn.router
+    for layer, block in model.blocks.items():
+        if isinstance(block, Block) and isinstance(block.ffn, Moe):
+            yield layer, block.ffn.router
 
 
-def apply_balance(model: Decoder, settings: BalanceSettings) -> None:
+def apply_balance(model: LanguageModel, settings: BalanceSettings) -> None:
     """Switches on what the settings ask for; before the model is given memory and weights.
 
     A bias is part of the weights: it is refused where the model's format has no place for it,
@@ -71,7 +71,7 @@ def apply_balance(model: Decoder, settings: BalanceSettings) -> None:
         if not settings.bias_rate or router.bias is not None:
             continue
         name = f"layers.{layer}.ffn.router.bias"
-        if name not in map_of(model.dims).entries:
+        if name not in model.weight_map.entries:
             rule = (
                 f"a saved {model.dims.family} has no place for {name}, so it would route otherwise"
             )
@@ -81,7 +81,7 @@ def apply_balance(model: Decoder, settings: BalanceSettings) -> None:
         router.register_buffer("bias", zeros_R)
 
 
-def scale_losses(model: Decoder, count_per_token: float) -> None:
+def scale_losses(model: LanguageModel, count_per_token: float) -> None:
     """The losses' weight among rows whose counts sum to so much for each of their tokens.
 
     With it, what the step divides by its count is the mean of the losses over tokens.
@@ -119,7 +119,7 @@ class ExpertLoads:
 
 
 @torch.no_grad()
-def move_biases(model: Decoder, loads: Mapping[int, Tensor], rate: float) -> None:
+def move_biases(model: LanguageModel, loads: Mapping[int, Tensor], rate: float) -> None:
     """bias += rate * sign(mean load - load), after an optimizer step that was not skipped."""
     for layer, router in iter_routers(model):
         if router.bias is not None and layer in loads:

@@ -7,7 +7,7 @@ some of the layers and perhaps neither embedding nor head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
+from pentad.models.families import map_of, spec_of
+from pentad.models.language_model import LanguageModel
 from pentad.models.layers import Attention, Embedding, Linear, Mlp, Norm
 from pentad.models.moe import Moe, Routes
 from pentad.models.rope import Rotary
-
-
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    return tensor
+from pentad.weights.map import WeightMap
 
 
 class Block(nn.Module):
@@ -51,8 +50,8 @@ class Block(nn.Module):
         return x_TD + self.ffn(h_TD), None
 
 
-class Decoder(nn.Module):
-    """A language model without its softmax: the T x V logits are the caller's business."""
+class Decoder(LanguageModel):
+    """The model of a model file, or a pipeline stage of it."""
 
     def __init__(
         self,
@@ -64,8 +63,7 @@ class Decoder(nn.Module):
         lm_head: bool = True,
         value_head: bool = False,
     ) -> None:
-        super().__init__()
-        self.dims = dims
+        super().__init__(dims)
         self.embed = Embedding(dims.vocab_size, dims.hidden_size) if is_first else None
         held = range(dims.num_layers) if layers is None else layers
         # Keyed by the global index: a stage's weights keep the names of the whole model.
@@ -78,8 +76,19 @@ class Decoder(nn.Module):
             Linear(dims.hidden_size, 1, bias=False) if is_last and value_head else None
         )
         self.has_lm_head = is_last and lm_head
-        self.present: Callable[[str, Tensor], Tensor] = as_it_is
-        """How a parameter shows to the outside; under a layout, as a DTensor of the whole."""
+        self.is_last = is_last
+
+    @property
+    def blocks(self) -> Mapping[int, nn.Module]:
+        return {int(name): block for name, block in self.layers.items()}
+
+    @property
+    def weight_map(self) -> WeightMap:
+        return map_of(self.dims)
+
+    @property
+    def hf_classes(self) -> tuple[str, str]:
+        return spec_of(self.dims.family).classes
 
     def forward(
         self,
@@ -104,7 +113,6 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding itself where the two are tied."""
         assert self.has_lm_head, "this decoder is built without a language-model head"
         if self.head is not None:
             return self.head.weight
@@ -114,11 +122,6 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V], for samplers and tests; training fuses the head with the log-probs."""
         return F.linear(hidden_TD, self.head_weight)
-
-    def values(self, hidden_TD: Tensor) -> Tensor:
-        """[T] in float32: the value of each token, or the reward read at the last one."""
-        assert self.value_head is not None, "this decoder is built without a value head"
-        return self.value_head(hidden_TD).squeeze(-1).float()
 
 
 def causal_attend(

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pentad.models.decoder import Decoder
-from pentad.models.families import map_of
+from pentad.models.language_model import LanguageModel
 from pentad.weights import flow
 from pentad.weights.cuts import cut_range
 from pentad.weights.flow import Pairs, TensorInfo
@@ -24,12 +23,18 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into parameter names."""
 
 
-def native_tensors(model: Decoder) -> dict[str, Tensor]:
+def native_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """The model's weights by their native names, as the whole tensors they are parts of."""
     out: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         out[_native(name)] = model.present(_native(name), parameter)
-    return out | {_native(name): buffer for name, buffer in model.named_buffers()}
+    return out | {_native(name): buffer for name, buffer in kept_buffers(model).items()}
+
+
+def kept_buffers(model: LanguageModel) -> dict[str, Tensor]:
+    """Buffers that are weights: saved, and set by what is loaded; not tables a model computes."""
+    entries = model.weight_map.entries
+    return {name: x for name, x in model.named_buffers() if _native(name) in entries}
 
 
 def _native(name: str) -> str:
@@ -38,7 +43,7 @@ def _native(name: str) -> str:
     return name
 
 
-def native_shards(model: Decoder) -> dict[str, flow.Shard]:
+def native_shards(model: LanguageModel) -> dict[str, flow.Shard]:
     """Each parameter's local memory with the box of the global tensor that it holds."""
     tensors = native_tensors(model)
     return {name: flow.Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()}
@@ -84,21 +89,21 @@ def _chunk(rows: Tensor, num: int, rank: int) -> Tensor:
     return rows[start:stop]
 
 
-def hf_metadata(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:
+def hf_metadata(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:
     """Name, shape and dtype of everything `iter_hf` yields, in its order, without reading it."""
     tensors = native_tensors(model)
     return {
         source.name: TensorInfo(source.shape, dtype or tensors[source.regions[0].source].dtype)
-        for source in flow.held_sources(tensors, map_of(model.dims))
+        for source in flow.held_sources(tensors, model.weight_map)
     }
 
 
-def iter_hf(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def iter_hf(model: LanguageModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(HF-on-disk name, whole tensor) in layer order; a view of the parameter where possible.
 
     Sharded parameters are gathered one at a time, so every rank must iterate to the end.
     """
-    return flow.iter_sources(native_tensors(model), map_of(model.dims), dtype, gather=gather_whole)
+    return flow.iter_sources(native_tensors(model), model.weight_map, dtype, gather=gather_whole)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
@@ -139,7 +144,7 @@ def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> 
 
 @torch.no_grad()
 def install_hf(
-    model: Decoder,
+    model: LanguageModel,
     pairs: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, TensorInfo] | None = None,
 ) -> int:
@@ -149,5 +154,5 @@ def install_hf(
     a bare iterator is checked tensor by tensor and, at its end, for what is missing.
     """
     if isinstance(pairs, Sequence):
-        return flow.fill(native_shards(model), map_of(model.dims), Pairs(pairs))
-    return flow.install(native_shards(model), map_of(model.dims), pairs, metadata)
+        return flow.fill(native_shards(model), model.weight_map, Pairs(pairs))
+    return flow.install(native_shards(model), model.weight_map, pairs, metadata)

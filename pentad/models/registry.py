@@ -15,6 +15,7 @@ from pentad.core.dtypes import DTYPES
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.families import ConfigLike, dims_of, map_of, read_config, register, spec_of
+from pentad.models.language_model import LanguageModel
 from pentad.models.sources import open_weights
 from pentad.weights import flow
 from pentad.weights.hf import SHARD_BYTES, save_folder
@@ -80,20 +81,31 @@ def create_model(
     return model
 
 
-def initialise(model: Decoder, seed: int) -> None:
+def initialise(model: LanguageModel, seed: int) -> None:
     """Fresh weights in place, whatever part of the model is held here."""
-    shards, weight_map = native_shards(model), map_of(model.dims)
+    shards, weight_map = native_shards(model), model.weight_map
+    if all(_place_drawn(model, name, shard, seed) for name, shard in shards.items()):
+        return
     flow.fill(shards, weight_map, RandomReader(weight_map, shards, seed))
 
 
-def load_weights(model: Decoder, folder: str | Path, *, seed: int = 0) -> list[str]:
+@torch.no_grad()
+def _place_drawn(model: LanguageModel, name: str, shard: flow.Shard, seed: int) -> bool:
+    """Whether the model draws its weights itself."""
+    drawn = model.draw(name, seed)
+    if drawn is not None:
+        shard.tensor.copy_(drawn[tuple(slice(start, stop) for start, stop in shard.box)])
+    return drawn is not None
+
+
+def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> list[str]:
     """Streams a HF or Megatron folder into the model; each rank reads only what it holds.
 
     Returns the tensors that the folder lacks and that were initialised instead (value heads).
     """
-    shards, weight_map = native_shards(model), map_of(model.dims)
     reader = open_weights(folder, model.dims)
-    flow.fill(shards, weight_map, reader, has_heads=model.norm is not None)
+    shards, weight_map = native_shards(model), model.map_for(reader.infos)
+    flow.fill(shards, weight_map, reader, has_heads=model.is_last)
     fresh = flow.missing_optional(shards, weight_map, reader)
     if fresh:
         own = {name: shards[name] for name in fresh}
@@ -119,7 +131,7 @@ def load_model(
 
 
 def save_model(
-    model: Decoder,
+    model: LanguageModel,
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
@@ -150,10 +162,9 @@ def save_model(
     )
 
 
-def config_for(model: Decoder, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def config_for(model: LanguageModel, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The HF config of the model as it is: its class, its dtype, one label if it has a value."""
-    spec = spec_of(model.dims.family)
-    causal, scalar = spec.classes
+    causal, scalar = model.hf_classes
     out = {**config, "dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}
     out.pop("torch_dtype", None)
     if not model.has_lm_head and model.value_head is not None:

@@ -63,10 +63,17 @@ def compute_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def reference_logprobs(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperature: float = 1.0
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    temperature: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `token_logprobs` computes, written plainly: holds all logits."""
-    logp_TV = torch.log_softmax(compute_logits(hidden_TD, weight_VD) / temperature, dim=-1)
+    logits_TV = compute_logits(hidden_TD, weight_VD)
+    if cap is not None:
+        logits_TV = cap * torch.tanh(logits_TV / cap)
+    logp_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
     is_label = labels_T >= 0
     logprobs_T = logp_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
     entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
@@ -80,19 +87,24 @@ def token_logprobs(
     labels_T: Tensor,
     *,
     temperature: float = 1.0,
+    cap: float | None = None,
     chunk_bytes: int | None = None,
     shard: VocabShard = WHOLE_VOCAB,
 ) -> tuple[Tensor, Tensor]:
     """(log p(label), entropy) per token of softmax(hidden @ weight^T / temperature).
+
+    With a `cap` the product x is bent to cap * tanh(x / cap) before the temperature.
 
     A negative label means no label: both are 0 there and no gradient flows. Both results are
     differentiable; a result that is not used costs nothing in backward.
     """
     assert temperature > 0, f"temperature {temperature} is not positive"
     budget = chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
+    if cap is not None:  # the slope of the cap is one array more
+        budget = budget * LOGIT_COPIES // (LOGIT_COPIES + 1)
     size = chunk_tokens(weight_VD.shape[0], budget, _math_dtype(hidden_TD).itemsize)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
-        hidden_TD, weight_VD, labels_T, temperature, size, shard
+        hidden_TD, weight_VD, labels_T, temperature, cap, size, shard
     )
     return result
 
@@ -125,6 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD: Tensor,
         labels_T: Tensor,
         temperature: float,
+        cap: float | None,
         size: int,
         shard: VocabShard,
     ) -> tuple[Tensor, Tensor]:
@@ -132,14 +145,14 @@ class _TokenLogprobs(torch.autograd.Function):
         parts_4T = hidden_TD.new_empty((4, num_tokens), dtype=_math_dtype(hidden_TD))
         column_T = labels_T - shard.start
         for chunk in _iter_chunks(num_tokens, size):
-            logits_CV = compute_logits(hidden_TD[chunk], weight_VD)
+            logits_CV = _bend(compute_logits(hidden_TD[chunk], weight_VD), cap)
             reduce = kernels.reduce_logits if _is_fused(logits_CV) else reduce_logits
             reduce(logits_CV, 1.0 / temperature, column_T[chunk], parts_4T[:, chunk])
         logprobs_T, entropy_T, lse_T = _combine(parts_4T, shard)
         no_label_T = labels_T < 0
         logprobs_T, entropy_T = (x.masked_fill(no_label_T, 0) for x in (logprobs_T, entropy_T))
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, lse_T, entropy_T)
-        ctx.temperature, ctx.size, ctx.shard = temperature, size, shard
+        ctx.temperature, ctx.cap, ctx.size, ctx.shard = temperature, cap, size, shard
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
 
@@ -150,7 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
         glp_T, gent_T = (None if g is None else g.masked_fill(no_label_T, 0) for g in grads)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if glp_T is None and gent_T is None:
-            return (None,) * 6
+            return (None,) * 7
         dhidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         # The head's gradient is summed over chunks, so in full precision.
         dweight_VD = (
@@ -158,7 +171,8 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         column_T = labels_T - ctx.shard.start
         for chunk in _iter_chunks(hidden_TD.shape[0], ctx.size):
-            logits_CV = compute_logits(hidden_TD[chunk], weight_VD)
+            logits_CV = _bend(compute_logits(hidden_TD[chunk], weight_VD), ctx.cap)
+            slope_CV = None if ctx.cap is None else 1 - (logits_CV / ctx.cap).square_()
             differentiate = kernels.logit_gradient if _is_fused(logits_CV) else logit_gradient
             dlogits_CV = differentiate(
                 logits_CV,
@@ -170,12 +184,19 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if gent_T is None else gent_T[chunk],
                 hidden_TD.dtype,
             )
+            if slope_CV is not None:
+                dlogits_CV.mul_(slope_CV)
             if dhidden_TD is not None:
                 torch.mm(dlogits_CV, weight_VD, out=dhidden_TD[chunk])
             if dweight_VD is not None:
                 _add_product(dweight_VD, dlogits_CV.t(), hidden_TD[chunk])
         dweight_VD = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
-        return dhidden_TD, dweight_VD, None, None, None, None
+        return dhidden_TD, dweight_VD, None, None, None, None, None
+
+
+def _bend(x_CV: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), in place."""
+    return x_CV if cap is None else x_CV.div_(cap).tanh_().mul_(cap)
 
 
 def _is_fused(logits_CV: Tensor) -> bool:

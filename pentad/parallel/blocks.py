@@ -76,20 +76,20 @@ def apply_to_block(
         block.forward = partial(run, block)
 
 
-def _run_plain(block: nn.Module, *args: Any) -> Tensor:
-    result: Tensor = type(block).forward(block, *args)
+def _run_plain(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = type(block).forward(block, *args, **kwargs)
     return result
 
 
-def _run_recomputed(block: nn.Module, *args: Any) -> Tensor:
+def _run_recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     # Blocks draw no random numbers, so there is no generator state to restore.
     result: Tensor = checkpoint(
-        _run_plain, block, *args, use_reentrant=False, preserve_rng_state=False
+        _run_plain, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
     )
     return result
 
 
-def _run_keeping_products(block: nn.Module, *args: Any) -> Tensor:
+def _run_keeping_products(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     result: Tensor = checkpoint(
         _run_plain,
         block,
@@ -97,6 +97,7 @@ def _run_keeping_products(block: nn.Module, *args: Any) -> Tensor:
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=_keep_products,
+        **kwargs,
     )
     return result
 

@@ -141,3 +141,60 @@ def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence
         return x
     result: Tensor = _Exchange.apply(x, axis, out_sizes, in_sizes)
     return result
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_ranks(grads[0], ctx.axis), None
+
+
+class _SumShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return reduce_ranks(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.chunk(axis.size)[axis.rank]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.axis), None
+
+
+def share(x: Tensor, axis: Axis) -> Tensor:
+    """The same on all ranks, with which each computes a part of its own: gradients are summed."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _Share.apply(x, axis)
+    return result
+
+
+def sum_shared(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks, of which all ranks compute one and the same thing: its gradient counts
+    once."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _SumShared.apply(x, axis)
+    return result
+
+
+def deal(x: Tensor, axis: Axis) -> Tensor:
+    """Of rows that are the same on all ranks this rank's share; the gradient is put together."""
+    if axis.size == 1:
+        return x
+    result: Tensor = _Deal.apply(x, axis)
+    return result

@@ -48,6 +48,8 @@ class Cut:
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
     """Of the stored shard, as a DTensor of the whole."""
+    sees_all: bool = False
+    """Each of the copies sees all tokens and heads: their gradients are equal, and not summed."""
 
     @property
     def local_shape(self) -> Shape:

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from pentad.core.errors import RunError
 from pentad.parallel.collectives import reduce_ranks
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Axis, Meshes
+
+MAX_APART = 0.05
+"""Of the size of gradients that should be equal: rounding in 16 bit stays far below it, and what
+another share of the heads gives far above."""
 
 
 @torch.no_grad()
@@ -25,14 +30,29 @@ def sum_copies(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None
 
     All ranks of an axis must have the same gradients, which equal calls give them.
     """
-    by_axis: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
+    by_axis: dict[tuple[Axis, torch.dtype, bool], list[Tensor]] = {}
     for name, gradient in gradients.items():
-        axis = cuts[name].copies
-        if axis.size > 1:
-            by_axis.setdefault((axis, gradient.dtype), []).append(gradient)
-    for (axis, _), parts in by_axis.items():
+        cut = cuts[name]
+        if cut.copies.size > 1:
+            key = (cut.copies, gradient.dtype, cut.sees_all)
+            by_axis.setdefault(key, []).append(gradient)
+    for (axis, _, sees_all), parts in by_axis.items():
         total = reduce_ranks(_flatten_dense_tensors(parts), axis)
+        if sees_all:  # the mean of equals, so that rounding does not drive the copies apart
+            total = total / axis.size
+            check_equal(parts, list(_unflatten_dense_tensors(total, parts)))
         torch._foreach_copy_(parts, list(_unflatten_dense_tensors(total, parts)))
+
+
+def check_equal(mine: list[Tensor], means: list[Tensor]) -> None:
+    """A copy that saw only some tokens or heads would otherwise be averaged in silence."""
+    apart = torch.stack(torch._foreach_norm(torch._foreach_sub(mine, means)))
+    size = torch.stack(torch._foreach_norm(means))
+    if bool((apart > MAX_APART * size).any()):  # never so where one of them is no number
+        raise RunError(
+            "gradients of parameters that tp does not cut differ between its ranks: the model's "
+            "tensor-parallel plan does not name all that it should; use t1"
+        )
 
 
 def global_norm(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], meshes: Meshes) -> float:

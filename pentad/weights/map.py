@@ -306,7 +306,7 @@ def build_map(
         place = {"layer": index.get("i"), "expert": index.get("e")}
         entries[name] = Entry(name, shape, regions, rule, **place, is_copy=is_copy)
     skipped = {name.format(i=i) for name in ignored for i in range(dims.num_layers)}
-    return WeightMap(dims, sizes, entries, _sources_of(entries, dims), tied, frozenset(skipped))
+    return WeightMap(dims, sizes, entries, sources_of(entries, dims), tied, frozenset(skipped))
 
 
 def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
@@ -316,7 +316,7 @@ def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
         name: replace(entry, regions=tuple(join(entry.regions, native)))
         for name, entry in outer.entries.items()
     }
-    sources = _sources_of(entries, inner.dims)
+    sources = sources_of(entries, inner.dims)
     return WeightMap(inner.dims, outer.sizes, entries, sources, inner.tied, inner.ignored)
 
 
@@ -343,7 +343,8 @@ def _expert_indices(rule: Rule, dims: ModelDims, layer: int) -> list[dict[str, i
     return [{"i": layer, "e": e} for e in range(dims.num_experts)]
 
 
-def _sources_of(entries: Mapping[str, Entry], dims: ModelDims) -> dict[str, Source]:
+def sources_of(entries: Mapping[str, Entry], dims: ModelDims) -> dict[str, Source]:
+    """The entries seen from their sources; refuses what does not cover every element once."""
     shapes: dict[str, Shape] = {}
     regions: dict[str, list[Region]] = {}
     first: dict[str, Entry] = {}

@@ -1,0 +1,85 @@
+"""Models of transformers laid out for an engine: the backend `fsdp`.
+
+Blocks are found by the classes that transformers keeps whole and stored by FSDP2; tp follows
+transformers' own plan, cp happens in the attention core as for every model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.fit import check_fit
+from pentad.engine.held import Maker
+from pentad.engine.predictor import Predictor
+from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.engine.wrap import present_cut
+from pentad.models.balance import BalanceSettings
+from pentad.models.families import ConfigLike
+from pentad.models.hf.config import measure, read_hf_config
+from pentad.models.hf.module import HfModel, build_hf_model
+from pentad.models.language_model import LanguageModel
+from pentad.parallel.blocks import apply_to_block
+from pentad.parallel.cuts import cut_parameters
+from pentad.parallel.mesh import Meshes
+from pentad.parallel.storage import apply_storage
+from pentad.parallel.styles import apply_styles, match_styles, plan_style_cuts
+
+
+def transformers_maker(
+    source: ConfigLike, settings: EngineSettings, meshes: Meshes, *, value_head: bool
+) -> Maker:
+    """Of models of transformers; what cannot be trained like that is refused here."""
+    config = read_hf_config(source)
+    layout = meshes.layout
+    where = f"layout = {layout}"
+    problems = []
+    if layout.pp > 1 or layout.ep > 1:
+        rule = "the backend fsdp cuts by d, t and c only"
+        problems.append(Problem(where, rule, "use archon"))
+    dims = measure(config)
+    if layout.tp > 1 and dims.num_kv_heads % layout.tp:
+        rule = f"t{layout.tp} must divide num_kv_heads = {dims.num_kv_heads}"
+        problems.append(Problem(where, rule, "use another t"))
+    if settings.balance != BalanceSettings():
+        rule = "losses and biases that balance experts need a model file"
+        problems.append(Problem("backend = fsdp", rule, "leave them out, or use archon"))
+    if settings.strict:
+        rule = "log-probs that equal a sampler's bit for bit need a model file"
+        problems.append(Problem("strict = true", rule, "leave it out, or use archon"))
+    if problems:
+        raise UserError(problems)
+    check_fit(layout, dims)
+
+    def build(**stage: object) -> HfModel:
+        assert not stage, "transformers' models are not cut into stages"
+        return build_hf_model(config, dtype=DTYPES[settings.param_dtype], value_head=value_head)
+
+    def wrap(model: LanguageModel) -> Predictor:
+        assert isinstance(model, HfModel)
+        return lay_out_hf(model, settings, meshes)
+
+    return Maker(build, wrap)
+
+
+def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Predictor:
+    """The steps of `parallel.apply`, by styles instead of seams; no expert parallelism."""
+    where = f"layout = {meshes.layout}"
+    predictor = Predictor(model, settings.temperature, settings.logprob_bytes)
+    styles: dict[str, str] = {}
+    if meshes.tp.size > 1:
+        head = model.head_name if model.head is not None else None
+        plan = {name: style for name, style in model.tp_plan.items() if name != head}
+        styles = match_styles(model, plan, where)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    cuts = plan_style_cuts(shapes, styles, meshes, where)
+    cut_parameters(model, cuts)
+    apply_styles(model, styles, meshes.tp)
+    blocks = model.blocks
+    for index, block in blocks.items():
+        apply_to_block(block, index, settings, meshes.device)
+    apply_storage(predictor, model, blocks.values(), cuts, {}, settings, meshes)
+    predictor.cuts = cuts
+    if meshes.layout.world > 1:
+        model.present = partial(present_cut, cuts)
+    return predictor

@@ -1,0 +1,86 @@
+"""The attention of transformers' models handed to our core: packed rows, one core for all models.
+
+The core travels as a keyword through the model's forward, so that no state is shared between
+passes and a recomputed block sees the core it was run with.
+
+Shapes: T packed tokens, H query heads, K key-value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import Attend
+
+NAME = "pentad"
+"""What models are told as their attention implementation. transformers builds no mask for it."""
+CORE = "pentad_attend"
+"""The keyword under which the core travels."""
+WITHOUT_EFFECT = {
+    "cache_position",
+    "dropout",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+}
+"""Keywords of attention calls that change nothing here: models are run in eval mode, and positions
+are in the rotated queries and keys already."""
+
+
+class NoCoreError(Exception):
+    """The model does not hand its keywords on to its attention."""
+
+
+def attend_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, T, d] queries and [1, K, T, d] keys and values to [1, T, H, d]."""
+    core: Attend | None = others.pop(CORE, None)
+    if core is None:
+        raise NoCoreError(type(module).__name__)
+    _refuse_unknown(module, attention_mask, is_causal, others)
+    q_THd, k_TKd, v_TKd = (x[0].transpose(0, 1) for x in (query, key, value))
+    width, value_width = q_THd.shape[-1], v_TKd.shape[-1]
+    if scaling is not None and scaling != width**-0.5:
+        q_THd = q_THd * (scaling * width**0.5)  # cores scale by the width
+    if value_width < width:  # cores take one width for all three
+        v_TKd = F.pad(v_TKd, (0, width - value_width))
+    options: dict[str, Any] = {} if sliding_window is None else {"window": sliding_window}
+    layer: Any = module.layer_idx
+    o_THd = core(int(layer), q_THd, k_TKd, v_TKd, **options)
+    return o_THd[None, ..., :value_width], None
+
+
+def _refuse_unknown(
+    module: nn.Module, mask: Tensor | None, is_causal: bool | None, others: dict[str, Any]
+) -> None:
+    """What the core cannot honour must not be ignored."""
+    unknown = sorted(k for k, v in others.items() if v is not None and k not in WITHOUT_EFFECT)
+    if mask is not None:
+        unknown.append("attention_mask")
+    if is_causal is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        what = {"softcap": "softcap (capped attention scores)", "s_aux": "s_aux (attention sinks)"}
+        named = ", ".join(what.get(name, name) for name in unknown)
+        rule = f"its attention asks for {named}, which packed attention does not compute"
+        raise UserError(Problem(f"attention of {type(module).__name__}", rule))
+
+
+AttentionInterface.register(NAME, attend_packed)

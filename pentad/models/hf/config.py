@@ -1,0 +1,93 @@
+"""Configs of transformers' models: read, refused where they cannot be trained, and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.models.families import ConfigLike, read_config
+
+PACKABLE = {"full_attention", "sliding_attention"}
+"""Kinds of layers (`layer_types`) in which tokens meet in attention only."""
+UNBOUNDED = 1 << 20
+"""Of positions, where a config names no limit."""
+
+
+def read_hf_config(source: ConfigLike) -> PretrainedConfig:
+    """The config of a folder or dict as transformers' own class, if its model can be trained."""
+    given = read_config(source)
+    where = f"config.json: model_type = {given.get('model_type', 'missing')}"
+    folder = source if isinstance(source, str | Path) else None
+    try:
+        config = AutoConfig.for_model(**given) if folder is None else _read_folder(folder)
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
+        raise UserError(Problem(where, rule, "give a model type it knows")) from error
+    problems = [Problem(where, rule) for rule in _faults(config)]
+    if problems:
+        raise UserError(problems)
+    return config
+
+
+def _read_folder(folder: str | Path) -> PretrainedConfig:
+    path = Path(folder)
+    return AutoConfig.from_pretrained(path if path.is_dir() else path.parent)
+
+
+def _faults(config: PretrainedConfig) -> list[str]:
+    """Why a config cannot be trained here, of what it says by itself."""
+    fields = config.to_dict()
+    faults = []
+    if config.get_text_config() is not config:
+        faults.append("it describes a model with several modalities")
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        faults.append("transformers has no causal language model of it")
+    if fields.get("is_encoder_decoder"):
+        faults.append("it is an encoder with a decoder")
+    if fields.get("quantization_config"):
+        faults.append("its weights are quantised (quantization_config); give the full ones")
+    mixing = sorted(set(fields.get("layer_types") or ()) - PACKABLE)
+    if mixing:
+        faults.append(
+            f"its layers of kind {', '.join(mixing)} let tokens meet outside of causal attention, "
+            "so rows cannot be packed"
+        )
+    return faults
+
+
+def dims_of_hf(source: ConfigLike) -> ModelDims:
+    """The dimensions of any decoder of transformers, as far as engine and data need them.
+
+    They say how tokens are checked, dealt and balanced, not what a layer is made of: experts and
+    windows are left out, so FLOPs and memory must not be counted with them.
+    """
+    return measure(read_hf_config(source))
+
+
+def measure(config: PretrainedConfig) -> ModelDims:
+    # Families rename keys; as attributes of the config they have one name.
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    fields = config.to_dict()
+
+    def number(key: str, default: int) -> int:
+        value: Any = fields.get(key)
+        return value if isinstance(value, int) and value else default
+
+    return ModelDims(
+        family=str(config.model_type),
+        vocab_size=int(config.vocab_size),
+        hidden_size=hidden,
+        num_layers=int(config.num_hidden_layers),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", hidden // heads),
+        intermediate_size=number("intermediate_size", 4 * hidden),
+        tie_embeddings=bool(fields.get("tie_word_embeddings")),
+        max_position=number("max_position_embeddings", number("n_positions", UNBOUNDED)),
+        initializer_range=float(fields.get("initializer_range") or 0.02),
+    )

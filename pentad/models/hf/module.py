@@ -1,0 +1,219 @@
+"""A causal language model of transformers as a `LanguageModel`: packed rows in, hidden states out.
+
+Its body runs as transformers wrote it, with our attention core inside; its head is left to the
+fused log-probs. Parameters keep transformers' names.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SCALAR_CLASSES,
+)
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.seeds import derive_seed
+from pentad.core.types import Attend
+from pentad.models.hf.attention import CORE, NAME, NoCoreError
+from pentad.models.hf.config import measure
+from pentad.models.hf.head import read_logit_rule
+from pentad.models.hf.names import VALUE_HEAD, build_hf_map
+from pentad.models.language_model import LanguageModel
+from pentad.models.moe import Routes
+from pentad.weights.map import WeightMap
+
+
+def build_hf_model(
+    config: PretrainedConfig, *, dtype: torch.dtype, value_head: bool = False
+) -> HfModel:
+    """Without memory. A value head replaces the lm head."""
+    where = f"config.json: model_type = {config.model_type}"
+    try:
+        with torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    except Exception as error:  # classes without the interface fail in ways of their own
+        rule = f"transformers cannot build it with an attention core of ours ({error!r})"
+        raise UserError(Problem(where, rule)) from error
+    causal.eval()  # dropout would give every pass other log-probs
+    check_packable(causal, where)
+    return HfModel(causal, where, value_head=value_head)
+
+
+class HfModel(LanguageModel):
+    """Built by `build_hf_model`."""
+
+    def __init__(self, causal: PreTrainedModel, where: str, *, value_head: bool) -> None:
+        super().__init__(measure(causal.config))
+        self.hf_map = build_hf_map(causal, self.dims, where)
+        self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
+        """transformers' styles by module, * for numbers; of the head too."""
+        self.unshared = (causal,)  # in a tuple, so that its parameters are not ours a second time
+        self.body_name = causal.base_model_prefix
+        self.add_module(self.body_name, causal.base_model)
+        self.block_names = _block_names(causal)
+        self.has_lm_head = not value_head
+        self.head: nn.Linear | None = None
+        if self.has_lm_head:
+            rule = read_logit_rule(causal, where)
+            self.logit_scale, self.logit_cap = rule.scale, rule.cap
+            head = causal.get_output_embeddings()
+            if head.weight is not causal.get_input_embeddings().weight:
+                self.head_name = _name_of(causal, head)
+                self.add_module(self.head_name, head)
+                self.head = head
+        else:
+            if self.dims.family not in SCALAR_CLASSES:
+                rule_ = "transformers has no class of it with a scalar head, so no critic"
+                raise UserError(Problem(where, rule_, "use another model for the critic"))
+            with torch.device("meta"):
+                self.value_head = nn.Linear(self.dims.hidden_size, 1, bias=False)
+            self.value_head.to(causal.dtype)
+
+    @property
+    def causal(self) -> PreTrainedModel:
+        """transformers' model, of the same modules."""
+        return self.unshared[0]
+
+    @property
+    def body(self) -> nn.Module:
+        return self.get_submodule(self.body_name)
+
+    @property
+    def blocks(self) -> Mapping[int, nn.Module]:
+        return {i: self.get_submodule(name) for i, name in enumerate(self.block_names)}
+
+    @property
+    def weight_map(self) -> WeightMap:
+        return self.hf_map
+
+    @property
+    def hf_classes(self) -> tuple[str, str]:
+        return type(self.causal).__name__, SCALAR_CLASSES.get(self.dims.family, "")
+
+    @property
+    def head_weight(self) -> Tensor:
+        assert self.has_lm_head, "this model is built without a language-model head"
+        owner = self.head if self.head is not None else self.causal.get_input_embeddings()
+        weight: Tensor = owner.weight
+        return weight
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, routes: Routes | None = None
+    ) -> Tensor:
+        assert not routes, "routes are followed by models with a model file only"
+        inputs: dict[str, Any] = {CORE: attend}
+        output = self.body(
+            input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, **inputs
+        )
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD
+
+    def map_for(self, names: Iterable[str]) -> WeightMap:
+        patterns = self.causal._keys_to_ignore_on_load_unexpected or []
+        known = {*self.hf_map.sources, *self.hf_map.tied}
+        ignored = {
+            name
+            for name in names
+            if name not in known and any(re.search(pattern, name) for pattern in patterns)
+        }
+        return replace(self.hf_map, ignored=frozenset(ignored))
+
+    @torch.no_grad()
+    def fill_tables(self) -> None:
+        for module in self.modules():
+            if module._non_persistent_buffers_set:
+                self.causal._init_weights(module)
+
+    @cached_property
+    def blank(self) -> PreTrainedModel:
+        """The model before anything was laid out, without memory."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.causal.config, dtype=torch.float32)
+
+    @torch.no_grad()
+    def draw(self, name: str, seed: int) -> Tensor | None:
+        """As transformers initialises it."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "init", name))
+            if name == VALUE_HEAD:
+                shape = self.weight_map.entries[name].shape
+                return torch.empty(shape, device="cpu").normal_(0, self.dims.initializer_range)
+            path, _, key = name.rpartition(".")
+            module = copy.deepcopy(self.blank.get_submodule(path))
+            for store in (module._parameters, module._buffers):
+                for part, tensor in store.items():
+                    if tensor is not None:
+                        zeros = torch.zeros_like(tensor, device="cpu")
+                        is_weight = isinstance(tensor, nn.Parameter)
+                        store[part] = nn.Parameter(zeros) if is_weight else zeros
+            self.causal._init_weights(module)
+        drawn: Tensor = module.state_dict()[key]
+        return drawn
+
+
+def _block_names(causal: PreTrainedModel) -> list[str]:
+    """The repeated layers, by the classes transformers keeps whole."""
+    kinds = set(causal._no_split_modules or ())
+    names = [name for name, module in causal.named_modules() if type(module).__name__ in kinds]
+    # Of blocks within blocks the outer ones.
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+
+
+def _name_of(causal: PreTrainedModel, wanted: nn.Module) -> str:
+    return next(name for name, module in causal.named_modules() if module is wanted)
+
+
+class _Note:
+    """A core that computes nothing and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
+    ) -> Tensor:
+        self.num_calls += 1
+        return torch.zeros_like(q_THd)
+
+
+def check_packable(causal: PreTrainedModel, where: str) -> None:
+    """Whether tokens meet in our attention core and nowhere else, told by a pass without memory."""
+    rules = []
+    convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    if causal._is_stateful or convolutions:
+        rules.append("its layers carry state or convolve from token to token")
+    note = _Note()
+    # Products of experts are written for 16 bit.
+    probe = copy.deepcopy(causal).to(torch.bfloat16)
+    probe.config.pad_token_id = None  # some classes look for it among the ids
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    inputs: dict[str, Any] = {CORE: note}
+    try:
+        with torch.no_grad():
+            probe.base_model(input_ids=ids, position_ids=ids, use_cache=False, **inputs)
+    except UserError as error:
+        problems = [p for p in error.problems if isinstance(p, Problem)]
+        rules += [p.rule for p in problems]
+    except NoCoreError:
+        rules.append("it does not hand keywords on to its attention, so the core cannot reach it")
+    except Exception as error:
+        rules.append(f"its forward pass cannot be run on packed rows ({error})")
+    else:
+        num_layers = int(causal.config.num_hidden_layers)
+        if note.num_calls == 0 or note.num_calls % num_layers:
+            rules.append(
+                f"its {num_layers} layers call the attention interface of transformers "
+                f"{note.num_calls} times, so not all of them use it"
+            )
+    if rules:
+        remedy = "rows cannot be packed; use a plain attention decoder"
+        raise UserError([Problem(where, rule, remedy) for rule in rules])

@@ -1,0 +1,81 @@
+"""What engines ask of a model: `LanguageModel`, of which there are two kinds.
+
+`decoder.Decoder` is composed from a model file, `hf.module.HfModel` is a model of transformers.
+Both take flat tokens with their positions and the attention core to use, and know no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from pentad.core.dims import ModelDims
+from pentad.weights.map import WeightMap
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class LanguageModel(nn.Module):
+    """A language model without its softmax: the T x V logits are the caller's business.
+
+    Called with (ids_T, positions_T, attend, routes) it gives hidden_TD.
+    """
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__()
+        self.dims = dims
+        self.has_lm_head = False
+        self.is_last = True
+        """Whether the output is after the final norm; a pipeline stage's may be before it."""
+        self.value_head: nn.Linear | None = None
+        self.logit_scale = 1.0
+        """Logits are the head's product times this..."""
+        self.logit_cap: float | None = None
+        """...bent to cap * tanh(x / cap), before the temperature."""
+        self.present: Callable[[str, Tensor], Tensor] = as_it_is
+        """How a parameter shows to the outside; under a layout, as a DTensor of the whole."""
+
+    @property
+    def blocks(self) -> Mapping[int, nn.Module]:
+        """The layers held here."""
+        raise NotImplementedError
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """The tensors by their names in this model, as regions of HF-on-disk tensors."""
+        raise NotImplementedError
+
+    @property
+    def hf_classes(self) -> tuple[str, str]:
+        """transformers' classes for the causal model and for the one with a scalar head."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]; the embedding itself where the two are tied."""
+        raise NotImplementedError
+
+    @property
+    def undecayed(self) -> set[str]:
+        """Tables that are looked up: like norms and biases they are not decayed."""
+        tables = [name for name, x in self.named_modules() if isinstance(x, nn.Embedding)]
+        return {f"{name}.weight" for name in tables}
+
+    def map_for(self, names: Iterable[str]) -> WeightMap:
+        """The weight map, with those of a folder's names left out that carry nothing."""
+        return self.weight_map
+
+    def fill_tables(self) -> None:
+        """Computes what is no weight (rotary frequencies), once the model has memory."""
+
+    def draw(self, name: str, seed: int) -> Tensor | None:
+        """A fresh weight, whole, by the seed and its name; None: as the weight map says."""
+        return None
+
+    def values(self, hidden_TD: Tensor) -> Tensor:
+        """[T] in float32: the value of each token, or the reward read at the last one."""
+        assert self.value_head is not None, "this model is built without a value head"
+        return self.value_head(hidden_TD).squeeze(-1).float()

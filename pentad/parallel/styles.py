@@ -1,0 +1,139 @@
+"""Tensor parallelism as transformers plans it: each module with a style, every rank all tokens.
+
+Projections are cut by columns or rows; between them a rank has a part of the columns, elsewhere
+all ranks have the same. So parameters that are not cut get equal gradients on all ranks, except
+those that lie between two cut projections (`replicated_with_grad_allreduce`).
+
+Shapes: T tokens (any leading dims), F features in, G features out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.nn import functional as F
+
+from pentad.core.errors import Problem, UserError
+from pentad.parallel.collectives import deal, gather_shared, share, sum_shared
+from pentad.parallel.cuts import Cut, storage_dim
+from pentad.parallel.mesh import ALONE, Axis, Meshes
+from pentad.weights.regions import Shape
+
+Styles = Mapping[str, str]
+"""Module -> style."""
+PARTIAL = "replicated_with_grad_allreduce"
+
+
+def _run_columns(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
+    assert isinstance(module, nn.Linear), "columns are cut of linear layers"
+    return F.linear(share(x_TF, tp), module.weight, module.bias)
+
+
+def _run_columns_gathered(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
+    y_TG = _run_columns(module, tp, x_TF)
+    return gather_shared(y_TG.movedim(-1, 0), tp).movedim(0, -1)
+
+
+def _run_rows(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
+    assert isinstance(module, nn.Linear), "rows are cut of linear layers"
+    y_TG = sum_shared(F.linear(x_TF, module.weight), tp)
+    return y_TG if module.bias is None else y_TG + module.bias
+
+
+def _run_rows_dealt(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
+    return _run_rows(module, tp, deal(x_TF.movedim(-1, 0), tp).movedim(0, -1))
+
+
+RUNS: dict[str, tuple[int, Callable[..., Tensor]]] = {
+    "colwise": (0, _run_columns),
+    "colwise_gather_output": (0, _run_columns_gathered),
+    "colwise_rep": (0, _run_columns_gathered),
+    "rowwise": (1, _run_rows),
+    "rowwise_split_input": (1, _run_rows_dealt),
+    "rowwise_rep": (1, _run_rows_dealt),
+}
+"""Style -> (dim of the weight that is cut, forward)."""
+
+
+def match_styles(model: nn.Module, plan: Styles, where: str) -> dict[str, str]:
+    """The plan's styles by the modules they name; UserError for what cannot be cut like that.
+
+    In the plan * stands for a number.
+    """
+    styles: dict[str, str] = {}
+    problems = []
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    unused = set(plan)
+    for name in [*modules, *parameters]:
+        wanted = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if wanted not in plan:
+            continue
+        style = plan[wanted]
+        is_known = style == PARTIAL or (style in RUNS and isinstance(modules.get(name), nn.Linear))
+        if is_known:
+            styles[name] = style
+        elif wanted in unused:
+            rule = f"transformers cuts {wanted} as {style}, which is not built"
+            problems.append(Problem(where, rule, "use t1"))
+        unused.discard(wanted)
+    if not styles and not problems:
+        rule = "transformers has no tensor-parallel plan for this model"
+        problems.append(Problem(where, rule, "use t1"))
+    if problems:
+        raise UserError(problems)
+    return styles
+
+
+def plan_style_cuts(
+    shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes, where: str
+) -> dict[str, Cut]:
+    """The cut of every named parameter. Every rank must call it."""
+    return {
+        name: _cut(name, shape, styles.get(name.rpartition(".")[0], ""), meshes, where)
+        for name, shape in shapes.items()
+    }
+
+
+def _cut(name: str, shape: Shape, style: str, meshes: Meshes, where: str) -> Cut:
+    layout, tp = meshes.layout, meshes.tp
+    box = [(0, size) for size in shape]
+    dim = RUNS[style][0] if style in RUNS else None
+    if dim is not None and len(shape) == 1:  # the bias of rows is added after their sum
+        dim = 0 if dim == 0 else None
+    placement: Placement = Replicate()
+    if dim is not None and tp.size > 1:
+        if shape[dim] % tp.size:
+            rule = f"t{tp.size} must divide the {shape[dim]} features of {name}"
+            raise UserError(Problem(where, rule, "use another t"))
+        size = shape[dim] // tp.size
+        box[dim] = (tp.rank * size, (tp.rank + 1) * size)
+        placement = Shard(dim)
+    local = tuple(stop - start for start, stop in box)
+    stored = storage_dim(local, layout.dp_shard * layout.cp) if shape else 0
+    mesh = None if meshes.dense is None else meshes.dense["tp", "fsdp"]
+    is_cut = placement.is_shard()
+    return Cut(
+        shape=shape,
+        box=tuple(box),
+        copies=ALONE if is_cut else tp,
+        is_expert=False,
+        stored_dim=stored,
+        mesh=mesh,
+        placements=(placement, Shard(stored)),
+        sees_all=not is_cut and style != PARTIAL,
+    )
+
+
+def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
+    """Replaces the forward of every module with a style; modules themselves stay what they are."""
+    if tp.size == 1:
+        return
+    for name, style in styles.items():
+        if style in RUNS:
+            module = model.get_submodule(name)
+            module.forward = partial(RUNS[style][1], module, tp)
