@@ -68,8 +68,10 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     predictor = Predictor(model, settings.temperature, settings.logprob_bytes)
     styles: dict[str, str] = {}
     if meshes.tp.size > 1:
-        head = model.head_name if model.head is not None else None
-        plan = {name: style for name, style in model.tp_plan.items() if name != head}
+        # Tables and the head stay whole: a tied one is used at both ends.
+        whole = {name.removesuffix(".weight") for name in model.undecayed}
+        whole |= {model.head_name} if model.head is not None else set()
+        plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
         styles = match_styles(model, plan, where)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     cuts = plan_style_cuts(shapes, styles, meshes, where)

@@ -1,0 +1,123 @@
+"""What the workers of the tests of the backend `fsdp` run: a step of a transformers model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows
+from parity_cases import bend, gradients_of, whole
+
+from pentad.core.errors import RunError
+from pentad.core.layout import Layout
+from pentad.engine.engine import Engine, build_engine
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+
+SMALL = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": SMALL,
+    "untied": SMALL | {"tie_word_embeddings": False},
+    "olmo2": SMALL | {"model_type": "olmo2", "tie_word_embeddings": False, "hidden_size": 48},
+    "phi3": SMALL
+    | {"model_type": "phi3", "hidden_size": 48, "pad_token_id": 0, "tie_word_embeddings": False},
+    "gemma3_text": SMALL
+    | {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 9},
+    "starcoder2": SMALL | {"model_type": "starcoder2", "hidden_size": 48, "use_bias": True},
+    "gpt_neox": SMALL
+    | {"model_type": "gpt_neox", "hidden_size": 48, "tie_word_embeddings": False},
+    "qwen3_moe": SMALL
+    | {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+LOSSES = {"token": PolicyLoss(0.3), "value": ValueLoss()}
+SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2)
+"""The eps keeps a first step of AdamW from blowing up fp32 noise in small gradients to lr."""
+
+
+def make(source: str, layout: Layout, loss: str = "token", **settings: Any) -> Engine:
+    """From a config by its name, or from a folder."""
+    settings.setdefault("backend", "fsdp")
+    backend = settings.pop("backend")
+    settings.setdefault("optimizer", SETTINGS)
+    is_folder = source not in CONFIGS
+    engine = build_engine(
+        source if is_folder else CONFIGS[source],
+        EngineSettings(**settings),
+        layout=layout,
+        init_from_scratch=not is_folder,
+        seed=3,
+        value_head=loss == "value",
+        backend=backend,
+    )
+    if not is_folder:
+        bend(engine)
+    return engine
+
+
+def train_step(source: str, layout: Layout, loss: str = "token", **settings: Any) -> dict[str, Any]:
+    """Everything a step gives, as `parity_cases.train_step`."""
+    engine = make(source, layout, loss, **settings)
+    rows = make_rows(12)
+    scored = engine.forward(rows)
+    engine.begin_step()
+    seen = [
+        engine.accumulate(rows[:7], LOSSES[loss], last=False),
+        engine.accumulate(rows[7:], LOSSES[loss]),
+    ]
+    gradients = gradients_of(engine)
+    result = engine.end_step()
+    return {
+        "scored": scored,
+        "outputs": [out for one in seen for out in one.outputs],
+        "loss_sum": sum(one.loss_sum for one in seen),
+        "stats": [one.stats for one in seen],
+        "gradients": gradients,
+        "result": result,
+        "published": {name: x.clone() for name, x in engine.iter_weights()},
+    }
+
+
+def save_and_load(source: str, layout: Layout, folder: str) -> dict[str, Any]:
+    """A step, an export, and the state put back; what the folder must hold."""
+    engine = make(source, layout)
+    rows = make_rows(6)
+    before = {n: whole(t) for n, t in engine.state_dict()["model"].items()}
+    engine.save_tag("ref")
+    engine.begin_step()
+    engine.accumulate(rows, LOSSES["token"])
+    engine.end_step()
+    moved = engine.forward(rows)
+    kept = engine.forward(rows, "ref")
+    engine.save_hf(folder)
+    again = make(folder, layout)
+    state = engine.state_dict()
+    state["model"] = {name: engine.cuts[name].take(name, x) for name, x in before.items()}
+    state["model"] = {name: engine.cuts[name].present(x) for name, x in state["model"].items()}
+    engine.load_state_dict(state)
+    return {
+        "moved": moved,
+        "kept": kept,
+        "restored": engine.forward(rows),
+        "again": again.forward(rows),
+        "before": make(source, layout).forward(rows),
+    }
+
+
+def missing_plan_line(layout: Layout) -> str:
+    """A plan that does not say of q_norm that each rank sees some of the heads only."""
+    engine = make("qwen3", layout)
+    engine.cuts = {
+        name: replace(cut, sees_all=cut.copies.size > 1) for name, cut in engine.cuts.items()
+    }
+    engine.begin_step()
+    engine.accumulate(make_rows(4), LOSSES["token"])
+    try:
+        engine.end_step()
+    except RunError as error:
+        return str(error)
+    return ""

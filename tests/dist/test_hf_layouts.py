@@ -1,0 +1,138 @@
+"""The backend `fsdp`: any layout gives one rank's numbers, and those of the backend `archon`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_toys import make_rows
+from hf_cases import make, train_step
+from transformers import AutoModelForCausalLM
+
+from pentad.core.layout import Layout
+
+pytestmark = pytest.mark.dist
+REFERENCES: dict[tuple, dict] = {}
+
+
+def alone(source: str, **kwargs):
+    key = (source, *sorted(kwargs.items()))
+    if key not in REFERENCES:
+        REFERENCES[key] = train_step(source, Layout(), **kwargs)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return REFERENCES[key]
+
+
+def compare(mine: dict, true: dict) -> None:
+    """Tolerances: sums of a few hundred fp32 terms in another order."""
+    for key in ("scored", "outputs"):
+        for a, b in zip(mine[key], true[key], strict=True):
+            assert a.keys() == b.keys()
+            for name in a:
+                torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-4)
+    assert mine["loss_sum"] == pytest.approx(true["loss_sum"], rel=1e-5, abs=2e-4)
+    assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-5)
+    assert mine["result"].loss == pytest.approx(true["result"].loss, rel=1e-5, abs=2e-6)
+    assert mine["published"].keys() == true["published"].keys()
+    for name, weight in true["published"].items():
+        torch.testing.assert_close(mine["published"][name], weight, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def compare_gradients(mine: dict, true: dict) -> None:
+    assert mine["gradients"].keys() == true["gradients"].keys()
+    for name, gradient in true["gradients"].items():
+        error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.2e}"
+
+
+LAYOUTS = [
+    Layout(dp_shard=2),
+    Layout(cp=2),
+    Layout(tp=2),
+    Layout(dp_shard=2, tp=2),
+    Layout(dp_shard=2, cp=2),
+    Layout(cp=2, tp=2),
+    Layout(tp=4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_gives_one_ranks_numbers(pool, layout):
+    mine = pool.run(layout.world, "hf_cases", "train_step", source="qwen3", layout=layout)
+    compare(mine, alone("qwen3"))
+    compare_gradients(mine, alone("qwen3"))
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "gemma3_text", "starcoder2", "untied"])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_shard=2, tp=2)], ids=str)
+def test_transformers_plans_cut_families_right(pool, family, layout):
+    mine = pool.run(layout.world, "hf_cases", "train_step", source=family, layout=layout)
+    compare(mine, alone(family))
+    compare_gradients(mine, alone(family))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2)], ids=str)
+def test_experts_of_transformers_train_over_ranks(pool, layout):
+    mine = pool.run(layout.world, "hf_cases", "train_step", source="qwen3_moe", layout=layout)
+    compare(mine, alone("qwen3_moe"))
+    compare_gradients(mine, alone("qwen3_moe"))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
+def test_a_critic_gives_one_ranks_values(pool, layout):
+    kwargs = {"source": "qwen3", "loss": "value"}
+    mine = pool.run(layout.world, "hf_cases", "train_step", layout=layout, **kwargs)
+    compare(mine, alone(**kwargs))
+    compare_gradients(mine, alone(**kwargs))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_give_the_same_numbers(pool, mode):
+    layout = Layout(dp_shard=2)
+    kwargs = {"source": "qwen3", "layout": layout, "ac_mode": mode}
+    compare(pool.run(2, "hf_cases", "train_step", **kwargs), alone("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "qwen3"
+    make("qwen3", Layout()).save_hf(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(dp_shard=2), Layout(cp=2), Layout(tp=2)], ids=str
+)
+def test_both_backends_make_the_same_step(pool, folder, layout):
+    other = alone(folder, backend="archon")
+    if layout.world == 1:
+        mine = train_step(folder, layout)
+    else:
+        mine = pool.run(layout.world, "hf_cases", "train_step", source=folder, layout=layout)
+    compare(mine, other)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
+def test_exports_and_tags_are_whole(pool, tmp_path, layout):
+    kwargs = {"source": "untied", "layout": layout, "folder": str(tmp_path / "out")}
+    seen = pool.run(layout.world, "hf_cases", "save_and_load", **kwargs)
+    for a, b in zip(seen["again"], seen["moved"], strict=True):
+        torch.testing.assert_close(a["logprobs"], b["logprobs"], rtol=1e-5, atol=1e-5)
+    for key in ("kept", "restored"):
+        for a, b in zip(seen[key], seen["before"], strict=True):
+            assert torch.equal(a["logprobs"], b["logprobs"]), key
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    row = make_rows(6)[0]
+    with torch.no_grad():
+        logits = model(row.ids[None]).logits[0]
+    expected = torch.log_softmax(logits, -1)[:-1].gather(1, row.ids[1:, None])[:, 0]
+    torch.testing.assert_close(seen["moved"][0]["logprobs"][1:], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_that_forgets_a_part_is_noticed(pool):
+    said = pool.run(2, "hf_cases", "missing_plan_line", layout=Layout(tp=2))
+    assert "plan does not name all" in said
+
+
+def test_experts_are_not_cut_by_tp(pool):
+    with pytest.raises(AssertionError, match="packed_colwise, which is not built; use t1"):
+        pool.run(2, "hf_cases", "train_step", source="qwen3_moe", layout=Layout(tp=2))
