@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -97,6 +98,10 @@ class Learner(Protocol):
 
     def save_tag(self, tag: str) -> None:
         """Remembers the present weights as `tag` (ref, old_actor, teacher)."""
+        ...
+
+    def load_tag(self, tag: str, weights: str | Path) -> None:
+        """Remembers the weights of a folder, of the same shape, as `tag`."""
         ...
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:

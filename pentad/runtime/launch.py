@@ -10,6 +10,7 @@ already. On every way out, whatever was started here has ended.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -66,6 +67,9 @@ class LaunchSettings:
     stop_s: float = 120.0
     """How long ranks may take to leave after a signal, which is passed on to them; a second one
     ends them at once."""
+    is_led: bool = False
+    """Whether rank 0 leads (`runtime.lead`): then signals are for it alone, it may take its time
+    to leave, and what it says, it says for all."""
     has_group: bool = True
     """Whether ranks join a process group (and import torch) before the function is called."""
 
@@ -265,11 +269,13 @@ class RankGroup:
         return found
 
     def _explain(self, failures: list[Failure]) -> Exception:
-        cause = first_cause(failures)
+        is_led = self.settings.is_led
+        cause = first_cause(failures, is_led=is_led)
         if cause.kind == "user":
             return UserError(cause.problems)
-        if cause.kind == "run" and [f.message for f in failures] == [cause.message] * self.world:
-            return RunError(cause.message)  # all say the same: it is no rank's own trouble
+        is_common = [f.message for f in failures] == [cause.message] * self.world
+        if cause.kind == "run" and (is_common or (is_led and cause.rank == 0)):
+            return RunError(cause.message)  # it is no rank's own trouble
         sentence = f"{name_rank(cause.rank, self.world, cause.step)}: {cause.message}"
         shown = "\n".join(f"    {line}" for line in cause.lines)
         if cause.kind == "run" or not shown:
@@ -300,17 +306,24 @@ class RankGroup:
     def _stop(self, number: int) -> list[Any]:
         """Passes a signal on and lets the ranks leave in their own way. What they return or say
         then counts; if they say nothing, the program ends as the signal asks."""
-        for process in self.processes:
+        is_led = self.settings.is_led
+        for process in self.processes[:1] if is_led else self.processes:
             process.send(number)
-        deadline = time.monotonic() + self.settings.stop_s
+        deadline = math.inf if is_led else time.monotonic() + self.settings.stop_s
         while time.monotonic() < deadline and len(self.signals) < 2:
             if not any(process.is_running for process in self.processes):
+                break
+            if is_led and any(process.code not in (None, 0) for process in self.processes):
+                self._wait(FOLLOW_S)
                 break
             time.sleep(POLL_S)
         if all(process.code == 0 for process in self.processes):
             return [self._result(rank) for rank in range(self.world)]
         failures = self._failures()
-        if any(f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures):
+        is_mishap = is_led and any(f.kind == "died" and f.rank > 0 for f in failures)
+        if is_mishap or any(
+            f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures
+        ):
             raise self._explain(failures)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -83,18 +83,20 @@ def read_failure(path: Path) -> Failure | None:
     )
 
 
-def first_cause(failures: list[Failure]) -> Failure:
+def first_cause(failures: list[Failure], *, is_led: bool = False) -> Failure:
     """What made the others fail.
 
     A death without a word outweighs what it left behind; then the earliest exception that does
-    not speak of lost peers; then a rank that others waited for; then the earliest of all.
+    not speak of lost peers (rank 0's before others' where it leads, since it speaks for all); then
+    a rank that others waited for; then the earliest of all.
     """
     assert failures, "a group fails with a reason"
 
     weights = {"died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
 
-    def weight(failure: Failure) -> tuple[int, float]:
-        return 3 if failure.is_consequence else weights[failure.kind], failure.at
+    def weight(failure: Failure) -> tuple[int, bool, float]:
+        rank = 3 if failure.is_consequence else weights[failure.kind]
+        return rank, is_led and failure.rank > 0, failure.at
 
     return min(failures, key=weight)
 

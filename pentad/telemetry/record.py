@@ -33,6 +33,9 @@ class Kernel:
     )
     tokens_per_expert_mean: float | None = about("mean tokens routed to an expert", "tokens")
     tokens_per_expert_std: float | None = about("standard deviation over experts", "tokens")
+    balance: dict[str, dict[str, float]] | None = about(
+        "by layer: mean, std and max over its experts, and how many were idle", "tokens"
+    )
     used_triton: bool | None = about("whether the Triton kernel ran, not its torch reference")
 
 

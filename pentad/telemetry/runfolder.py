@@ -30,6 +30,8 @@ FILES = {
     "samples.jsonl": "A few samples of each step, the best, the worst and random ones: prompt, "
     "answer, reward and its parts, token ids, and the weight versions that sampled them.",
     "log.txt": "Messages and warnings of all starts, with times.",
+    "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
+    "says is on the screen and in log.txt.",
     "tensorboard/": "The numbers of steps.jsonl as curves, if telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",

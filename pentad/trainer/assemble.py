@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
-import torch
-
 from pentad.config.schema import Config
-from pentad.core.device import pick_device
+from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
-from pentad.engine.engine import Engine, build_engine
+from pentad.engine.engine import build_engine
 from pentad.engine.settings import DTYPES
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
@@ -25,12 +23,14 @@ from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.rollout.rewards import RewardScorer
+from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.trainer.budget import Budget
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile, place
 from pentad.trainer.preflight import Checked, check_train
 from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import OpenRun, RunSummary, checkpoint_path, count_steps, open_run
 from pentad.trainer.saver import Saver
@@ -62,9 +62,19 @@ def run_train(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Reinforcement learning from start to end; returns where everything is."""
+    return run_over_ranks(lead_train, begin_train, config, notes, fresh, device)
+
+
+def begin_train(config: Config) -> Checked:
+    """What must be done before anything else is, on any rank."""
     checked = check_train(config)
     start_run(config, ("actor", "critic") if checked.algorithm.needs_critic else ("actor",))
-    chosen = pick_device(device)
+    return checked
+
+
+def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
+    """The run, on rank 0 or alone."""
+    checked = begin_train(config)
     steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
     num_steps = count_steps(config, steps_per_epoch)
     with open_run(
@@ -73,23 +83,25 @@ def run_train(
         title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=checked.dims,
-        device=chosen,
+        device=lead.device,
+        layout=layout_of(config, "actor"),
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
-        return asyncio.run(Assembly(config, checked, run, chosen, num_steps).run())
+        return asyncio.run(Assembly(config, checked, run, lead, num_steps).run())
 
 
 class Assembly:
-    """The parts of one RL run in one process."""
+    """The parts of one RL run; all but the learners' further ranks in this process."""
 
     def __init__(
-        self, config: Config, checked: Checked, run: OpenRun, device: torch.device, num_steps: int
+        self, config: Config, checked: Checked, run: OpenRun, lead: Lead, num_steps: int
     ) -> None:
         self.config = config
         self.checked = checked
         self.open = run
-        self.device = device
+        self.lead = lead
+        self.device = lead.device
         self.num_steps = num_steps
         self.params = sampling_params(config, checked.tokenizer)
         self.placement = self._placement()
@@ -139,7 +151,11 @@ class Assembly:
             seed=self.config.seed,
         )
         log.info("self-test passed: %s", found)
-        self.open.started(selftest=found.as_record(), device=str(self.device))
+        self.open.started(
+            selftest=found.as_record(),
+            device=str(self.device),
+            layout=str(layout_of(self.config, "actor")),
+        )
         if evaluator is not None:
             await evaluator.evaluate(0)
 
@@ -178,6 +194,7 @@ class Assembly:
             self.thread,
             num_chunks=config.num_iters_per_train_update,
             ref_update_interval=config.ref_update_interval,
+            before_step=lambda batch: self.lead.report(batch + 1),
             after_step=self._after_step,
         )
         rollout = RolloutPump(
@@ -213,25 +230,29 @@ class Assembly:
             offload_rollout=bool(config.offload_rollout),
         )
 
-    def _engine(self, role: Role) -> Engine:
+    def _engine(self, role: Role) -> Learner:
         is_critic = role == "critic"
         model = self.config.critic if is_critic else self.config.actor
         path = model.path or self.config.actor.path
         assert path is not None, "checked with the config"
         weights = weights_folder(self.config, role)
+        layout = layout_of(self.config, role)
         longest = max(self.checked.stream.lengths(), default=self.checked.dims.max_position)
         settings = engine_settings(
             model,
             self.device,
+            pp=layout.pp,
             temperature=self.params.temperature,
             total_steps=self.num_steps * self.config.updates_per_batch,
             max_row_tokens=longest + self.params.max_new_tokens,
             strict=self.config.strict and not is_critic,
         )
-        return build_engine(
+        return self.lead.build(
+            role,
+            build_engine,
             path,
             settings,
-            device=self.device,
+            layout=layout,
             value_head=is_critic,
             init_from_scratch=weights is None,
             seed=derive_seed(self.config.seed, "critic") if is_critic else self.config.seed,

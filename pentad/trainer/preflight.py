@@ -9,7 +9,7 @@ from typing import TypeVar
 from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.layout import parse_allocation
+from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.models.families import dims_of
@@ -54,7 +54,7 @@ class Collector:
 def check_train(config: Config) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
-    asked.problems += one_process_problems(config, needs_sampler=True)
+    asked.problems += allocation_problems(config, needs_sampler=True)
     asked.problems += unbuilt_problems(config)
     asked.problems += mode_problems(config)
     path = config.actor.path
@@ -160,27 +160,37 @@ def answer_problems(
     return [Problem(where, rule, f"that row has {has}")]
 
 
-def one_process_problems(config: Config, *, needs_sampler: bool) -> list[Problem]:
-    """This version runs all roles in one process; `plan` knows every layout."""
+def allocation_problems(config: Config, *, needs_sampler: bool) -> list[Problem]:
+    """What of the allocation is not built; `plan` knows every layout."""
     assert config.allocation_mode is not None, "the config is resolved"
     where = f"allocation_mode = {config.allocation_mode}"
-    remedy = "use embedded:d1|archon:d1; pentad plan draws any layout"
     allocation = parse_allocation(config.allocation_mode)
+    actor = allocation.find("actor")
     problems = []
     for component in allocation:
-        if component.is_inference and needs_sampler and component.backend != "embedded":
+        if component.is_inference and not needs_sampler:
+            continue
+        if component.backend not in ("embedded", "archon"):
             rule = f"the {component.backend} backend is not built yet"
+            remedy = "use embedded:d1" if component.is_inference else "use archon"
             problems.append(Problem(where, rule, remedy))
-        if component.world > 1:
-            rule = f"{component} needs {component.world} ranks, this version runs one process"
-            problems.append(Problem(where, rule, remedy))
-        if not component.is_inference and component.backend != "archon":
-            rule = f"the {component.backend} backend is not built yet"
-            problems.append(Problem(where, rule, remedy))
+        elif component.is_inference and component.world > 1:
+            rule = f"{component}: one embedded sampler is built, on the device of rank 0"
+            problems.append(Problem(where, rule, "use embedded:d1"))
+        elif (
+            actor and not component.is_inference and not _share_ranks(allocation, actor, component)
+        ):
+            rule = f"{component} and {actor} must stand on the same ranks, all that trains does"
+            problems.append(Problem(where, rule, "give both as many, joined with |"))
     if config.scheduler.type != "local":
         where = f"scheduler.type = {config.scheduler.type}"
-        problems.append(Problem(where, "this version runs on one machine", "use local"))
+        remedy = "use local, under torchrun for several machines"
+        problems.append(Problem(where, "is not built yet", remedy))
     return problems
+
+
+def _share_ranks(allocation: Allocation, actor: Component, other: Component) -> bool:
+    return other.world == actor.world and allocation.shares_devices(actor, other)
 
 
 def mode_problems(config: Config) -> list[Problem]:

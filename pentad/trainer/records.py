@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from pentad.core.dims import ModelDims
-from pentad.core.types import Group, StepResult
+from pentad.core.layout import Layout
+from pentad.core.types import Group, LayerBalance, StepResult
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import compute_metrics, staleness_histogram
 from pentad.rl.settings import AlgorithmSettings
 from pentad.telemetry.host import rss_gb
-from pentad.telemetry.record import Funnel, Infra, Memory, Rl, StepRecord
+from pentad.telemetry.record import Funnel, Infra, Kernel, Memory, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.train_pump import TrainedBatch
 
@@ -32,12 +33,14 @@ class StepRecorder:
         dims: ModelDims,
         device: torch.device,
         *,
+        layout: Layout,
         peak_tflops: float | None,
         steps_per_epoch: int,
         mfu_target: float | None = None,
     ) -> None:
         self.dims = dims
         self.device = device
+        self.layout = layout
         self.peak_tflops = peak_tflops
         self.steps_per_epoch = steps_per_epoch
         self.mfu_target = mfu_target
@@ -100,7 +103,8 @@ class StepRecorder:
             mfu_full_attention=speed.mfu_full if speed else None,
             peak_tflops=self.peak_tflops,
             memory=self._memory(),
-            infra=Infra(active_nodes=1),
+            kernel=_balance(steps[-1].balance),
+            infra=Infra(active_nodes=1, ep_world_size=self.layout.ep),
             **more,
         )
 
@@ -108,7 +112,13 @@ class StepRecorder:
         """Of the training phase alone: generation is no matter of the trainer's MFU."""
         if self.peak_tflops is None or not train_s:
             return None
-        return measure_throughput(self.dims, lengths, train_s, peak_tflops=self.peak_tflops)
+        return measure_throughput(
+            self.dims,
+            lengths,
+            train_s,
+            peak_tflops=self.peak_tflops,
+            num_devices=self.layout.world,
+        )
 
     def _watch_target(self, mfu: float | None) -> None:
         """One warning when MFU has been below its target for a while."""
@@ -149,6 +159,25 @@ class StepRecorder:
             critic_loss=sum(one.loss for one in critic) / len(critic) if critic else None,
             critic_grad_norm=max(one.grad_norm for one in critic) if critic else None,
         )
+
+
+def _balance(layers: Sequence[LayerBalance]) -> Kernel | None:
+    """How the tokens lay on the experts; None for a model without any."""
+    if not layers:
+        return None
+    return Kernel(
+        tokens_per_expert_mean=sum(one.mean for one in layers) / len(layers),
+        tokens_per_expert_std=sum(one.std for one in layers) / len(layers),
+        balance={
+            str(one.layer): {
+                "mean": one.mean,
+                "std": one.std,
+                "max": one.max,
+                "num_idle": one.num_idle,
+            }
+            for one in layers
+        },
+    )
 
 
 def mean_parts(groups: Sequence[Group]) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
+from pentad.core.layout import Layout
 from pentad.engine.flops import detect_peak_tflops
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import log_to
@@ -75,6 +76,26 @@ def checkpoint_path(config: Config, role: str = "default") -> Path:
 
 
 @contextmanager
+def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
+    """The run folder, ours until the end; raises UserError where it is not to be had."""
+    values = config.model_dump(mode="json")
+    folder = open_run_folder(
+        run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
+        config=values,
+        config_yaml=dump_config(config),
+        config_digest=digest_of_config(values),
+        seed=config.seed,
+        resume=False,
+        fresh=fresh,
+        checkpoints=str(checkpoint_path(config)),
+    )
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+@contextmanager
 def open_run(
     config: Config,
     notes: Sequence[str],
@@ -83,24 +104,14 @@ def open_run(
     fresh: bool,
     dims: ModelDims,
     device: torch.device,
+    layout: Layout,
     num_steps: int,
     steps_per_epoch: int,
 ) -> Iterator[OpenRun]:
     """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
-    values = config.model_dump(mode="json")
     checkpoints = checkpoint_path(config)
     with ExitStack() as stack:
-        folder = open_run_folder(
-            run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
-            config=values,
-            config_yaml=dump_config(config),
-            config_digest=digest_of_config(values),
-            seed=config.seed,
-            resume=False,
-            fresh=fresh,
-            checkpoints=str(checkpoints),
-        )
-        stack.callback(folder.close)
+        folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(logged_end())
         for note in notes:
@@ -133,6 +144,7 @@ def open_run(
         steps = StepRecorder(
             dims,
             device,
+            layout=layout,
             peak_tflops=peak,
             steps_per_epoch=steps_per_epoch,
             mfu_target=telemetry.mfu_target,

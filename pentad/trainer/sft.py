@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pentad.config.schema import Config
-from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Learner
 from pentad.core.types import Row
@@ -17,8 +16,10 @@ from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import build_engine
 from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
+from pentad.runtime.lead import Lead
 from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.preflight import Collector, one_process_problems
+from pentad.trainer.preflight import Collector, allocation_problems
+from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
 from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
@@ -33,17 +34,29 @@ def run_sft(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Trains on prompts with given responses; returns where everything is."""
-    assert config.actor.path is not None, "checked with the config"
-    dims, data, valid = check_sft(config)
+    return run_over_ranks(lead_sft, begin_sft, config, notes, fresh, device)
+
+
+def begin_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]:
+    """What must be done before anything else is, on any rank."""
+    checked = check_sft(config)
     start_run(config, ("actor",))
-    chosen = pick_device(device)
+    return checked
+
+
+def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
+    """The run, on rank 0 or alone."""
+    assert config.actor.path is not None, "checked with the config"
+    dims, data, valid = begin_sft(config)
+    layout = layout_of(config, "actor")
     weights = weights_folder(config, "actor")
     size = config.train_dataset.batch_size
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = count_steps(config, steps_per_epoch)
     settings = engine_settings(
         config.actor,
-        chosen,
+        lead.device,
+        pp=layout.pp,
         temperature=1.0,
         total_steps=num_steps,
         max_row_tokens=max(len(example.ids) for example in data.examples),
@@ -54,14 +67,17 @@ def run_sft(
         title=f"sft {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=dims,
-        device=chosen,
+        device=lead.device,
+        layout=layout,
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
-        learner = build_engine(
+        learner = lead.build(
+            "actor",
+            build_engine,
             config.actor.path,
             settings,
-            device=chosen,
+            layout=layout,
             init_from_scratch=weights is None,
             seed=config.seed,
             tokenizer_folder=config.actor.path,
@@ -69,15 +85,19 @@ def run_sft(
         )
         probe = data.batch(0, min(NUM_PROBES, len(data)))
         packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
-        run.started(selftest={"packed_max_difference": packed}, device=str(chosen))
+        run.started(
+            selftest={"packed_max_difference": packed},
+            device=str(lead.device),
+            layout=str(layout),
+        )
         held_out = HeldOut(valid, learner) if valid else None
-        return train(run, learner, data, held_out, num_steps, size)
+        return train(lead, run, learner, data, held_out, num_steps, size)
 
 
 def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
-    asked.problems += one_process_problems(config, needs_sampler=False)
+    asked.problems += allocation_problems(config, needs_sampler=False)
     asked.problems += unbuilt_problems(config)
     path = config.actor.path
     assert path is not None, "checked with the config"
@@ -121,6 +141,7 @@ class HeldOut:
 
 
 def train(
+    lead: Lead,
     run: OpenRun,
     learner: Learner,
     data: SftDataset,
@@ -129,10 +150,11 @@ def train(
     size: int,
 ) -> RunSummary:
     with stop_flag() as stop:
-        return _train(run, learner, data, held_out, num_steps, size, stop)
+        return _train(lead, run, learner, data, held_out, num_steps, size, stop)
 
 
 def _train(
+    lead: Lead,
     run: OpenRun,
     learner: Learner,
     data: SftDataset,
@@ -157,6 +179,7 @@ def _train(
     for step in range(num_steps):
         if stop.reason:
             break
+        lead.report(step + 1)
         timer = PhaseTimer()
         rows: list[Row] = data.batch(step, size)
         with timer.phase("train"):

@@ -60,6 +60,7 @@ class TrainPump:
         *,
         num_chunks: int,
         ref_update_interval: int | None,
+        before_step: Callable[[int], None],
         after_step: Callable[[TrainedBatch], None],
     ) -> None:
         self.state = state
@@ -71,6 +72,8 @@ class TrainPump:
         self.thread = thread
         self.num_chunks = num_chunks
         self.ref_update_interval = ref_update_interval
+        self.before_step = before_step
+        """Called on the learner's thread with the batch that is about to be trained."""
         self.after_step = after_step
         """Called on the learner's thread with the weights of the step still in place."""
 
@@ -85,6 +88,7 @@ class TrainPump:
         """Trains one batch; None when the run was stopped before the batch was whole."""
         timer = PhaseTimer()
         groups: list[Group] = []
+        await self.thread.run(lambda: self.before_step(batch))
         await self.thread.run(self.update.begin)
         async for chunk in self._chunks(batch, timer):
             groups += chunk

@@ -1,0 +1,111 @@
+"""On which processes a run runs: this one, those it starts for its ranks, or torchrun's.
+
+Rank 0 runs the trainer as if it were alone; the other ranks follow it (`runtime.lead`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentad.config.schema import Config
+from pentad.core.device import pick_device
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Component, Layout, parse_allocation
+from pentad.runtime.join import device_of
+from pentad.runtime.launch import LaunchSettings, run_ranks
+from pentad.runtime.lead import Lead, follow
+from pentad.runtime.rank import Rank, rank_from_environment
+from pentad.runtime.worker import load_target
+from pentad.trainer.run import RunSummary, take_folder
+
+Run = Callable[[Lead, Config, Sequence[str], bool], RunSummary]
+"""A whole run as rank 0 sees it: the lead of its ranks, config, notes, whether to start anew."""
+
+
+def run_over_ranks(
+    run: Run,
+    check: Callable[[Config], object],
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    device: str,
+) -> RunSummary:
+    """Runs it on as many ranks as the layout has. `check` raises what is wrong before any starts.
+
+    Under torchrun every rank comes here, and rank 0 alone returns.
+    """
+    world = learner_component(config).world
+    own = rank_from_environment()
+    if world == 1 and (own is None or own.world == 1):
+        with Lead(Rank(), pick_device(device)) as lead:
+            return run(lead, config, notes, fresh)
+    folder = Path()
+    if own is None:
+        check(config)
+        check_devices(config, world, device)
+        with take_folder(config, fresh=fresh) as taken:
+            folder = taken.file("ranks/")
+    payload = {
+        "run": f"{run.__module__}:{run.__qualname__}",
+        "config": config.model_dump(mode="json"),
+        "notes": list(notes),
+        "fresh": fresh and own is not None,
+        "device": device,
+    }
+    settings = LaunchSettings(
+        device=device,
+        deterministic=config.actor.archon.use_deterministic_algorithms,
+        is_led=True,
+    )
+    target = f"{__name__}:run_rank"
+    summary, *_ = run_ranks(target, payload, world=world, log_folder=folder, settings=settings)
+    if summary is None:  # a follower under torchrun: whatever comes next is rank 0's
+        raise SystemExit(0)
+    paths = {key: Path(summary[key]) for key in ("records", "model")}
+    return RunSummary(**{**summary, **paths})
+
+
+def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
+    """One rank of a run; rank 0's summary."""
+    device = device_of(rank, payload["device"])
+    if rank.rank > 0:
+        if rank.board is not None:  # its log is a file of its own
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        follow(rank, device)
+        return None
+    run: Any = load_target(payload["run"])
+    with Lead(rank, device) as lead:
+        config = Config.model_validate(payload["config"])
+        summary = run(lead, config, payload["notes"], payload["fresh"])
+    return asdict(summary) | {"records": str(summary.records), "model": str(summary.model)}
+
+
+def check_devices(config: Config, world: int, device: str) -> None:
+    """Each rank needs a GPU of its own where there are any."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    if world > count:
+        rule = f"needs {world} GPUs, and torch finds {count} on this machine"
+        remedy = "make the axes smaller, or start it with torchrun on several machines"
+        raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
+
+
+def learner_component(config: Config, role: str = "actor") -> Component:
+    """The component that trains a role; a critic without one stands on the actor's."""
+    assert config.allocation_mode is not None, "the config is resolved"
+    allocation = parse_allocation(config.allocation_mode)
+    found = allocation.find(role) or allocation.find("actor")
+    assert found is not None, "checked with the config"
+    return found
+
+
+def layout_of(config: Config, role: str) -> Layout:
+    model = config.critic if role == "critic" else config.actor
+    return learner_component(config, role).layout(model.archon.dp_replicate)
