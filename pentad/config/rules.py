@@ -29,6 +29,7 @@ from pentad.core.stages import (
 
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
 ROLES = (*TRAINING_ROLES, "rollout")
+BUILT_SAMPLERS = ("embedded:d1", "embedded[rollout]:d1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,12 +389,11 @@ def layout_notes(
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
     for case in cases(config, allocation, dims):
         notes += component_notes(case)
-    single = all(c.world == 1 and c.backend in ("archon", "embedded") for c in allocation)
-    if not single or config.scheduler.type != "local":
-        notes.append(
-            "this version runs one process, embedded and archon on one device: what lies beyond "
-            "that is planned here and refused by train"
-        )
+    samplers = [str(c) for c in allocation if c.is_inference and str(c) not in BUILT_SAMPLERS]
+    if samplers:
+        notes.append(f"{', '.join(samplers)}: planned here; train refuses all but embedded:d1")
+    if config.scheduler.type != "local":
+        notes.append(f"scheduler.type = {config.scheduler.type}: planned here, refused by train")
     return notes
 
 

@@ -83,15 +83,19 @@ def main(path: Path) -> int:
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else FAILED
     except Exception as error:
-        write_failure(
-            folder / f"failure-{rank.rank}.json", describe_failure(rank.rank, rank.step, error)
-        )
-        if not isinstance(error, RunError | UserError):
-            traceback.print_exc()
-        else:
-            print(error, file=sys.stderr)
+        failure = describe_failure(rank.rank, rank.step, error)
+        write_failure(folder / f"failure-{rank.rank}.json", failure)
+        _show(error, is_new=rank.rank > 0 or (failure.kind == "bug" and not failure.is_consequence))
         return BAD_INPUT if isinstance(error, UserError) else FAILED
     return 0
+
+
+def _show(error: Exception, *, is_new: bool) -> None:
+    """In the rank's own log; rank 0's is on the screen too, where the launcher says the cause."""
+    if is_new and isinstance(error, RunError | UserError):
+        print(error, file=sys.stderr)
+    elif is_new:
+        traceback.print_exc()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

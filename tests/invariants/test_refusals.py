@@ -44,9 +44,20 @@ def test_a_file_in_the_way_of_the_run_folder_is_one_sentence(lab):
         lab.train()
 
 
-def test_layouts_of_several_ranks_are_refused_in_one_process(lab):
-    with pytest.raises(UserError, match="this version runs one process"):
-        lab.train("allocation_mode=embedded:d1|archon:d2")
+@pytest.mark.parametrize(
+    ("allocation", "said"),
+    [
+        ("embedded:d2|archon:d2", "one embedded sampler is built"),
+        ("embedded[rollout]:d1|archon[actor]:d2|archon[critic]:d1", "must stand on the same ranks"),
+        ("archon[actor]:d1+archon[critic]:d1+embedded[rollout]:d1", "must stand on the same ranks"),
+        ("embedded:d1|archon:t8", "must divide num_heads = 4"),
+    ],
+)
+def test_layouts_that_cannot_run_are_refused_before_a_process_starts(lab, allocation, said):
+    with pytest.raises(UserError) as caught:
+        lab.train(f"allocation_mode={allocation}")
+    assert said in str(caught.value)
+    assert not (lab.fileroot / "logs").exists()
 
 
 def test_everything_wrong_with_the_inputs_comes_at_once(lab, task):
@@ -55,11 +66,11 @@ def test_everything_wrong_with_the_inputs_comes_at_once(lab, task):
     with pytest.raises(UserError) as caught:
         lab.train(
             f"train_dataset.path={broken}",
-            "allocation_mode=embedded:d1|archon:d2",
+            "allocation_mode=embedded:d2|archon:d2",
             "rollout.workflow=no.such.module:Flow",
         )
     text = str(caught.value)
-    assert "broken.jsonl:2" in text and "archon:d2" in text and "no.such.module" in text
+    assert "broken.jsonl:2" in text and "embedded:d2" in text and "no.such.module" in text
 
 
 def test_a_sampler_that_keeps_its_old_weights_stops_the_run(lab, monkeypatch):

@@ -26,6 +26,8 @@ from pentad.rl.losses import SftLoss
 from pentad.rollout.failures import DataFailure
 from pentad.rollout.rewards import wanted_parameters
 from pentad.rollout.sandbox import Signature
+from pentad.runtime.rank import name_rank
+from pentad.runtime.report import describe_exit
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.budget import Budget
@@ -141,6 +143,7 @@ def failures(caplog):
     yield stall(caplog)
     yield f"group 12 dropped: {DataFailure('reward_timeout', 'longer than 10 s')}"
     yield empty_batch()
+    yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
     yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10))
     yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))
     yield end(lambda: asyncio.run(selftest(shift=-0.25, shift_alone=0.0)))

@@ -234,12 +234,6 @@ def test_answers_fit_the_positions_of_the_model(tmp_path):
     assert check_layout(config_of(*keys, "train_dataset.max_length=110")) == []
 
 
-ONE_PROCESS = (
-    "this version runs one process, embedded and archon on one device: what lies beyond that is "
-    "planned here and refused by train"
-)
-
-
 def test_notes_tell_what_is_lawful_and_odd():
     keys = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=8", "train_dataset.batch_size=1"]
     config = config_of("allocation_mode=archon:t16", "gconfig.n_samples=4", *keys)
@@ -247,9 +241,13 @@ def test_notes_tell_what_is_lawful_and_odd():
         "4 of 20 devices stay idle",
         "archon:t16: t16 spans nodes of 8 devices, which is slow",
         "archon:t16: each kv head is held 4 times (t*c = 16)",
-        ONE_PROCESS,
     ]
     config = config_of("allocation_mode=embedded:d1+archon:d8", "gconfig.n_samples=4", *keys)
-    note, unbuilt = layout_notes(config, DENSE)
-    assert "a step has 4 samples for d * n_mbs = 8" in note and unbuilt == ONE_PROCESS
+    (note,) = layout_notes(config, DENSE)
+    assert "a step has 4 samples for d * n_mbs = 8" in note
+    config = config_of("allocation_mode=embedded:d2+archon:d1", "scheduler.type=ray")
+    assert layout_notes(config, DENSE) == [
+        "embedded:d2: planned here; train refuses all but embedded:d1",
+        "scheduler.type = ray: planned here, refused by train",
+    ]
     assert layout_notes(config_of("actor.path=Qwen3-8B"), DENSE) == []

@@ -1,0 +1,257 @@
+"""Runs over several ranks: the numbers of one process, one voice, and one end for all."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from run_cases import config_of, run_harmed, settings_of
+
+from pentad.core.errors import RunError, UserError
+from pentad.data.toy import write_model, write_task
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.assemble import run_sft, run_train
+from pentad.weights.hf import HfFolder
+from pentad.weights.regions import full_box
+
+pytestmark = pytest.mark.dist
+
+CLOSE = 1e-5
+"""Ranks add up in another order: float32 sums differ in the last digits, over three steps."""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    write_model(folder / "model")
+    write_task(folder, seed=5, num_train=16, num_sft=16, num_valid=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(task, tmp_path_factory):
+    """The truth: sft and PPO in one process."""
+    root = tmp_path_factory.mktemp("alone")
+    torch.set_num_threads(1)
+    config, notes = config_of(task, root, "sft", "sft", "total_train_steps=3")
+    ppo = [*PPO, "allocation_mode=embedded:d1|archon:d1"]
+    other, more = config_of(task, root, "train", "ppo", *ppo)
+    return {"sft": run_sft(config, notes, device="cpu"), "ppo": run_train(other, more, device="cpu")}
+
+
+PPO = ["algorithm.name=ppo", "total_train_steps=2"]
+
+
+def values_of(records):
+    return [[line["loss"], line["grad_norm"]] for line in read_lines(records / "steps.jsonl")]
+
+
+def weights_of(folder):
+    reader = HfFolder(Path(folder))
+    return {name: reader.read(name, full_box(i.shape)) for name, i in reader.infos.items()}
+
+
+def check_equal(records, model, truth):
+    found, expected = values_of(records), values_of(truth.records)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=CLOSE, abs=1e-6)
+    mine, theirs = weights_of(model), weights_of(truth.model)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=2e-4)  # Adam: lr 1e-2
+
+
+@pytest.mark.parametrize("layout", ["t2", "p2", "d2t2"])
+def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_path, alone, layout):
+    summary = pool.run(
+        4 if layout == "d2t2" else 2,
+        "run_cases",
+        "run_here",
+        command="sft",
+        task=task,
+        root=tmp_path,
+        trial=layout,
+        overrides=["total_train_steps=3", f"allocation_mode=archon:{layout}"],
+    )
+    check_equal(Path(summary["records"]), summary["model"], alone["sft"])
+
+
+def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_path, alone):
+    overrides = [*PPO, "allocation_mode=embedded:d1|archon:d2"]
+    summary = pool.run(
+        2,
+        "run_cases",
+        "run_here",
+        command="train",
+        task=task,
+        root=tmp_path,
+        trial="ppo",
+        overrides=overrides,
+    )
+    records, truth = Path(summary["records"]), alone["ppo"].records
+    for name in ("ids", "reward"):
+        mine, theirs = (
+            [line[name] for line in read_lines(place / "samples.jsonl")]
+            for place in (records, truth)
+        )
+        assert mine == theirs and mine
+    for mine, theirs in zip(
+        read_lines(records / "steps.jsonl"), read_lines(truth / "steps.jsonl"), strict=True
+    ):
+        assert mine["rl"]["reward_mean"] == theirs["rl"]["reward_mean"]
+        assert mine["rl"]["critic_loss"] == pytest.approx(theirs["rl"]["critic_loss"], rel=CLOSE)
+    check_equal(records, summary["model"], alone["ppo"])
+
+
+@pytest.mark.parametrize(
+    ("deed", "expected"),
+    [
+        ("stop_reading", lambda seen: seen[0] and seen[1] > 10 and seen[2] > 0),
+        ("use_tags", lambda seen: seen == ("ref", True, False)),
+        ("keep_two", lambda seen: seen[0] and seen[1] > 10),
+        ("call_within", lambda seen: "within another call" in seen[0] and seen[1] == 5),
+    ],
+)
+def test_what_rank_0_does_with_a_learner_all_ranks_do(pool, deed, expected):
+    seen = pool.run(2, "run_cases", "led", deed=deed)
+    assert expected(seen), seen
+
+
+@pytest.mark.parametrize(
+    ("command", "rank", "deed", "expected"),
+    [
+        ("train", 1, "give_up", r"^rank 1 of 2, step 2: out of memory in backward\n"),
+        ("sft", 0, "stumble", r"^rank 0 of 2, step 2: KeyError: 'x'\n"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run_and_is_named(task, tmp_path, command, rank, deed, expected):
+    with pytest.raises(RunError, match=expected):
+        run_harmed(command, rank, deed, task, tmp_path)
+
+
+def test_bad_input_found_by_one_rank_keeps_its_sentence(task, tmp_path):
+    with pytest.raises(UserError) as caught:
+        run_harmed("sft", 1, "refuse", task, tmp_path)
+    assert caught.value.problems == ["a.b = 1: is bad; use 2."]
+
+
+# As a user starts them.
+
+
+class Program:
+    """`pentad` on a terminal of its own, or under another launcher."""
+
+    def __init__(self, words, launcher=()):
+        command = [sys.executable, "-m", *launcher, "pentad.cli.main", *words]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm"}
+        )
+        os.close(theirs)
+        self.parts = []
+        self.reader = threading.Thread(target=self.read, args=(ours,), daemon=True)
+        self.reader.start()
+
+    def read(self, terminal):
+        while True:
+            try:
+                part = os.read(terminal, 65536)
+            except OSError:  # the last writer is gone
+                break
+            self.parts.append(part)
+        os.close(terminal)
+
+    def ranks(self):
+        pid = self.process.pid
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [int(child) for child in found.split()]
+
+    def wait(self, seconds=60):
+        code = self.process.wait(seconds)
+        self.reader.join(5)
+        return code, b"".join(self.parts).decode().replace("\r\n", "\n")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self.process.kill()  # its ranks end with it
+        self.process.wait()
+
+
+def wait_for_steps(program, records, count):
+    deadline = time.monotonic() + 90
+    while len(read_lines(records / "steps.jsonl")) < count:
+        assert program.process.poll() is None, program.wait()
+        assert time.monotonic() < deadline, b"".join(program.parts)
+        time.sleep(0.05)
+
+
+def records_of(root, trial):
+    return root / "logs" / "me" / "default" / trial
+
+
+def test_sft_starts_its_ranks_and_speaks_with_one_voice(task, tmp_path, alone):
+    words = settings_of(task, tmp_path, "sft", "d2", "total_train_steps=3")
+    with Program(["sft", *words, "allocation_mode=archon:d2"]) as program:
+        code, text = program.wait()
+    assert code == 0, text
+    assert text.count("3 steps done. Records: ") == 1
+    assert "\x1b[" in text  # the live table, as on any terminal
+    records = records_of(tmp_path, "d2")
+    (model,) = (tmp_path / "checkpoints/me/default/d2/default").iterdir()
+    check_equal(records, model, alone["sft"])
+    assert "parallel dims: pp=1, dp_shard=2, tp=1" in (records / "log.txt").read_text()
+    assert {path.name for path in (records / "ranks").iterdir()} == {"rank-0.log", "rank-1.log"}
+    manifest = json.loads((records / "manifest.json").read_text())
+    assert manifest["starts"][0]["layout"].startswith("pp=1, dp_shard=2")
+
+
+def test_sigterm_ends_a_run_over_ranks_as_it_ends_one_process(task, tmp_path):
+    words = settings_of(task, tmp_path, "train", "term", "total_train_epochs=100000")
+    records = records_of(tmp_path, "term")
+    with Program(["train", *words, "allocation_mode=embedded:d1|archon:d2"]) as program:
+        wait_for_steps(program, records, 2)
+        program.process.send_signal(signal.SIGTERM)
+        code, text = program.wait()
+    assert code == 1, text
+    last = len(read_lines(records / "steps.jsonl"))
+    sentence = f"stopped by SIGTERM after {last} of 400000 steps; what was trained is saved"
+    assert text.count(sentence) == 1 and sentence in text.splitlines()[-1]
+    (folder,) = (tmp_path / "checkpoints/me/default/term/default").iterdir()
+    assert folder.name.endswith(f"globalstep{last - 1}")
+    assert all(torch.isfinite(tensor).all() for tensor in weights_of(folder).values())
+
+
+def test_a_rank_that_is_killed_ends_the_run_within_seconds(task, tmp_path):
+    words = settings_of(task, tmp_path, "train", "kill", "total_train_epochs=100000")
+    with Program(["train", *words, "allocation_mode=embedded:d1|archon:d2"]) as program:
+        wait_for_steps(program, records_of(tmp_path, "kill"), 2)
+        _, second = program.ranks()
+        before = time.monotonic()
+        os.kill(second, signal.SIGKILL)
+        code, text = program.wait()
+    assert code == 1
+    assert time.monotonic() - before < 10  # a second or two, on a busy machine
+    assert "rank 1 of 2, step " in text
+    assert "was ended by signal 9 (SIGKILL), as the system does when memory runs out" in text
+
+
+def test_under_torchrun_every_rank_starts_alike_and_rank_0_speaks(task, tmp_path, alone):
+    words = settings_of(task, tmp_path, "sft", "torchrun", "total_train_steps=3")
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    with Program(["sft", *words, "allocation_mode=archon:d2"], launcher) as program:
+        code, text = program.wait(120)
+    assert code == 0, text
+    assert text.count("3 steps done. Records: ") == 1
+    (model,) = (tmp_path / "checkpoints/me/default/torchrun/default").iterdir()
+    check_equal(records_of(tmp_path, "torchrun"), model, alone["sft"])
