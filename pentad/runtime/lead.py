@@ -151,6 +151,10 @@ class Led:
         found: list[dict[str, Tensor]] = self._call("forward", rows, tag)
         return found
 
+    def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
+        found: list[Tensor] = self._call("routes", rows, tag)
+        return found
+
     def begin_step(self) -> None:
         self._call("begin_step")
 

@@ -15,7 +15,6 @@ def config_of(*overrides):
 @pytest.mark.parametrize(
     "override",
     [
-        "strict=true",
         "balance_data=false",
         "offload_train=true",
         "saver.mode=async",
