@@ -117,9 +117,11 @@ def _data_path(key: str, path: str) -> Problem | None:
     return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
 
 
-@RULES.add("reward.fn", "algorithm.name", commands=("train",))
+@RULES.add("reward.fn", "algorithm.name", "rollout.workflow", commands=("train",))
 def answers_are_scored(config: Config) -> Problem | None:
-    if config.reward.fn is not None or config.algorithm.name == "distill":
+    """A workflow may bring rewards of its own; the executor sees to it that it does."""
+    is_own = config.rollout.workflow != "single_turn"
+    if config.reward.fn is not None or config.algorithm.name == "distill" or is_own:
         return None
     remedy = "name a built-in reward or give package.module:function"
     return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
@@ -155,6 +157,17 @@ def the_workflow_can_be_found(config: Config) -> Problem | None:
     return _part_problem("rollout.workflow", config.rollout.workflow, WORKFLOW_NAMES, remedy)
 
 
+@RULES.add("rollout.agent", "rollout.workflow", commands=("train", "plan", "eval"))
+def an_agent_workflow_has_an_agent(config: Config) -> Problem | None:
+    rollout, remedy = config.rollout, "give package.module:function or path/to/file.py:function"
+    if rollout.workflow == "agent" and rollout.agent is None:
+        return Problem("rollout.agent", "is not set, and rollout.workflow = agent runs it", remedy)
+    if rollout.workflow != "agent" and rollout.agent is not None:
+        rule = f"rollout.workflow = {rollout.workflow} runs no agent"
+        return Problem(f"rollout.agent = {rollout.agent}", rule, "set rollout.workflow: agent")
+    return _part_problem("rollout.agent", rollout.agent, (), remedy)
+
+
 def _part_problem(
     key: str, name: str | None, known: tuple[str, ...], remedy: str
 ) -> Problem | None:
@@ -164,7 +177,8 @@ def _part_problem(
     where = f"{key} = {name}"
     place, colon, part = name.rpartition(":")
     if not (place and part):
-        return Problem(where, f"is neither {join_or(list(known))} nor a place with a :", remedy)
+        names = f"neither {join_or(list(known))} nor" if known else "not"
+        return Problem(where, f"is {names} a place with a :", remedy)
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         return Problem(where, f"there is no file {place}", "check the path")
     return None

@@ -39,7 +39,7 @@ KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "ppo")
 """Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
 
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
-WORKFLOW_NAMES = ("single_turn",)
+WORKFLOW_NAMES = ("single_turn", "agent")
 
 ALIASES = {
     "I1F1B": "Interleaved1F1B",
@@ -355,7 +355,11 @@ class RewardConfig(Section):
 
 class RolloutConfig(Section):
     workflow: str = "single_turn"
-    """Built-in workflow, or `package.module:Class` of your own."""
+    """single_turn; agent, which runs the program that `agent` names; or `package.module:Class` of
+    your own."""
+    agent: str | None = None
+    """Of `workflow: agent`: `package.module:function` or `path/to/file.py:function`, a function
+    that talks to the policy as to an OpenAI server."""
     max_concurrent_groups: Count | None = None
     """Groups in flight. null: one batch, times one more for each step of staleness."""
     deadline_s: Positive = 600.0

@@ -91,13 +91,18 @@ class Drawn:
         return known
 
 
-def check_samples(prompt: Prompt, samples: Sequence[Sample], drawn: Drawn, num: int) -> None:
-    """Raises UserError if the workflow broke its contract: these samples must not be trained."""
+def check_samples(
+    prompt: Prompt, samples: Sequence[Sample], drawn: Drawn, num: int, *, own_prompts: bool = False
+) -> None:
+    """Raises UserError if the workflow broke its contract: these samples must not be trained.
+
+    `own_prompts`: there may be more samples, which may begin otherwise than with the prompt.
+    """
     problems = []
-    if len(samples) != num:
+    if len(samples) < num or (len(samples) > num and not own_prompts):
         problems.append(f"returned {len(samples)} samples where {num} were asked for")
     for index, sample in enumerate(samples):
-        wrong = contract_breach(prompt, sample, drawn)
+        wrong = contract_breach(() if own_prompts else prompt.ids, sample, drawn)
         if wrong:
             problems.append(f"sample {index}: {wrong}")
     remedy = "build samples with pentad.rollout.workflows.Transcript"
@@ -105,7 +110,7 @@ def check_samples(prompt: Prompt, samples: Sequence[Sample], drawn: Drawn, num: 
         raise UserError([Problem(f"workflow, prompt {prompt.gid}", p, remedy) for p in problems])
 
 
-def contract_breach(prompt: Prompt, sample: Sample, drawn: Drawn) -> str | None:
+def contract_breach(prompt_ids: tuple[int, ...], sample: Sample, drawn: Drawn) -> str | None:
     columns = {"mask": sample.mask, "rollout_logprobs": sample.rollout_logprobs}
     columns |= {"versions": sample.versions, **sample.columns}
     for name, column in columns.items():
@@ -115,7 +120,7 @@ def contract_breach(prompt: Prompt, sample: Sample, drawn: Drawn) -> str | None:
         return f"it has routes of {len(sample.routes)} tokens, and {len(sample.ids)} ids"
     if sample.ids.dtype != np.int64 or sample.mask.dtype != np.bool_:
         return f"ids are {sample.ids.dtype} and mask {sample.mask.dtype}, not int64 and bool"
-    if tuple(sample.ids[: len(prompt.ids)].tolist()) != prompt.ids:
+    if tuple(sample.ids[: len(prompt_ids)].tolist()) != prompt_ids:
         return "its ids do not begin with those of the prompt"
     if not sample.mask.any():
         return "no token of it is trained"

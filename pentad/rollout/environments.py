@@ -62,20 +62,30 @@ ASKED, ANSWERED = "@@asked@@", "@@answered@@"
 def observation_ids(
     observation: str | None, role: str, ending_id: int | None, tokenizer: Tokenizer
 ) -> list[int]:
-    """What stands between an answer and the next one: turn end, observation, turn start.
+    """What stands between an answer and the next one, if the environment says `observation`.
 
-    Only this suffix is rendered and encoded; the conversation before it stays the ids it is.
-    `ending_id` is the stop id the answer already ends with: the template's own copy of it is
-    left out. A tokenizer without a chat template takes the observation as it is.
+    A tokenizer without a chat template takes the observation as it is.
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode(observation or "", add_special_tokens=False)
+    messages = [] if observation is None else [{"role": role, "content": observation}]
+    return following_ids(messages, ending_id, tokenizer)
+
+
+def following_ids(
+    messages: Sequence[dict[str, str]], ending_id: int | None, tokenizer: Tokenizer
+) -> list[int]:
+    """What stands between an answer and the next one: turn end, the messages, turn start.
+
+    Only this suffix is rendered and encoded; the conversation before it stays the ids it is.
+    `ending_id` is the stop id the answer already ends with: the template's own copy of it is
+    left out.
+    """
     conversation = [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": ANSWERED},
+        *messages,
     ]
-    if observation is not None:
-        conversation.append({"role": role, "content": observation})
     text: str = tokenizer.apply_chat_template(
         conversation, tokenize=False, add_generation_prompt=True
     )

@@ -22,7 +22,7 @@ from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import Tokenizer
 from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
-from pentad.rollout.workflows import Context, Workflow
+from pentad.rollout.workflows import Context, OwnPrompts, Workflow
 
 __all__ = ["DataFailure", "Executor", "ExecutorSettings", "InfraFailure"]
 
@@ -178,7 +178,8 @@ class Executor:
             raise DataFailure("workflow_error", detail) from cause
         finally:
             self.seconds["generate"] += time.monotonic() - started
-        check_samples(prompt, samples, sampler.drawn, context.num_samples)
+        own_prompts = isinstance(self.workflow, OwnPrompts)
+        check_samples(prompt, samples, sampler.drawn, context.num_samples, own_prompts=own_prompts)
         return samples
 
     async def _scored(self, group: Group) -> Group:

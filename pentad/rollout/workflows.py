@@ -77,6 +77,11 @@ class Workflow(Protocol):
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]: ...
 
 
+class OwnPrompts:
+    """A workflow that asks in its own words: its samples need not begin with the prompt's ids, and
+    may be more than were asked for. Every trained token is still held against what was drawn."""
+
+
 class Transcript:
     """One sample as it grows: prompt, then sampled and environment tokens in their order."""
 
@@ -202,13 +207,22 @@ class MultiTurn:
         return sample
 
 
-def load_workflow(spec: str) -> Workflow:
-    """`single_turn`, or a class or function of no arguments that makes a workflow of your own."""
+def load_workflow(spec: str, agent: str | None = None) -> Workflow:
+    """`single_turn`, `agent` with the function that `agent` names, or a class or function of no
+    arguments that makes a workflow of your own."""
     if spec == "single_turn":
         return SingleTurn()
+    if spec == "agent":
+        try:
+            from pentad.rollout.agents import load_agent
+        except ImportError as error:
+            rule = f"agents are given an address, which needs a web server ({error})"
+            remedy = "pip install 'pentad[serve]'"
+            raise UserError(Problem("rollout.workflow = agent", rule, remedy)) from error
+        return load_agent(agent)
     where = f"rollout.workflow = {spec}"
     if ":" not in spec:
-        remedy = "use single_turn, or give package.module:Class or path/to/file.py:Class"
+        remedy = "use single_turn, agent, package.module:Class or path/to/file.py:Class"
         raise UserError(Problem(where, "there is no built-in workflow of that name", remedy))
     try:
         workflow = load(spec)()

@@ -74,7 +74,7 @@ def check_eval(config: Config) -> Subject:
     assert path is not None, "checked with the config"
     dims = asked.ask(lambda: dims_of(path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
-    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow))
+    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)

@@ -62,7 +62,7 @@ def check_train(config: Config) -> Checked:
     algorithm = asked.ask(lambda: algorithm_settings(config))
     dims = asked.ask(lambda: dims_of(path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
-    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow))
+    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = valid = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)

@@ -58,8 +58,9 @@ def test_the_example_reward_scores(execute, tmp_path):
 
 
 def test_the_example_workflows_run(execute, tmp_path):
-    guess, tools, own = python_blocks("workflows.md")
-    for name, source in (("guess", guess), ("tools", tools), ("own", own)):
+    guess, tools, agent, own = python_blocks("workflows.md")
+    named = (("guess", guess), ("tools", tools), ("agent", agent), ("own", own))
+    for name, source in named:
         (tmp_path / f"{name}.py").write_text(source)
 
     workflow = load_workflow(f"{tmp_path}/guess.py:guessing")
@@ -71,6 +72,12 @@ def test_the_example_workflows_run(execute, tmp_path):
     numeric = RewardSettings(fn="numeric")
     [sample] = execute(workflow, [call, "it is 42"], {"answer": "42"}, numeric)
     assert sample.reward == 1.0 and sample.text.endswith("it is 42")
+
+    workflow = load_workflow("agent", f"{tmp_path}/agent.py:solve")
+    [sample] = execute(workflow, ["41", "42"], {"answer": "42"})
+    assert sample.reward == 1.0 and sample.text == "41\n42" and sample.num_sampled == 6
+    [sample] = execute(workflow, ["42"], {"answer": "42"})
+    assert sample.reward == 1.1 and sample.num_sampled == 3
 
     workflow = load_workflow(f"{tmp_path}/own.py:TwoTries")
     [sample] = execute(workflow, ["41", "42"], {"answer": "42"}, numeric)

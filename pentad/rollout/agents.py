@@ -1,0 +1,147 @@
+"""The workflow `agent`: programs written for an OpenAI server, run against the policy and trained.
+
+The program is a function of any of PARAMETERS, a coroutine or a plain one (which gets a thread of
+its own). What it returns is the reward: a number, a dict of named parts, or None, which leaves it
+to `reward.fn`. One call is one episode; a group has as many as it has samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import Prompt, Sample
+from pentad.rollout.failures import DataFailure
+from pentad.rollout.proxy import MODEL, Episode, Proxy
+from pentad.rollout.specs import load
+from pentad.rollout.workflows import Context, Generator, OwnPrompts
+
+PARAMETERS = {
+    "prompt": "the prompt as text",
+    "fields": "the whole dataset row",
+    "base_url": "the address to give to the client",
+    "api_key": "the key to give to the client",
+    "model": "the name of the model",
+}
+
+
+class AgentWorkflow(OwnPrompts):
+    """Runs the program once for each sample, at an address of its own."""
+
+    def __init__(self, agent: Callable[..., Any]) -> None:
+        self.agent = agent
+        self.wanted = wanted_parameters(agent)
+
+    async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
+        proxy = Proxy()
+        async with proxy.serving(), asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._episode(prompt, i, proxy, sampler, context))
+                for i in range(context.num_samples)
+            ]
+        return [sample for task in tasks for sample in task.result()]
+
+    async def _episode(
+        self, prompt: Prompt, index: int, proxy: Proxy, sampler: Generator, context: Context
+    ) -> list[Sample]:
+        episode = Episode(sampler, context, context.seed(prompt.gid, index))
+        proxy.episodes[episode.name] = episode
+        values = {
+            "prompt": prompt.text,
+            "fields": prompt.fields,
+            "base_url": proxy.base_url(episode),
+            "api_key": episode.key,
+            "model": MODEL,
+        }
+        work = self._call({name: values[name] for name in self.wanted})
+        try:
+            await asyncio.wait({work, episode.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if episode.failure.done():
+                episode.failure.result()
+            reward = work.result()
+        finally:
+            await episode.close()
+            work.cancel()
+            if isinstance(work, asyncio.Task):
+                await asyncio.wait([work])
+        samples = episode.samples()
+        if not samples:
+            raise DataFailure("no_turns", f"prompt {prompt.gid}: the agent asked for nothing")
+        for sample in samples:
+            give_reward(sample, reward)
+        return samples
+
+    def _call(self, values: dict[str, Any]) -> asyncio.Future[Any]:
+        if inspect.iscoroutinefunction(self.agent):
+            return asyncio.ensure_future(self.agent(**values))
+        return in_thread(lambda: self.agent(**values))
+
+
+def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Its result. A thread cannot be ended: one that is given up finds its address closed, and
+    does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, failure: BaseException | None) -> None:
+        if future.done():
+            return
+        if failure is None:
+            future.set_result(result)
+        elif isinstance(failure, StopIteration):  # no future takes one
+            future.set_exception(RuntimeError(repr(failure)))
+        else:
+            future.set_exception(failure)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = action()
+        except BaseException as error:  # exit() in a program is its error, not an end
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return future
+
+
+def give_reward(sample: Sample, reward: object) -> None:
+    if reward is None:
+        return
+    parts: dict[str, float] = {}
+    for name, value in (reward if isinstance(reward, Mapping) else {"agent": reward}).items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            rule = f"returned {reward!r}; {name} = {value!r} is not a finite number"
+            remedy = "return a number, a dict of numbers, or None"
+            raise UserError(Problem("rollout.agent", rule, remedy))
+        parts[str(name)] = float(value)
+    sample.reward, sample.reward_parts = sum(parts.values()), parts
+
+
+def wanted_parameters(agent: Callable[..., Any]) -> list[str]:
+    """Which of PARAMETERS it takes. Raises UserError if it wants others."""
+    parameters = inspect.signature(agent).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(PARAMETERS)
+    unknown = [p.name for p in parameters if p.default is p.empty and p.name not in PARAMETERS]
+    if unknown:
+        rule = f"{agent.__name__} wants {', '.join(unknown)}"
+        remedy = f"an agent may take {', '.join(PARAMETERS)}"
+        raise UserError(Problem("rollout.agent", rule, remedy))
+    return [p.name for p in parameters if p.name in PARAMETERS]
+
+
+def load_agent(spec: str | None) -> AgentWorkflow:
+    assert spec is not None, "checked with the config"
+    try:
+        agent = load(spec)
+    except Exception as failure:
+        rule = f"it cannot be loaded ({type(failure).__name__}: {failure})"
+        raise UserError(Problem(f"rollout.agent = {spec}", rule)) from failure
+    return AgentWorkflow(agent)

@@ -1,0 +1,321 @@
+"""The recording proxy: an OpenAI-compatible address whose answers are kept, token by token.
+
+An episode is one run of an agent program. It has an address and a key of its own; every answer
+that it is given is recorded as the ids the sampler drew, with their log-probs and versions. A
+conversation that goes on is never encoded again: its ids are those recorded, and only what the
+program added is rendered behind them.
+
+The run decides how tokens are drawn: temperature, top_p, top_k and seed of a request are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pentad.core.errors import Problem
+from pentad.core.seeds import derive_seed
+from pentad.core.types import FinishReason, Generation, Request, Sample
+from pentad.data.tokenizer import Tokenizer, find_prefix
+from pentad.rollout.environments import following_ids
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.serving.answers import Answer
+from pentad.rollout.serving.app import (
+    ServeLimits,
+    broken,
+    disconnected,
+    read_json,
+    told,
+    unrouted,
+)
+from pentad.rollout.serving.jobs import Job, chat_ids, flat, prompt_ids
+from pentad.rollout.serving.server import bind, serve
+from pentad.rollout.serving.service import end, while_connected
+from pentad.rollout.serving.wire import (
+    ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    read_chat,
+    read_completion,
+)
+from pentad.rollout.workflows import Context, Generator, Transcript
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+"""The name in answers. A program may ask for any: there is one policy."""
+
+
+class Episode:
+    """What one run of an agent program asked and was answered."""
+
+    def __init__(self, sampler: Generator, context: Context, seed: int) -> None:
+        self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(24)
+        self.sampler = sampler
+        self.context = context
+        self.seed = seed
+        stop_ids = context.params.stop_ids
+        eos = stop_ids[0] if stop_ids else 0
+        self.tokenizer = Tokenizer(
+            folder=Path(),
+            inner=context.tokenizer,
+            vocab_size=0,
+            eos_id=eos,
+            pad_id=eos,
+            stop_ids=stop_ids,
+            prefix_ids=find_prefix(context.tokenizer),
+        )
+        self.transcripts: list[Transcript] = []
+        self.finishes: list[FinishReason] = []
+        self.texts: list[str] = []
+        self.known: dict[str, tuple[list[int], int | None]] = {}
+        """Conversations so far, ending in an answer -> their ids, and the stop id at their end."""
+        self.num_requests = 0
+        self.is_open = True
+        self.under_way: set[asyncio.Task[list[Generation]]] = set()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set to what failed when the machinery did, which no program can mend."""
+
+    # Requests.
+
+    def chat_job(self, body: ChatBody) -> tuple[Job, list[dict[str, str]]]:
+        """What is asked, and the conversation as plain messages."""
+        asked = body.max_completion_tokens or body.max_tokens
+        ids = self.conversation_ids(body.messages)
+        plain = [_plain(message) for message in body.messages]
+        return self.job("chat", body, ids, asked, wants_logprobs=body.logprobs), plain
+
+    def completion_job(self, body: CompletionBody) -> Job:
+        if len(body.prompts) != 1:
+            problem = Problem("prompt", f"has {len(body.prompts)} texts", "send them one by one")
+            raise ApiError(problem, param="prompt")
+        ids = prompt_ids(body.prompts[0], "prompt", self.tokenizer)
+        wants = body.logprobs is not None
+        return self.job("completion", body, ids, body.max_tokens, wants_logprobs=wants)
+
+    def conversation_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The longest recorded beginning as it is, and the rest rendered behind it."""
+        for size in range(len(messages) - 1, 0, -1):
+            found = self.known.get(_conversation(messages[:size]))
+            if found is not None:
+                ids, ending_id = found
+                rest = [_plain(message) for message in messages[size:]]
+                return ids + following_ids(rest, ending_id, self.context.tokenizer)
+        return chat_ids(messages, self.tokenizer)
+
+    def job(
+        self, kind: Any, body: Body, ids: list[int], asked: int | None, *, wants_logprobs: bool
+    ) -> Job:
+        """Raises ApiError where there is no room for an answer."""
+        context = self.context
+        own, given = context.params, body.model_fields_set
+        pairs = {"temperature": (body.temperature, own.temperature)}
+        pairs |= {"top_p": (body.top_p, own.top_p), "top_k": (body.top_k, own.top_k)}
+        for name, (asked_for, used) in pairs.items():
+            if name in given and asked_for != used:
+                log.info("an agent asks for %s = %s; the run's %s is used", name, asked_for, used)
+        room = context.room(len(ids))
+        if room == 0:
+            where = f"prompt of {len(ids)} tokens"
+            rule = f"leaves no room for an answer within {context.max_total_tokens}"
+            problem = Problem(where, rule)
+            raise ApiError(problem, param="messages", code="context_length_exceeded")
+        params = replace(
+            context.params,
+            max_new_tokens=min(room, asked or room),
+            stop_ids=tuple(dict.fromkeys((*context.params.stop_ids, *body.stop_token_ids))),
+            stop_strings=(*context.params.stop_strings, *body.stop_strings),
+        )
+        number, self.num_requests = self.num_requests, self.num_requests + 1
+        seeds = tuple(derive_seed(self.seed, "turn", number, j) for j in range(body.n))
+        request = Request(id="", prompt_ids=tuple(ids), params=params, seeds=seeds)
+        return Job(
+            kind=kind,
+            id=f"{self.name}-{number}",
+            requests=(request,),
+            n=body.n,
+            wants_logprobs=wants_logprobs,
+            wants_top=False,
+            is_streamed=body.stream,
+            wants_usage=body.stream_options.include_usage,
+            wants_ids=body.return_token_ids,
+        )
+
+    async def generate(self, job: Job) -> list[Generation]:
+        task = asyncio.ensure_future(self.sampler.generate(job.requests[0]))
+        self.under_way.add(task)
+        try:
+            return await task
+        except InfraFailure as failure:
+            if not self.failure.done():
+                self.failure.set_exception(failure)
+            raise ApiError(str(failure), status=503, kind="server_error") from failure
+        finally:
+            self.under_way.discard(task)
+
+    async def close(self) -> None:
+        """Nothing is answered any more; what is under way is ended on the sampler too."""
+        self.is_open = False
+        await asyncio.gather(*(end(task) for task in list(self.under_way)))
+        if self.failure.done():
+            self.failure.exception()
+        self.failure.cancel()
+
+    # Records.
+
+    def record(
+        self, job: Job, generations: Sequence[Generation], messages: list[dict[str, str]] | None
+    ) -> dict[str, Any]:
+        """Keeps what was drawn; returns the answer to be sent."""
+        ids = list(job.requests[0].prompt_ids)
+        body = Answer(job, MODEL, self.tokenizer).whole(generations)
+        for generation, choice in zip(generations, body["choices"], strict=True):
+            text = choice["message"]["content"] if job.kind == "chat" else choice["text"]
+            self.texts.append(text)
+            self._keep(ids, generation)
+            if messages is not None:
+                said = [*messages, {"role": "assistant", "content": text}]
+                ending = generation.ids[-1] if generation.ids[-1] in job.params.stop_ids else None
+                ending = ending if generation.finish == "stop" else None
+                self.known[_conversation(said)] = ([*ids, *generation.ids], ending)
+        return body
+
+    def _keep(self, ids: list[int], generation: Generation) -> None:
+        """As the next turn of the longest sequence that `ids` goes on from, or a new sequence."""
+        fitting = [i for i, t in enumerate(self.transcripts) if t.ids == ids[: len(t.ids)]]
+        if fitting:
+            at = max(fitting, key=lambda i: len(self.transcripts[i].ids))
+            transcript = self.transcripts[at]
+            transcript.add_given(ids[len(transcript.ids) :])
+        else:
+            at = len(self.transcripts)
+            transcript = Transcript(ids)
+            self.transcripts.append(transcript)
+            self.finishes.append(generation.finish)
+        transcript.add_sampled(generation)
+        self.finishes[at] = generation.finish
+
+    def samples(self) -> list[Sample]:
+        """One a sequence. All have the words of the whole episode, which is what is judged."""
+        text = "\n".join(self.texts)
+        pairs = zip(self.transcripts, self.finishes, strict=True)
+        return [transcript.finished(finish, text) for transcript, finish in pairs]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, str]:
+    content = flat(message).get("content")
+    return {"role": str(message.get("role")), "content": content or ""}
+
+
+def _conversation(messages: Sequence[dict[str, Any]]) -> str:
+    return json.dumps([_plain(message) for message in messages], sort_keys=True)
+
+
+class Proxy:
+    """The address of the episodes under way."""
+
+    def __init__(self, limits: ServeLimits | None = None) -> None:
+        self.limits = limits or ServeLimits()
+        self.episodes: dict[str, Episode] = {}
+        self.port = 0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Listens at a free port of this machine as long as the context is open."""
+        listener = bind(HOST, 0)
+        self.port = listener.getsockname()[1]
+        stop, ready = asyncio.Event(), asyncio.Event()
+        server = asyncio.create_task(
+            serve(self.app(), listener, stop=stop, drain_s=1.0, on_ready=ready.set)
+        )
+        try:
+            await ready.wait()
+            yield
+        finally:
+            stop.set()
+            await asyncio.shield(server)
+
+    def base_url(self, episode: Episode) -> str:
+        return f"http://{HOST}:{self.port}/episodes/{episode.name}/v1"
+
+    def app(self) -> Starlette:
+        root = "/episodes/{episode}/v1"
+        routes = [
+            Route(f"{root}/chat/completions", told(self.chat), methods=["POST"]),
+            Route(f"{root}/completions", told(self.completions), methods=["POST"]),
+            Route(f"{root}/models", told(self.models), methods=["GET"]),
+        ]
+        return Starlette(
+            routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken}
+        )
+
+    async def models(self, request: HttpRequest) -> Response:
+        self._episode(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pentad"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def chat(self, request: HttpRequest) -> Response:
+        episode = self._episode(request)
+        job, messages = episode.chat_job(read_chat(await read_json(request, self.limits)))
+        return await self._answer(request, episode, job, messages)
+
+    async def completions(self, request: HttpRequest) -> Response:
+        episode = self._episode(request)
+        job = episode.completion_job(read_completion(await read_json(request, self.limits)))
+        return await self._answer(request, episode, job, None)
+
+    async def _answer(
+        self,
+        request: HttpRequest,
+        episode: Episode,
+        job: Job,
+        messages: list[dict[str, str]] | None,
+    ) -> Response:
+        """Recorded when it is whole and the program is still there to take it."""
+        work: Coroutine[Any, Any, list[Generation]] = episode.generate(job)
+        generations = await while_connected(disconnected(request.receive), work)
+        body = episode.record(job, generations, messages)
+        if not job.is_streamed:
+            return JSONResponse(body)
+        return Response(events(job, generations, episode.tokenizer), media_type="text/event-stream")
+
+    def _episode(self, request: HttpRequest) -> Episode:
+        found = self.episodes.get(request.path_params["episode"])
+        if found is None or not found.is_open:
+            problem = Problem("episode", "is over or never was", "its address was given once")
+            raise ApiError(problem, status=404, code="episode_not_found")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), found.key.encode()):
+            problem = Problem("authorization", "is not the api_key of this episode")
+            raise ApiError(problem, status=401, kind="authentication_error")
+        return found
+
+
+def events(job: Job, generations: Sequence[Generation], tokenizer: Tokenizer) -> bytes:
+    """The whole answer as the events of a stream: one a token."""
+    answer = Answer(job, MODEL, tokenizer)
+    chunks: list[dict[str, Any] | None] = []
+    for index, generation in enumerate(generations):
+        chunks.append(answer.opening(index))
+        for token, logprob in zip(generation.ids, generation.logprobs, strict=True):
+            chunks.append(answer.progress(index, token, logprob))
+        chunks.append(answer.closing(index, generation))
+    if job.wants_usage:
+        chunks.append(answer.final_usage(sum(len(g.ids) for g in generations)))
+    told_as = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks if chunk is not None]
+    return ("".join(told_as) + "data: [DONE]\n\n").encode()

@@ -1,0 +1,286 @@
+"""Agent programs written for an OpenAI server: what they were answered is what is trained."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import openai
+import pytest
+
+from pentad.core.errors import UserError
+from pentad.core.types import Prompt, SamplingParams
+from pentad.rollout.agents import AgentWorkflow
+from pentad.rollout.executor import DataFailure, Executor, ExecutorSettings, InfraFailure
+
+END = "<|im_end|>"
+
+
+@pytest.fixture
+def lab(scripted, chat_tokenizer):
+    """A policy that says `turns`, one after the other, one id a letter, and an executor."""
+
+    class Lab:
+        def __init__(self):
+            self.tokenizer = chat_tokenizer
+            self.end = chat_tokenizer.convert_tokens_to_ids(END)
+            self.turns = ["abc", "ban", "z"]
+            self.sampler = scripted(self.say)
+
+        def ids(self, text):
+            return [self.tokenizer.convert_tokens_to_ids(c) for c in text]
+
+        def say(self, request, i):
+            turn = self.turns[(len(self.sampler.requests) - 1) % len(self.turns)]
+            return [*self.ids(turn), self.end]
+
+        def executor(self, agent, num_samples=1, samplers=None, **changes):
+            settings = ExecutorSettings(
+                params=SamplingParams(max_new_tokens=40, stop_ids=(self.end,), temperature=0.9),
+                num_samples=num_samples,
+                run_seed=1,
+                vocab_size=len(self.tokenizer),
+                **({"replica_backoff_s": 0.01, "max_retries": 0} | changes),
+            )
+            samplers = samplers or {"a": self.sampler}
+            return Executor(samplers, AgentWorkflow(agent), None, settings, self.tokenizer)
+
+        def run(self, agent, fields=None, **more):
+            executor = self.executor(agent, **more)
+            prompt = Prompt(5, (1, 2), fields or {"answer": "x"}, "what?")
+            return asyncio.run(executor.rollout(prompt, 0)).samples
+
+    return Lab()
+
+
+async def three_turns(fields, base_url, api_key, model):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
+    for remark in ("more", "and?", None):
+        answer = await client.chat.completions.create(model=model, messages=messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        if remark:
+            messages.append({"role": "user", "content": remark})
+    return {"said": float(len(messages)), "known": 1.0 if fields["answer"] == "x" else 0.0}
+
+
+def test_a_conversation_is_one_sequence_of_exactly_the_sampled_ids(lab):
+    [sample] = lab.run(three_turns)
+    encode = lab.tokenizer.encode
+    first = encode(
+        f"<|im_start|>system\nbe brief{END}\n<|im_start|>user\ngo{END}\n<|im_start|>assistant\n",
+        add_special_tokens=False,
+    )
+    wanted, mask = list(first), [False] * len(first)
+    for turn, remark in zip(lab.turns, ("more", "and?", None), strict=True):
+        said = [*lab.ids(turn), lab.end]  # "ab" and "an" apart, as no encoding would have them
+        wanted, mask = wanted + said, mask + [True] * len(said)
+        if remark:
+            between = encode(
+                f"\n<|im_start|>user\n{remark}{END}\n<|im_start|>assistant\n",
+                add_special_tokens=False,
+            )
+            wanted, mask = wanted + between, mask + [False] * len(between)
+    np.testing.assert_array_equal(sample.ids, wanted)
+    np.testing.assert_array_equal(sample.mask, mask)
+    assert (sample.versions[sample.mask] == 3).all() and (sample.rollout_logprobs[mask] < 0).all()
+    assert sample.text == "abc\nban\nz" and sample.finish == "stop"
+    assert sample.reward == 8.0 and sample.reward_parts == {"said": 7.0, "known": 1.0}
+    assert {r.params.temperature for r in lab.sampler.requests} == {0.9}
+    assert len({r.seeds for r in lab.sampler.requests}) == 3
+
+
+def test_a_plain_program_runs_in_a_thread(lab):
+    def program(prompt, base_url, api_key, model):
+        assert threading.current_thread() is not threading.main_thread()
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        answer = client.completions.create(model=model, prompt=prompt, max_tokens=2, temperature=0)
+        assert answer.choices[0].finish_reason == "length"
+        return answer.choices[0].text == "ab"
+
+    [sample] = lab.run(program)
+    given = lab.tokenizer.encode("what?", add_special_tokens=False)
+    np.testing.assert_array_equal(sample.ids, [*given, *lab.ids("ab")])
+    assert sample.reward == 1.0 and sample.finish == "length"
+
+
+def test_a_rewritten_history_begins_a_sequence_of_its_own(lab):
+    async def forgetful(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        for text in ("one", "two"):
+            messages = [{"role": "user", "content": text}]
+            await client.chat.completions.create(model=model, messages=messages)
+        return 1.0
+
+    samples = lab.run(forgetful, num_samples=2)
+    assert len(samples) == 4
+    assert all(s.mask.sum() == 4 and s.reward == 1.0 for s in samples)
+    assert {s.text for s in samples} <= {
+        "abc\nban",
+        "abc\nz",
+        "ban\nz",
+        "z\nabc",
+        "ban\nabc",
+        "z\nban",
+    }
+
+
+def test_streams_are_recorded_like_whole_answers(lab):
+    async def streaming(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        stream = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "go"}], stream=True, logprobs=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        text, logprobs, usage = "", [], None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                logprobs += [t.logprob for t in choice.logprobs.content] if choice.logprobs else []
+        assert text == "abc" and len(logprobs) == usage.completion_tokens == 4
+        return {"logprob": sum(logprobs)}
+
+    [sample] = lab.run(streaming)
+    assert sample.text == "abc" and sample.mask.sum() == 4
+    assert sample.reward == pytest.approx(float(sample.rollout_logprobs.sum()))
+
+
+def test_several_choices_are_several_sequences(lab):
+    async def choosing(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": "go"}]
+        answer = await client.chat.completions.create(model=model, messages=messages, n=3)
+        return float(len(answer.choices))
+
+    samples = lab.run(choosing)
+    assert len(samples) == 3 and all(s.reward == 3.0 for s in samples)
+
+
+def test_addresses_are_private_and_end_with_their_episode(lab):
+    kept = {}
+
+    async def nosy(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        messages = [{"role": "user", "content": "go"}]
+        await client.chat.completions.create(model=model, messages=messages)
+        with pytest.raises(openai.AuthenticationError, match="not the api_key of this episode"):
+            await client.with_options(api_key="wrong").models.list()
+        other = client.with_options(base_url=base_url.replace("/episodes/", "/episodes/0"))
+        with pytest.raises(openai.NotFoundError, match="is over or never was"):
+            await other.models.list()
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            await client.chat.completions.create(
+                model=model,
+                messages=messages,
+                tools=[{"type": "function", "function": {"name": "f"}}],
+            )
+        assert [m.id async for m in client.models.list()] == [model]
+        kept.update(base_url=base_url, api_key=api_key)
+        return 1.0
+
+    lab.run(nosy)
+    client = openai.OpenAI(**kept, max_retries=0)
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+
+
+def test_a_program_that_raises_is_tried_again_with_other_seeds_then_dropped(lab):
+    async def broken(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.completions.create(model=model, prompt="a")
+        raise KeyError("its own fault")
+
+    with pytest.raises(DataFailure, match="workflow_error: KeyError: 'its own fault'"):
+        lab.run(broken, max_retries=2)
+    assert len({r.seeds for r in lab.sampler.requests}) == 3
+
+
+def test_a_program_that_asks_nothing_is_dropped(lab):
+    with pytest.raises(DataFailure, match="no_turns"):
+        lab.run(lambda: 1.0)
+
+
+def test_a_failing_replica_is_left_for_another(lab, scripted):
+    """The program is started anew there; that its client swallowed the error does not matter."""
+    bad = scripted(lab.say)
+    bad.error = ConnectionError("gone")
+    swallowed = []
+
+    async def stubborn(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        try:
+            await client.completions.create(model=model, prompt="a")
+        except openai.InternalServerError as error:
+            swallowed.append(error)
+        return 1.0
+
+    for _ in range(2):  # whichever of the two is asked first
+        samples = lab.run(stubborn, samplers={"a": bad, "b": lab.sampler})
+        assert len(samples) == 1
+    lab.sampler.error = ConnectionError("gone too")
+    bad.is_healthy = lab.sampler.is_healthy = False
+    with pytest.raises(InfraFailure, match="no replica can serve"):
+        lab.run(stubborn, samplers={"a": bad, "b": lab.sampler}, replica_patience_s=0.2)
+
+
+def test_the_deadline_ends_the_program_and_its_requests(lab):
+    lab.sampler.delay_s = 30.0
+    ended = []
+
+    async def slow(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        try:
+            await client.completions.create(model=model, prompt="a")
+        finally:
+            ended.append(True)
+
+    started = time.monotonic()
+    with pytest.raises(InfraFailure, match="waiting for tokens"):
+        lab.run(slow, deadline_s=0.5, max_infra_retries=0)
+    assert time.monotonic() - started < 5 and ended == [True]
+    assert len(lab.sampler.aborted) == 1
+
+
+def test_a_thread_that_hangs_does_not_hold_the_run(lab):
+    release = threading.Event()
+
+    def hanging(base_url, api_key, model):
+        openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(
+            model=model, prompt="a"
+        )
+        release.wait(30)
+
+    started = time.monotonic()
+    with pytest.raises(DataFailure, match="deadline"):
+        lab.run(hanging, deadline_s=0.5)
+    assert time.monotonic() - started < 5
+    release.set()
+
+
+@pytest.mark.parametrize("reward", ["much", float("nan"), {"a": None}])
+def test_a_reward_that_is_no_number_stops_the_run(lab, reward):
+    async def judged(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.completions.create(model=model, prompt="a")
+        return reward
+
+    with pytest.raises(UserError, match="is not a finite number"):
+        lab.run(judged)
+
+
+def test_an_agent_that_wants_what_there_is_not_is_refused():
+    with pytest.raises(UserError, match="wants temperature"):
+        AgentWorkflow(lambda base_url, temperature: None)
+
+
+def test_a_conversation_that_is_full_is_told_so(lab):
+    async def long(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.completions.create(model=model, prompt="a")
+        with pytest.raises(openai.BadRequestError, match="leaves no room") as refused:
+            await client.completions.create(model=model, prompt="b" * 64)
+        return {"refused": float(refused.value.code == "context_length_exceeded")}
+
+    [sample] = lab.run(long, max_total_tokens=64)
+    assert sample.reward == 1.0
