@@ -249,11 +249,17 @@ def update() -> None:
         f"{1000 * min(times):.1f} ms (all: {', '.join(f'{1000 * t:.1f}' for t in times)})"
     )
 
+    odd = [("odd", torch.randn(1001, device="cuda").bfloat16()[1:]), ("none", torch.zeros(0))]
+    odd += [("wide", torch.randn(3, 70001, device="cuda").t()), weights[0]]
+    on_gpu, on_cpu = digest_of(odd), digest_of([(name, t.cpu()) for name, t in odd])
+    assert on_gpu.entries == on_cpu.entries, "the digest depends on the device"
+
     async def nap() -> tuple[float, float]:
         start = time.perf_counter()
         await sampler.sleep()
         middle = time.perf_counter()
         await sampler.wake()
+        torch.cuda.synchronize()
         return middle - start, time.perf_counter() - middle
 
     for label in ("first", "second", "third"):

@@ -2,13 +2,14 @@
 
 The checksum of a tensor is a 64-bit sum over its 32-bit words, each hashed together with its
 position: integer arithmetic only, so it does not depend on device, batches or thread count, while
-swapped rows, transposes and single flipped bits change it. Many tensors are hashed at once, and
-the sums are fetched from the device at the end: a digest costs a few passes over the bytes.
+swapped rows, transposes and single flipped bits change it. On a GPU with Triton a tensor is hashed
+in one pass (`digest_kernel`), else many at once in a few; sums are fetched at the end.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterable
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 BATCH_WORDS = 1 << 24
 """Words hashed at once; the work space is about 40 bytes a word."""
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class WeightDigest:
@@ -60,9 +64,20 @@ class _Hasher:
         self.num_words = 0
         self.sums: list[tuple[list[int], Tensor]] = []
         """Of each batch: which tensor a piece belongs to, and the sum of each piece."""
+        self.summed: list[tuple[int, Tensor]] = []
+        """Tensors whose whole sum is known, on the device."""
 
     def add(self, tensor: Tensor) -> None:
         words = _words(tensor)
+        if words.is_cuda and HAS_TRITON:
+            from pentad.core.digest_kernel import add_checksum
+
+            sum_1 = torch.zeros(1, dtype=torch.int64, device=words.device)
+            with torch.cuda.device(words.device):
+                add_checksum(words, sum_1)
+            self.summed.append((self.num_tensors, sum_1))
+            self.num_tensors += 1
+            return
         for start in range(0, words.numel(), BATCH_WORDS):
             piece = words[start : start + BATCH_WORDS]
             if self.pieces and self.pieces[0][2].device != piece.device:
@@ -76,6 +91,10 @@ class _Hasher:
     def finish(self) -> list[int]:
         self._hash()
         totals = [0] * self.num_tensors
+        if self.summed:
+            device = self.summed[0][1].device
+            known = torch.cat([sum_1.to(device) for _, sum_1 in self.summed])
+            self.sums.append(([index for index, _ in self.summed], known))
         for owners, sums in self.sums:
             for owner, value in zip(owners, sums.tolist(), strict=True):
                 totals[owner] = (totals[owner] + value) & 0xFFFFFFFFFFFFFFFF

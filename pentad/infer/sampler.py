@@ -207,7 +207,8 @@ class EmbeddedSampler:
         except Exception as error:
             self._fail(error)
         except asyncio.CancelledError as error:  # what the worker still draws is lost
-            self._fail(RunError("its event loop was ended while it was at work"))
+            if self.open or self.commands:
+                self._fail(RunError("its event loop was ended while it was at work"))
             raise error
 
     @property

@@ -181,6 +181,13 @@ BROKEN = [
         "is neither single_turn",
     ),
     (
+        "an_agent_workflow_has_an_agent",
+        "train",
+        ["rollout.workflow=agent"],
+        "rollout.agent",
+        "is not set",
+    ),
+    (
         "names_can_be_folders",
         "sft",
         ["trial_name=a/b"],
@@ -235,6 +242,27 @@ BROKEN = [
         ["strict=true", "allocation_mode=vllm:d1|archon:d1"],
         "strict = true",
         "vllm",
+    ),
+    (
+        "strict_is_not_compiled",
+        "train",
+        ["strict=true", "actor.archon.enable_compile=true"],
+        "actor.archon.enable_compile = true",
+        "in an order of its own",
+    ),
+    (
+        "strict_cuts_no_layer",
+        "plan",
+        ["strict=true", "allocation_mode=embedded:d1+archon:d1t2"],
+        "strict = true",
+        "tp = 2",
+    ),
+    (
+        "replay_needs_a_sampler_that_tells",
+        "train",
+        ["rollout.replay_routes=true", "allocation_mode=vllm:d1|archon:d1"],
+        "rollout.replay_routes = true",
+        "vllm does not tell",
     ),
     (
         "training_samples_at_random",
