@@ -259,8 +259,12 @@ BROKEN = [
     ),
     (
         "replay_needs_a_sampler_that_tells",
-        "train",
-        ["rollout.replay_routes=true", "allocation_mode=vllm:d1|archon:d1"],
+        "plan",
+        [
+            "rollout.replay_routes=true",
+            "actor.path=Qwen/Qwen3-30B-A3B",
+            "allocation_mode=vllm:d1|archon:d1",
+        ],
         "rollout.replay_routes = true",
         "vllm does not tell",
     ),
