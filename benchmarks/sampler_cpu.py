@@ -5,17 +5,23 @@
 Two loads on a tiny Qwen3 (fp32): the demo's (32 prompts of 6 tokens, 16 samples each, 8 new
 tokens), and a ragged one (prompts of 4 to 64 tokens, answers of 4 to 96 tokens). transformers gets
 each load as its best static batches: left-padded, sorted by answer length, every batch run to the
-longest answer in it; only the tokens asked for are counted.
+longest answer in it; only the tokens asked for are counted. A third figure is what `strict` costs.
+`--json FILE` writes the figures with what they were measured on.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import platform
 import tempfile
 import time
+from pathlib import Path
 
 import torch
+import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pentad.core.types import Request, SamplingParams
@@ -108,22 +114,40 @@ def time_hf(model: Qwen3ForCausalLM, load: list[Request], repeats: int) -> float
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    repeats = options.repeats
     hf = build_hf()
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
-        settings = SamplerSettings(max_running=512)
-        sampler = EmbeddedSampler.from_folder(folder, settings)
-    print(f"tiny Qwen3 d{WIDTH} L{LAYERS} V{VOCAB}, {torch.get_num_threads()} threads")
+        plain, strict = (
+            EmbeddedSampler.from_folder(folder, SamplerSettings(max_running=512, strict=is_strict))
+            for is_strict in (False, True)
+        )
+    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    print(f"tiny Qwen3 d{WIDTH} L{LAYERS} V{VOCAB}, {machine}")
+    figures: dict[str, dict[str, float]] = {}
     for name, load in (("demo", demo_load()), ("ragged", ragged_load())):
-        ours, theirs = time_ours(sampler, load, repeats), time_hf(hf, load, repeats)
+        ours, theirs = time_ours(plain, load, repeats), time_hf(hf, load, repeats)
+        slow = time_ours(strict, load, 1)
         tokens = num_new(load)
         print(
             f"{name:7} {tokens} new tokens: embedded {1000 * ours:.0f} ms ({tokens / ours:,.0f} "
             f"tok/s), transformers.generate {1000 * theirs:.0f} ms ({tokens / theirs:,.0f} tok/s), "
-            f"ratio {theirs / ours:.1f}"
+            f"ratio {theirs / ours:.1f}; strict {1000 * slow:.0f} ms ({tokens / slow:,.0f} tok/s)"
         )
-    asyncio.run(sampler.close())
+        figures[name] = {
+            "embedded_tok_per_s": tokens / ours,
+            "transformers_tok_per_s": tokens / theirs,
+            "ratio": theirs / ours,
+            "strict_tok_per_s": tokens / slow,
+        }
+    if options.json:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        about = {"hardware": machine, "num_cores": os.cpu_count(), **versions}
+        options.json.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+    for sampler in (plain, strict):
+        asyncio.run(sampler.close())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from pentad.rollout.serving.app import (
     told,
     unrouted,
 )
-from pentad.rollout.serving.jobs import Job, chat_ids, flat, prompt_ids
+from pentad.rollout.serving.jobs import Job, chat_ids, plain_messages, prompt_ids
 from pentad.rollout.serving.server import bind, serve
 from pentad.rollout.serving.service import end, while_connected
 from pentad.rollout.serving.wire import (
@@ -95,10 +95,14 @@ class Episode:
 
     def chat_job(self, body: ChatBody) -> tuple[Job, list[dict[str, str]]]:
         """What is asked, and the conversation as plain messages."""
+        # Clients send an answer back with the empty fields it came with.
+        messages = [
+            {key: value for key, value in message.items() if value or key == "content"}
+            for message in plain_messages(body.messages, self.tokenizer)
+        ]
         asked = body.max_completion_tokens or body.max_tokens
-        ids = self.conversation_ids(body.messages)
-        plain = [_plain(message) for message in body.messages]
-        return self.job("chat", body, ids, asked, wants_logprobs=body.logprobs), plain
+        ids = self.conversation_ids(messages)
+        return self.job("chat", body, ids, asked, wants_logprobs=body.logprobs), messages
 
     def completion_job(self, body: CompletionBody) -> Job:
         if len(body.prompts) != 1:
@@ -108,14 +112,13 @@ class Episode:
         wants = body.logprobs is not None
         return self.job("completion", body, ids, body.max_tokens, wants_logprobs=wants)
 
-    def conversation_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def conversation_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The longest recorded beginning as it is, and the rest rendered behind it."""
         for size in range(len(messages) - 1, 0, -1):
-            found = self.known.get(_conversation(messages[:size]))
+            found = self.known.get(json.dumps(messages[:size], sort_keys=True))
             if found is not None:
                 ids, ending_id = found
-                rest = [_plain(message) for message in messages[size:]]
-                return ids + following_ids(rest, ending_id, self.context.tokenizer)
+                return ids + following_ids(messages[size:], ending_id, self.context.tokenizer)
         return chat_ids(messages, self.tokenizer)
 
     def job(
@@ -192,7 +195,7 @@ class Episode:
                 said = [*messages, {"role": "assistant", "content": text}]
                 ending = generation.ids[-1] if generation.ids[-1] in job.params.stop_ids else None
                 ending = ending if generation.finish == "stop" else None
-                self.known[_conversation(said)] = ([*ids, *generation.ids], ending)
+                self.known[json.dumps(said, sort_keys=True)] = ([*ids, *generation.ids], ending)
         return body
 
     def _keep(self, ids: list[int], generation: Generation) -> None:
@@ -215,15 +218,6 @@ class Episode:
         text = "\n".join(self.texts)
         pairs = zip(self.transcripts, self.finishes, strict=True)
         return [transcript.finished(finish, text) for transcript, finish in pairs]
-
-
-def _plain(message: dict[str, Any]) -> dict[str, str]:
-    content = flat(message).get("content")
-    return {"role": str(message.get("role")), "content": content or ""}
-
-
-def _conversation(messages: Sequence[dict[str, Any]]) -> str:
-    return json.dumps([_plain(message) for message in messages], sort_keys=True)
 
 
 class Proxy:

@@ -11,7 +11,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Request, SamplingParams
 from pentad.data.render import BadRow, Columns, encode_prompts, messages_of, render
-from pentad.data.tokenizer import Tokenizer
+from pentad.data.tokenizer import Messages, Tokenizer
 from pentad.infer.checks import Limits, check_request
 from pentad.rollout.serving.wire import (
     MAX_CHOICES,
@@ -167,6 +167,17 @@ def prompt_ids(prompt: str | list[int], where: str, tokenizer: Tokenizer) -> lis
 
 
 def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    plain = plain_messages(messages, tokenizer)
+    try:
+        text = render(plain, tokenizer, for_answer=True)
+    except BadRow as error:
+        raise ApiError(error.at("messages"), param="messages") from error
+    check_unicode(text, "messages")
+    return encode_prompts([text], CHAT, tokenizer)[0]
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Messages:
+    """Their roles and texts. Raises ApiError on what no template could render."""
     if not tokenizer.has_chat_template:
         rule = f"the tokenizer in {tokenizer.folder} has no chat template"
         raise ApiError(Problem("messages", rule, "use /v1/completions"), param="messages")
@@ -174,11 +185,9 @@ def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> lis
         plain = messages_of({"messages": [flat(m) for m in messages]}, "messages", CHAT)
         if plain[-1]["role"] == "assistant":
             raise BadRow("the last one is the assistant's, so there is nothing to answer")
-        text = render(plain, tokenizer, for_answer=True)
     except BadRow as error:
         raise ApiError(error.at("messages"), param="messages") from error
-    check_unicode(text, "messages")
-    return encode_prompts([text], CHAT, tokenizer)[0]
+    return plain
 
 
 def flat(message: Mapping[str, Any]) -> dict[str, Any]:

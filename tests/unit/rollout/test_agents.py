@@ -175,6 +175,9 @@ def test_addresses_are_private_and_end_with_their_episode(lab):
                 messages=messages,
                 tools=[{"type": "function", "function": {"name": "f"}}],
             )
+        for bad in ([{"role": "user", "content": 3}], [*messages, {"role": "assistant"}], [{}]):
+            with pytest.raises(openai.BadRequestError, match="messages"):
+                await client.chat.completions.create(model=model, messages=bad)
         assert [m.id async for m in client.models.list()] == [model]
         kept.update(base_url=base_url, api_key=api_key)
         return 1.0
