@@ -20,12 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
 from pentad.core.errors import Problem
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Request, Sample
@@ -34,12 +28,15 @@ from pentad.rollout.environments import following_ids
 from pentad.rollout.failures import InfraFailure
 from pentad.rollout.serving.answers import Answer
 from pentad.rollout.serving.app import (
+    App,
+    HttpRequest,
+    HttpResponse,
     ServeLimits,
-    broken,
+    app_of,
     disconnected,
+    event_answer,
+    json_answer,
     read_json,
-    told,
-    unrouted,
 )
 from pentad.rollout.serving.jobs import Job, chat_ids, plain_messages, prompt_ids
 from pentad.rollout.serving.server import bind, serve
@@ -247,28 +244,27 @@ class Proxy:
     def base_url(self, episode: Episode) -> str:
         return f"http://{HOST}:{self.port}/episodes/{episode.name}/v1"
 
-    def app(self) -> Starlette:
+    def app(self) -> App:
         root = "/episodes/{episode}/v1"
-        routes = [
-            Route(f"{root}/chat/completions", told(self.chat), methods=["POST"]),
-            Route(f"{root}/completions", told(self.completions), methods=["POST"]),
-            Route(f"{root}/models", told(self.models), methods=["GET"]),
-        ]
-        return Starlette(
-            routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken}
+        return app_of(
+            {
+                f"POST {root}/chat/completions": self.chat,
+                f"POST {root}/completions": self.completions,
+                f"GET {root}/models": self.models,
+            }
         )
 
-    async def models(self, request: HttpRequest) -> Response:
+    async def models(self, request: HttpRequest) -> HttpResponse:
         self._episode(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pentad"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return json_answer({"object": "list", "data": [model]})
 
-    async def chat(self, request: HttpRequest) -> Response:
+    async def chat(self, request: HttpRequest) -> HttpResponse:
         episode = self._episode(request)
         job, messages = episode.chat_job(read_chat(await read_json(request, self.limits)))
         return await self._answer(request, episode, job, messages)
 
-    async def completions(self, request: HttpRequest) -> Response:
+    async def completions(self, request: HttpRequest) -> HttpResponse:
         episode = self._episode(request)
         job = episode.completion_job(read_completion(await read_json(request, self.limits)))
         return await self._answer(request, episode, job, None)
@@ -279,14 +275,14 @@ class Proxy:
         episode: Episode,
         job: Job,
         messages: list[dict[str, str]] | None,
-    ) -> Response:
+    ) -> HttpResponse:
         """Recorded when it is whole and the program is still there to take it."""
         work: Coroutine[Any, Any, list[Generation]] = episode.generate(job)
         generations = await while_connected(disconnected(request.receive), work)
         body = episode.record(job, generations, messages)
         if not job.is_streamed:
-            return JSONResponse(body)
-        return Response(events(job, generations, episode.tokenizer), media_type="text/event-stream")
+            return json_answer(body)
+        return event_answer(events(job, generations, episode.tokenizer))
 
     def _episode(self, request: HttpRequest) -> Episode:
         found = self.episodes.get(request.path_params["episode"])

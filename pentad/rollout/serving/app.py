@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ from pentad.rollout.serving.wire import (
 log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+HttpRequest, HttpResponse, App = Request, Response, Starlette
+"""Names for those who have endpoints of their own and no web framework."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +68,14 @@ class Face:
         self.num_open = 0
 
     def app(self) -> Starlette:
-        routes = [
-            Route("/health", told(self.health), methods=["GET"]),
-            Route("/v1/models", told(self.models), methods=["GET"]),
-            Route("/v1/models/{name:path}", told(self.model), methods=["GET"]),
-            Route("/v1/completions", told(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", told(self.chat), methods=["POST"]),
-        ]
-        return Starlette(
-            routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken}
+        return app_of(
+            {
+                "GET /health": self.health,
+                "GET /v1/models": self.models,
+                "GET /v1/models/{name:path}": self.model,
+                "POST /v1/completions": self.completions,
+                "POST /v1/chat/completions": self.chat,
+            }
         )
 
     async def health(self, request: Request) -> Response:
@@ -217,6 +218,23 @@ async def read_json(request: Request, limits: ServeLimits) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(Problem("body", f"is a {type(value).__name__}, not a JSON object"))
     return value
+
+
+def app_of(endpoints: Mapping[str, Endpoint]) -> Starlette:
+    """`METHOD /path` -> what answers there; whatever it raises is answered in OpenAI's shape."""
+    routes = []
+    for place, endpoint in endpoints.items():
+        method, _, path = place.partition(" ")
+        routes.append(Route(path, told(endpoint), methods=[method]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken})
+
+
+def json_answer(body: Mapping[str, Any]) -> Response:
+    return JSONResponse(body)
+
+
+def event_answer(events: bytes) -> Response:
+    return Response(events, media_type=EventStream.media_type)
 
 
 def told(endpoint: Endpoint) -> Endpoint:
