@@ -31,8 +31,10 @@ from pentad.rollout.serving.wire import (
 log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-HttpRequest, HttpResponse, App = Request, Response, Starlette
-"""Names for those who have endpoints of their own and no web framework."""
+# For those who have endpoints of their own and no web framework.
+HttpRequest = Request
+HttpResponse = Response
+App = Starlette
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
