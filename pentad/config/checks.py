@@ -130,6 +130,34 @@ def strict_cuts_no_layer(config: Config) -> Problem | None:
     return Problem("strict = true", rule, "use data and pipeline parallelism only")
 
 
+@RULES.add("rollout.server", "allocation_mode")
+def servers_fit_the_allocation(config: Config) -> list[Problem]:
+    allocation, server = parsed_allocation(config), config.rollout.server
+    rollout = allocation and allocation.find("rollout")
+    if allocation is None or not rollout:
+        return []
+    where = f"rollout.server.addresses = {list(server.addresses)}"
+    told = f"allocation_mode = {config.allocation_mode}"
+    if rollout.backend == "embedded":
+        if server == type(server)():
+            return []
+        rule = f"{told} samples in this process, without a server"
+        return [Problem("rollout.server", rule, "leave it out, or use vllm or sglang")]
+    found = []
+    if server.addresses and len(server.addresses) != rollout.size("d"):
+        rule = f"{told} has {rollout.size('d')} replicas, each at an address of its own"
+        found.append(Problem(where, rule, f"give {rollout.size('d')}"))
+    if any(not address.startswith(("http://", "https://")) for address in server.addresses):
+        found.append(Problem(where, "an address begins with http:// or https://"))
+    if len(set(server.addresses)) != len(server.addresses):
+        found.append(Problem(where, "two replicas have the same address", "give each its own"))
+    if server.weight_transport == "ipc" and are_apart(config):
+        where = "rollout.server.weight_transport = ipc"
+        rule = f"weights are handed over on the GPU that trains, but {told} separates them"
+        found.append(Problem(where, rule, "use broadcast or disk"))
+    return found
+
+
 # Sampling and batches.
 
 

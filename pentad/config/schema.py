@@ -353,6 +353,28 @@ class RewardConfig(Section):
     """Goes on where this machine lacks a protection that rewards are run under."""
 
 
+class ServerConfig(Section):
+    addresses: tuple[str, ...] = ()
+    """Servers to attach to, such as `http://node7:8000`, one for each replica (the d of the rollout
+    component). Empty: the run starts its servers on this machine and ends them."""
+    python: str | None = None
+    """Environment that vLLM or SGLang is installed in: its folder or its interpreter. null: that of
+    the `vllm` or `sglang` command on the path."""
+    args: tuple[str, ...] = ()
+    """Further words for the command line of servers that the run starts."""
+    start_timeout_s: Positive = 600.0
+    """A server that does not answer after this long ends the run."""
+    weight_transport: Literal["disk", "broadcast", "ipc"] = "disk"
+    """How new weights reach a server: through a file, by broadcast (gloo, or NCCL from a GPU), or
+    by reference on a GPU that both share."""
+    transfer_folder: str | None = None
+    """Where weights lie while they travel by disk; servers must see it under the same name. null:
+    shared memory, or the temporary folder where there is none."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Part of a GPU's memory that a started server takes. null: 0.4 on a GPU that also trains, else
+    the server's own choice."""
+
+
 class RolloutConfig(Section):
     workflow: str = "single_turn"
     """single_turn; agent, which runs the program that `agent` names; or `package.module:Class` of
@@ -378,6 +400,8 @@ class RolloutConfig(Section):
     replay_routes: bool = False
     """Of a mixture of experts: the sampler tells where it sent each token, and training sends it to
     the same experts, so that rounding cannot choose others."""
+    server: ServerConfig = ServerConfig()
+    """The servers of a rollout component `vllm` or `sglang`."""
 
 
 class FrequencyConfig(Section):

@@ -29,7 +29,7 @@ class Sampler(Protocol):
     """Continues prompts with the current policy. All methods may be called while others run."""
 
     capabilities: frozenset[str]
-    """Of: pause, sleep, abort, stop_strings, routes, strict."""
+    """Of: pause, sleep, abort, stop_strings, seeds (draws follow them), routes, strict."""
 
     @property
     def version(self) -> int:

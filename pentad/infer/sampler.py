@@ -67,7 +67,9 @@ class EmbeddedSampler:
     ) -> None:
         """The sampler owns `model` from here on. `version` is that of the weights it holds."""
         self.engine = Engine(model, settings or SamplerSettings(), decode=decode, version=version)
-        can = {"pause", "sleep", "abort"} | ({"stop_strings"} if decode is not None else set())
+        can = {"pause", "sleep", "abort", "seeds"}
+        if decode is not None:
+            can.add("stop_strings")
         if self.engine.settings.record_routes:
             can.add("routes")
         if self.engine.settings.strict:

@@ -9,15 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from pentad.config.schema import Config
-from pentad.core.roles import Learner
+from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import DTYPES
-from pentad.infer.sampler import EmbeddedSampler
-from pentad.models.registry import create_model
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
@@ -33,6 +30,7 @@ from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import OpenRun, RunSummary, checkpoint_path, count_steps, open_run
+from pentad.trainer.samplers import open_samplers
 from pentad.trainer.saver import Saver
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
@@ -47,7 +45,6 @@ from pentad.trainer.translate import (
     eval_params,
     executor_settings,
     reward_settings,
-    sampler_settings,
     sampling_params,
 )
 from pentad.trainer.update import BatchUpdate
@@ -107,9 +104,9 @@ class Assembly:
         self.placement = self._placement()
         self.learner = self._engine("actor")
         self.critic = self._engine("critic") if checked.algorithm.needs_critic else None
-        self.sampler = self._sampler()
-        self.turnstile = Turnstile(self.placement, [self.sampler])
-        self.publisher = Publisher([self.sampler])
+        self.samplers: dict[str, Sampler] = {}
+        self.turnstile = Turnstile(self.placement, [])
+        self.publisher = Publisher([])
         self.state = RunState(
             Ledger(config.train_dataset.batch_size, clock=time.monotonic),
             MemoryStore(),
@@ -121,7 +118,7 @@ class Assembly:
     async def run(self) -> RunSummary:
         async with AsyncExitStack() as stack:
             stack.callback(self.thread.close)
-            stack.push_async_callback(self.sampler.close)
+            await self._open_samplers(stack)
             reward = await self._reward(stack, self.config.train_dataset.answer_key)
             evaluator = await self._evaluator(reward, stack)
             await self._begin(evaluator)
@@ -132,6 +129,18 @@ class Assembly:
         evals = [result.as_record() for result in evaluator.results] if evaluator else []
         return RunSummary(self.open.folder.path, folders[0], trained, evals)
 
+    async def _open_samplers(self, stack: AsyncExitStack) -> None:
+        self.samplers = await open_samplers(
+            self.config,
+            self.checked.dims,
+            self.checked.tokenizer,
+            self.device,
+            self.open.folder.path / "servers",
+            stack,
+        )
+        self.turnstile = Turnstile(self.placement, list(self.samplers.values()))
+        self.publisher = Publisher(list(self.samplers.values()))
+
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """Tags, the first publish, the self-test and the baseline, before the first step."""
         await self.thread.run(self._load_tags)
@@ -141,7 +150,7 @@ class Assembly:
         published = await self.publisher.publish(snapshot)
         found = await run_selftest(
             self.learner,
-            [self.sampler],
+            list(self.samplers.values()),
             [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
             temperature=self.params.temperature,
             weights_digest=published.digest,
@@ -260,18 +269,6 @@ class Assembly:
             weights=weights,
         )
 
-    def _sampler(self) -> EmbeddedSampler:
-        """Starts with weights of no use, so that only a real publish can make it agree."""
-        dtype = DTYPES[compute_dtype(self.config.actor, self.device)]
-        seed = derive_seed(self.config.seed, "unpublished")
-        model = create_model(self.checked.dims, device=self.device, dtype=dtype, seed=seed)
-        tokenizer = self.checked.tokenizer
-        return EmbeddedSampler(
-            model,
-            sampler_settings(self.config, self.checked.dims),
-            decode=lambda ids: tokenizer.decode(ids, keep_special=True),
-        )
-
     async def _reward(self, stack: AsyncExitStack, answer_key: str) -> RewardScorer | None:
         settings = reward_settings(self.config, answer_key)
         if settings is None:
@@ -293,9 +290,7 @@ class Assembly:
             self.config, self.checked.dims, params, num_samples, purpose=purpose
         )
         tokenizer = self.checked.tokenizer.inner
-        executor = Executor(
-            {"embedded": self.sampler}, self.checked.workflow, reward, settings, tokenizer
-        )
+        executor = Executor(self.samplers, self.checked.workflow, reward, settings, tokenizer)
         stack.callback(executor.close)
         return executor
 

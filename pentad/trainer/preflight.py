@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
+from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
@@ -15,6 +16,7 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.models.families import dims_of
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start
 from pentad.trainer.translate import algorithm_settings, prompt_settings, unbuilt_problems
 
@@ -55,6 +57,7 @@ def check_train(config: Config) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
     asked.problems += allocation_problems(config, needs_sampler=True)
+    asked.problems += server_problems(config, pick_device())
     asked.problems += unbuilt_problems(config)
     asked.problems += mode_problems(config)
     path = config.actor.path
@@ -168,7 +171,8 @@ def allocation_problems(config: Config, *, needs_sampler: bool) -> list[Problem]
     actor = allocation.find("actor")
     problems = []
     for component in allocation:
-        if component.is_inference and not needs_sampler:
+        is_server = component.backend in ("vllm", "sglang")
+        if component.is_inference and (is_server or not needs_sampler):
             continue
         if component.backend not in ("embedded", "archon"):
             rule = f"the {component.backend} backend is not built yet"

@@ -1,68 +1,18 @@
-"""What every Sampler promises, asked of each implementation; further ones join `SUBJECTS`."""
+"""What every Sampler promises, asked of each implementation (see `subjects`)."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
+from subjects import decode, policy
 
 from pentad.core.digest import digest_of
-from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
-from pentad.core.roles import Sampler
 from pentad.core.types import Generation, Request, SamplingParams
-from pentad.infer.sampler import EmbeddedSampler
-from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.exchange import iter_hf
-from pentad.models.registry import create_model
 
-DIMS = ModelDims(
-    family="qwen3",
-    vocab_size=41,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    qk_norm=True,
-    tie_embeddings=True,
-    max_position=96,
-    initializer_range=0.5,  # distributions far from uniform, so that wrong weights show
-)
-ATOL = 1e-5  # fp32 rounding over two layers
-
-
-def decode(ids: list[int]) -> str:
-    return "".join(chr(ord("A") + i) for i in ids)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An implementation, started with the weights of seed 1 as version 0."""
-
-    start: Callable[[], AbstractAsyncContextManager[Sampler]]
-
-
-@asynccontextmanager
-async def start_embedded() -> AsyncIterator[Sampler]:
-    settings = SamplerSettings(max_running=16, kv_cache_tokens=1024)
-    sampler = EmbeddedSampler(create_model(DIMS, seed=1), settings, decode=decode, version=0)
-    try:
-        yield sampler
-    finally:
-        await sampler.close()
-
-
-SUBJECTS = {"embedded": Subject(start_embedded)}
-
-
-@pytest.fixture(params=SUBJECTS)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return SUBJECTS[request.param]
+ATOL = 2e-5  # fp32 rounding over two layers, by whatever kernels
 
 
 def run(subject, scenario, *needs):
@@ -84,15 +34,11 @@ def ask(name: str, prompt, n: int = 1, **params) -> Request:
     return Request(id=name, prompt_ids=tuple(prompt), params=params, seeds=seeds)
 
 
-def policy(seed: int) -> Decoder:
-    return create_model(DIMS, seed=seed)
-
-
 @torch.no_grad()
-def truth(model: Decoder, prompt, ids) -> torch.Tensor:
+def truth(model: Decoder, prompt, ids, temperature: float = 1.0) -> torch.Tensor:
     whole = torch.tensor([*prompt, *ids])
     hidden = model(whole, torch.arange(len(whole)), causal_attend)
-    logprobs = model.logits(hidden).log_softmax(-1)
+    logprobs = (model.logits(hidden) / temperature).log_softmax(-1)
     return logprobs[:-1].gather(1, whole[1:, None]).squeeze(1)[len(prompt) - 1 :]
 
 
@@ -100,7 +46,7 @@ def assert_from(model: Decoder, request: Request, generations: list[Generation])
     assert len(generations) == len(request.seeds)
     for g in generations:
         assert len(g.ids) == len(g.logprobs) == len(g.versions)
-        wanted = truth(model, request.prompt_ids, g.ids)
+        wanted = truth(model, request.prompt_ids, g.ids, request.params.temperature or 1.0)
         torch.testing.assert_close(torch.tensor(g.logprobs), wanted, atol=ATOL, rtol=0)
 
 
@@ -122,8 +68,14 @@ def test_the_same_seed_draws_the_same_tokens(subject):
         second = await sampler.generate(ask("b", [5, 6], n=3))
         return first, second
 
-    first, second = run(subject, scenario)
+    first, second = run(subject, scenario, "seeds")
     assert [g.ids for g in first] == [g.ids for g in second]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_logprobs_are_those_at_the_temperature(subject, temperature):
+    request = ask("a", [5, 6], n=3, temperature=temperature)
+    assert_from(policy(1), request, run(subject, lambda sampler: sampler.generate(request)))
 
 
 def test_a_stop_id_ends_and_belongs_to_the_generation(subject):
@@ -133,7 +85,7 @@ def test_a_stop_id_ends_and_belongs_to_the_generation(subject):
         request = ask("b", [5, 6], max_new_tokens=20, stop_ids=(40, stop))
         return free, stop, request, await sampler.generate(request)
 
-    free, stop, request, (stopped,) = run(subject, scenario)
+    free, stop, request, (stopped,) = run(subject, scenario, "seeds")
     assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
     assert stopped.finish == "stop"
     assert_from(policy(1), request, [stopped])
@@ -146,7 +98,7 @@ def test_a_stop_string_ends_and_its_tokens_stay(subject):
         request = ask("b", [5, 6], max_new_tokens=20, stop_strings=("#never#", string))
         return free, string, request, await sampler.generate(request)
 
-    free, string, request, (stopped,) = run(subject, scenario, "stop_strings")
+    free, string, request, (stopped,) = run(subject, scenario, "seeds", "stop_strings")
     size = len(stopped.ids)
     assert stopped.ids == free.ids[:size] and stopped.finish == "stop"
     assert string in decode(stopped.ids) and string not in decode(stopped.ids[:-1])
@@ -229,6 +181,18 @@ def test_install_replaces_the_policy_and_the_receipt_proves_it(subject):
     assert all(g.versions == [7] * 8 for g in after)
 
 
+def test_install_after_install_leaves_nothing_of_the_older_policy(subject):
+    async def scenario(sampler):
+        drawn = {}
+        for version in (2, 3, 3, 4):
+            await sampler.install(version, list(iter_hf(policy(version))))
+            drawn[version] = await sampler.generate(ask(f"v{version}", range(20), n=2))
+        return drawn
+
+    for version, generations in run(subject, scenario).items():
+        assert_from(policy(version), ask("", range(20), n=2), generations)
+
+
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "twice"])
 def test_a_faulty_install_is_refused_and_changes_nothing(subject, fault):
     pairs = list(iter_hf(policy(2)))
@@ -277,6 +241,24 @@ def test_tokens_under_way_carry_the_version_that_drew_them(subject):
         old = g.versions.count(0)
         wanted = truth(policy(1), request.prompt_ids, g.ids)[:old]
         torch.testing.assert_close(torch.tensor(g.logprobs[:old]), wanted, atol=ATOL, rtol=0)
+
+
+def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=60)
+
+    async def scenario(sampler):
+        drawn = asyncio.Event()
+        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+        await drawn.wait()
+        await sampler.install(1, list(iter_hf(policy(2))))
+        return await task
+
+    for g in run(reprefilling, scenario):
+        old = g.versions.count(0)
+        assert 0 < old < 60 == len(g.ids)
+        wanted = [truth(policy(seed), request.prompt_ids, g.ids) for seed in (1, 2)]
+        expected = torch.cat([wanted[0][:old], wanted[1][old:]])
+        torch.testing.assert_close(torch.tensor(g.logprobs), expected, atol=ATOL, rtol=0)
 
 
 def test_a_pause_keeps_work_and_draws_nothing(subject):

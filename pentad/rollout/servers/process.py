@@ -1,0 +1,161 @@
+"""A server started for a run: in its own environment, its output in a file, ended with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pentad
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.servers.wire import Wire
+
+STOP_PATIENCE_S = 15.0
+PROBE_INTERVAL_S = 0.5
+TAIL_LINES = 8
+KEY = "rollout.server.python"
+T = TypeVar("T")
+
+
+class ServerProcess:
+    """One server and what it starts, a session of their own."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
+    ) -> None:
+        self.name = name
+        self.log_file = log_file
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.package = tempfile.TemporaryDirectory(prefix="pentad-server-")
+        own = package_path(Path(self.package.name))
+        path = os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
+        with log_file.open("wb") as out:
+            self.popen = subprocess.Popen(
+                command,
+                env={**environment, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Raises RunError if it ended, with its last words."""
+        code = self.popen.poll()
+        if code is not None:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise RunError(
+                f"{self.name} ended with {how}; the last lines of {self.log_file}: {self.tail()}"
+            )
+
+    def tail(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+
+    async def wait_ready(self, probe: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Until `probe` raises no InfraFailure."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.check()
+            try:
+                await probe()
+                return
+            except InfraFailure as failure:
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"{self.name} was not ready after {timeout_s:g} s ({failure}); "
+                        f"its output is in {self.log_file}"
+                    ) from failure
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def opened(self, wire: Wire, attach: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        """What `attach` makes of the server once it answers; on any failure the server ends."""
+        try:
+            await self.wait_ready(lambda: wire.get("/health"), timeout_s)
+            return await attach()
+        except BaseException:
+            await self.stop()
+            raise
+        finally:
+            await wire.close()
+
+    async def stop(self) -> None:
+        """Asks it to end, then ends it with everything it started."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        while self.popen.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        self.popen.wait()
+        self.package.cleanup()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, number)
+
+
+def package_path(folder: Path) -> str:
+    """A folder with this package and nothing else in it: the server's environment has torch and
+    the rest in versions of its own, which our site-packages must not hide."""
+    (folder / "pentad").symlink_to(Path(pentad.__file__).parent, target_is_directory=True)
+    return str(folder)
+
+
+def server_python(wanted: str | None, command: str) -> str:
+    """The interpreter of the environment the server is installed in.
+
+    `wanted` is it, or the environment's folder. None: that of the `command` on the path.
+    """
+    if wanted is None:
+        found = shutil.which(command)
+        beside = Path(found).resolve().parent / "python" if found else Path(sys.executable)
+        return str(beside)
+    given = Path(wanted)
+    python = given / "bin" / "python" if given.is_dir() else given
+    if not os.access(python, os.X_OK):
+        rule = f"there is no interpreter {python}" if given.is_dir() else "cannot be run"
+        remedy = "give the Python of the environment the server is installed in, or its folder"
+        raise UserError(Problem(f"{KEY} = {wanted}", rule, remedy))
+    return str(python)
+
+
+def check_installed(python: str, module: str, wanted: str | None) -> None:
+    """Raises UserError unless the interpreter has the server's module."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0:
+        return
+    where = f"{KEY} = {'null' if wanted is None else wanted}"
+    rule = f"{python} has no {module}"
+    remedy = f"install {module} in an environment of its own and name its folder here"
+    raise UserError(Problem(where, rule, remedy))
+
+
+def server_environment(devices: Sequence[int], **own: str) -> dict[str, str]:
+    """Ours without the paths of our packages; models are folders, nothing is looked up."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    seen = {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
+    return {**kept, "HF_HUB_OFFLINE": "1", **seen, **own}
+
+
+def visible(devices: Sequence[int]) -> str:
+    """Device numbers as this process counts them, as the machine counts them."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = own.split(",") if own else [str(n) for n in range(max(devices) + 1)]
+    return ",".join(names[device] for device in devices)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

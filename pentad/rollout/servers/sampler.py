@@ -1,0 +1,375 @@
+"""The sampler over a server: `core.roles.Sampler` for whatever speaks one of the dialects.
+
+What a server answers is checked before anybody sees it. A request becomes one call for each seed;
+weights are replaced while the server is paused; a server whose weights are in doubt serves nothing
+until an install succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Installed, NamedTensors
+from pentad.core.types import Generation, Request, SamplingParams
+from pentad.infer.checks import Limits, check_request
+from pentad.models.exchange import native_shards
+from pentad.models.families import map_of
+from pentad.models.registry import create_model
+from pentad.rollout.checks import flaw_of
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.servers.process import ServerProcess
+from pentad.weights import flow
+
+log = logging.getLogger(__name__)
+
+ABORT_PATIENCE_S = 5.0
+"""How long an aborted call may take to hand over what it drew; then it is cut off."""
+QUIET_S = 0.02
+"""A paused server is still when no token came for so long."""
+
+OnToken = Callable[[int, int, float], None]
+OnPiece = Callable[[Sequence[int], Sequence[float]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One continuation as a server is asked for it."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_new_tokens: int
+    """Within the context."""
+    seed: int
+    version: int
+    """Weight version at the time of asking."""
+    on_piece: OnPiece | None
+    """Told of tokens as they come; without it the server may answer at once."""
+
+
+class Dialect(Protocol):
+    """What differs between servers. Failures are raised as InfraFailure."""
+
+    where: str
+    """The server in sentences."""
+    capabilities: frozenset[str]
+    loses_requests_asleep: bool
+    """Whether it can sleep only with nothing under way; such requests are asked again."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises UserError for draws whose log-probs the server would report wrongly."""
+        ...
+
+    async def generate(self, call: Call) -> Generation: ...
+
+    async def abort(self, call_ids: Sequence[str]) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Installed:
+        """Replaces the weights of the paused server; its caches forget the old ones."""
+        ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def health(self) -> None: ...
+
+    async def version_label(self) -> str:
+        """What the server calls its weights."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Open:
+    """A request under way."""
+
+    calls: dict[str, asyncio.Task[Generation]]
+
+
+class ServerSampler:
+    """Continues prompts on a server; `process` is given when this run started it."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        dims: ModelDims,
+        *,
+        max_context: int,
+        process: ServerProcess | None = None,
+        version: int = -1,
+    ) -> None:
+        """`version` is that of the weights the server holds; -1 where nobody knows."""
+        self.dialect = dialect
+        self.capabilities = dialect.capabilities
+        self.dims = dims
+        self.process = process
+        self.limits = Limits(
+            vocab_size=dims.vocab_size,
+            max_context=max_context,
+            max_cached=max_context,
+            can_decode="stop_strings" in dialect.capabilities,
+        )
+        self.name = uuid.uuid4().hex[:8]  # ids must not meet those of another run
+        self.open: dict[str, Open] = {}
+        self.may_ask = asyncio.Event()
+        self.may_ask.set()
+        self.updating = asyncio.Lock()
+        self.is_paused = False
+        self.is_asleep = False
+        self.is_closed = False
+        self.doubt: str | None = None
+        """Why nobody knows what weights the server holds."""
+        self._version = version
+        self.interrupted: set[str] = set()
+        self.num_drawn = self.num_installs = self.num_heard = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+        self._check_serving()
+        check_request(request, self.limits)
+        self.dialect.check(request.params)
+        if request.id in self.open:
+            rule = "a request of this id is under way"
+            raise UserError(Problem(f"request {request.id}", rule, "name it anew"))
+        calls = {f"{self.name}-{request.id}-{index}": index for index in range(len(request.seeds))}
+        entry = Open(
+            {
+                name: asyncio.create_task(self._continue(request, index, name, on_token))
+                for name, index in calls.items()
+            }
+        )
+        self.open[request.id] = entry
+        try:
+            return list(await asyncio.gather(*entry.calls.values()))
+        except asyncio.CancelledError:
+            if self.is_closed and not _is_cancelled():
+                raise RunError("the sampler was closed") from None
+            raise
+        finally:
+            del self.open[request.id]
+            for task in entry.calls.values():
+                task.cancel()  # closing its connection ends the work, too
+            await asyncio.gather(*entry.calls.values(), return_exceptions=True)
+
+    async def abort(self, request_id: str) -> None:
+        entry = self.open.get(request_id)
+        if entry is None:
+            return
+        await self.dialect.abort(list(entry.calls))
+        await asyncio.wait(entry.calls.values(), timeout=ABORT_PATIENCE_S)
+        for task in entry.calls.values():
+            task.cancel("aborted")
+
+    async def pause(self) -> None:
+        self._check_serving()
+        self.is_paused = True
+        self._gate()
+        async with self.updating:
+            await self.dialect.pause()
+        await self._settle()
+
+    async def resume(self) -> None:
+        async with self.updating:
+            await self.dialect.resume()
+        self.is_paused = False
+        self._gate()
+
+    async def install(self, version: int, weights: NamedTensors) -> Installed:
+        """Refused before anything changes if a tensor is missing, unknown, misshapen or twice."""
+        self._check_open()
+        if version < self.version:
+            rule = f"version {self.version} is already here"
+            raise UserError(Problem(f"install of version {version}", rule))
+        pairs = list(weights)
+        check_weights(self.dims, pairs)
+        async with self.updating:
+            self.doubt = f"{self.dialect.where}: an install of version {version} did not end"
+            if not (self.is_paused or self.is_asleep):
+                await self.dialect.pause()
+            try:
+                receipt = await self.dialect.load(version, pairs)
+            except InfraFailure as failure:
+                self.doubt = f"{failure}; what weights it holds is not known"
+                raise RunError(self.doubt) from failure
+            self.doubt = None
+            self._version = version
+            self.num_installs += 1
+            if not (self.is_paused or self.is_asleep):
+                await self.dialect.resume()
+        return receipt
+
+    async def sleep(self) -> None:
+        self._check_serving()
+        if self.is_asleep:
+            return
+        self.is_asleep = True
+        self._gate()
+        async with self.updating:
+            if self.dialect.loses_requests_asleep:
+                await self._interrupt()
+            await self.dialect.sleep()
+
+    async def _interrupt(self) -> None:
+        """What is under way ends here, and is asked again from its start after `wake`."""
+        names = [name for entry in self.open.values() for name in entry.calls]
+        self.interrupted.update(names)
+        await self.dialect.abort(names)
+        await self._settle()
+
+    async def wake(self) -> None:
+        if not self.is_asleep:
+            return
+        async with self.updating:
+            await self.dialect.wake()
+        self.is_asleep = False
+        self._gate()
+
+    async def health(self) -> None:
+        self._check_serving()
+        try:
+            await self.dialect.health()
+            async with self.updating:
+                label = await self.dialect.version_label()
+        except InfraFailure as failure:
+            raise RunError(str(failure)) from failure
+        if self.version >= 0 and label != str(self.version):
+            raise RunError(
+                f"{self.dialect.where}: holds weights {label!r}, not version {self.version}; "
+                "somebody else changed them, or it was started anew"
+            )
+
+    def stats(self) -> dict[str, float]:
+        running = sum(not t.done() for entry in self.open.values() for t in entry.calls.values())
+        return {
+            "tokens_drawn": self.num_drawn,
+            "installs": self.num_installs,
+            "running": running if self.may_ask.is_set() else 0,
+            "waiting": 0 if self.may_ask.is_set() else running,
+        }
+
+    async def close(self) -> None:
+        """Open requests end with an error; a server that this run started ends."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for entry in self.open.values():
+            for task in entry.calls.values():
+                task.cancel()
+        await self.dialect.close()
+        if self.process is not None:
+            await self.process.stop()
+
+    # One continuation.
+
+    async def _continue(
+        self, request: Request, index: int, name: str, on_token: OnToken | None
+    ) -> Generation:
+        heard = 0
+
+        def hear(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+            nonlocal heard
+            self.num_heard += len(ids)
+            for token, logprob in zip(ids, logprobs, strict=True):
+                heard += 1
+                if on_token is not None and heard > told:
+                    on_token(index, token, logprob)
+
+        try:
+            while True:
+                told, heard = heard, 0
+                await self.may_ask.wait()
+                asked_at = self.version
+                on_piece = None if on_token is None else hear
+                answer = await self.dialect.generate(self._call(request, index, name, on_piece))
+                if answer.finish != "abort" or name not in self.interrupted:
+                    break
+                self.interrupted.discard(name)
+        except asyncio.CancelledError as cancelled:
+            if cancelled.args == ("aborted",):
+                return Generation([], [], [], "abort")
+            raise
+        self._check_answer(request, index, answer, asked_at)
+        self.num_drawn += len(answer.ids)
+        return answer
+
+    def _call(self, request: Request, index: int, name: str, on_piece: OnPiece | None) -> Call:
+        room = self.limits.max_context - len(request.prompt_ids)
+        return Call(
+            id=name,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            max_new_tokens=min(request.params.max_new_tokens, room),
+            seed=request.seeds[index],
+            version=self.version,
+            on_piece=on_piece,
+        )
+
+    def _check_answer(
+        self, request: Request, index: int, answer: Generation, asked_at: int
+    ) -> None:
+        """Raises InfraFailure: what cannot be an answer to the request enters no batch."""
+        wrong = None
+        if answer.finish != "abort":
+            wrong = flaw_of(answer, request.params.max_new_tokens, self.limits.vocab_size)
+        known = range(asked_at, self.version + 1)
+        strange = [version for version in answer.versions if version not in known]
+        if wrong is None and strange:
+            held = f"{asked_at} to {self.version}" if asked_at < self.version else f"{asked_at}"
+            wrong = f"weights of version {strange[0]} drew a token, the server was given {held}"
+        if wrong is not None:
+            raise InfraFailure(f"{self.dialect.where}: continuation {index}: {wrong}")
+
+    # State.
+
+    def _gate(self) -> None:
+        if self.is_paused or self.is_asleep:
+            self.may_ask.clear()
+        else:
+            self.may_ask.set()
+
+    async def _settle(self) -> None:
+        """Tokens drawn before the pause may still be on their way."""
+        heard = -1
+        while heard != self.num_heard:
+            heard = self.num_heard
+            await asyncio.sleep(QUIET_S)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RunError("the sampler is closed")
+        if self.process is not None:
+            self.process.check()
+
+    def _check_serving(self) -> None:
+        self._check_open()
+        if self.doubt is not None:
+            raise RunError(self.doubt)
+
+
+def check_weights(dims: ModelDims, pairs: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises UserError unless these are all weights of the model, each once, of its shape."""
+    skeleton = create_model(dims, device="meta")
+    flow.check(native_shards(skeleton), map_of(dims), flow.Pairs(pairs))
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

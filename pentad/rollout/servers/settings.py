@@ -1,0 +1,44 @@
+"""What a server is told when a run starts it or attaches to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pentad.core.dims import ModelDims
+
+TransportName = Literal["disk", "broadcast", "ipc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """One server of a run."""
+
+    model_folder: str
+    """Its config.json and tokenizer; weights come by install."""
+    dims: ModelDims
+    dtype: str
+    max_context: int
+    max_running: int
+    max_batch_tokens: int
+    kv_cache_bytes: int | None
+    on_update: Literal["continue", "reprefill"]
+    device: str
+    """cpu or cuda."""
+    devices: tuple[int, ...] = ()
+    """GPUs a started server sees; their number is tensor x pipeline."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    python: str | None = None
+    """Interpreter or environment folder; None: where its command is on the path."""
+    arguments: tuple[str, ...] = ()
+    """Further words for its command line."""
+    start_timeout_s: float = 600.0
+    transport: TransportName = "disk"
+    transfer_folder: Path = field(default_factory=lambda: Path("/dev/shm"))
+    """Where weights that travel by disk lie while they do."""
+    can_sleep: bool = False
+    """Whether it will be put to sleep while others use its devices."""
+    memory_share: float | None = None
+    """Part of a GPU's memory it may take; None: its own choice."""

@@ -1,0 +1,378 @@
+"""SGLang as a sampler, over its native endpoints.
+
+Written from the request schema of SGLang 0.5.23 and held against a stand-in that validates it: no
+real SGLang was run. SGLang acknowledges an update without saying what arrived, so the digest of a
+receipt is of what was sent; the start-up self-test is what proves the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import BaseModel, NonNegativeInt
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+
+from pentad.core.digest import digest_of
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Installed
+from pentad.core.types import Generation, SamplingParams
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.servers.answers import Span, dotted, finish_of, release, versions_of
+from pentad.rollout.servers.group import Group, send_all
+from pentad.rollout.servers.process import (
+    ServerProcess,
+    check_installed,
+    free_port,
+    server_environment,
+    server_python,
+)
+from pentad.rollout.servers.sampler import Call, ServerSampler
+from pentad.rollout.servers.settings import ServerSettings
+from pentad.rollout.servers.transport import own_host, together, write_weights
+from pentad.rollout.servers.wire import Wire
+
+log = logging.getLogger(__name__)
+
+OLDEST = (0, 5, 23)
+"""The first whose answers are known to say which weights drew each token."""
+GROUP = "pentad_weights"
+BUCKET_BYTES = 1 << 29
+LOAD_TIMEOUT_S = 600.0
+Pairs = Sequence[tuple[str, Tensor]]
+
+
+class Reason(BaseModel):
+    type: str
+
+
+class Meta(BaseModel):
+    completion_tokens: NonNegativeInt
+    output_token_logprobs: list[tuple[float, NonNegativeInt, str | None]] = []
+    finish_reason: Reason | None = None
+    weight_versions: list[Span] | None = None
+
+
+class Answer(BaseModel):
+    output_ids: list[NonNegativeInt]
+    meta_info: Meta
+
+
+class Done(BaseModel):
+    success: bool
+    message: str = ""
+
+
+class ModelInfo(BaseModel):
+    model_config = {"protected_namespaces": ()}
+    weight_version: str
+
+
+class ServerInfo(BaseModel):
+    """What a server says of itself."""
+
+    version: str
+    tp_size: int = 1
+    pp_size: int = 1
+    context_length: int | None = None
+    enable_memory_saver: bool = False
+    enable_deterministic_inference: bool = False
+    skip_tokenizer_init: bool = False
+
+
+class Sglang:
+    """The dialect of SGLang, spoken to one server."""
+
+    loses_requests_asleep = True
+
+    def __init__(self, wire: Wire, settings: ServerSettings, about: ServerInfo) -> None:
+        self.wire = wire
+        self.where = wire.where
+        self.settings = settings
+        self.about = about
+        self.reprefill = settings.on_update == "reprefill"
+        self.group: Group | None = None
+        can = {"pause", "abort"}
+        can |= {"sleep"} if about.enable_memory_saver else set()
+        can |= {"seeds"} if about.enable_deterministic_inference else set()
+        can |= set() if about.skip_tokenizer_init else {"stop_strings"}
+        self.capabilities = frozenset(can)
+
+    def check(self, params: SamplingParams) -> None:
+        """SGLang's log-probs are those after temperature, before top-k and top-p, as ours."""
+
+    async def generate(self, call: Call) -> Generation:
+        body = {
+            "rid": call.id,
+            "input_ids": call.prompt_ids,
+            "sampling_params": sampling_params(call),
+            "return_logprob": True,
+            "stream": call.on_piece is not None,
+            "extra_key": f"pentad-{call.version}",  # prefixes are those of one weight version
+        }
+        ids: list[int] = []
+        logprobs: list[float] = []
+        if call.on_piece is None:
+            answer = await self.wire.post("/generate", body, timeout_s=None)
+            meta = self._read(answer, ids, logprobs)
+        else:
+            meta = Meta(completion_tokens=0)
+            async for event in self.wire.events("/generate", body):
+                known = len(ids)
+                meta = self._read(event, ids, logprobs)
+                call.on_piece(ids[known:], logprobs[known:])
+        finish = finish_of(self.where, meta.finish_reason.type if meta.finish_reason else None)
+        if finish == "abort" and not ids:
+            return Generation([], [], [], finish)
+        return Generation(
+            ids, logprobs, versions_of(self.where, meta.weight_versions, len(ids)), finish
+        )
+
+    def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Meta:
+        """Adds what is new in an answer; events hold all tokens so far, or only the latest."""
+        if isinstance(answer, dict) and "error" in answer:
+            raise InfraFailure(f"{self.where}: /generate failed ({answer['error']})")
+        read = self.wire.read("/generate", Answer, answer)
+        meta, told = read.meta_info, read.meta_info.output_token_logprobs
+        total, known = meta.completion_tokens, len(ids)
+        if len(told) != len(read.output_ids) or len(told) not in (total, total - known):
+            num = f"{len(told)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
+            raise InfraFailure(f"{self.where}: {num}")
+        if [token for _, token, _ in told] != read.output_ids:
+            raise InfraFailure(f"{self.where}: the log-probs are those of other tokens")
+        new = told[known:] if len(told) == total else told
+        ids += [token for _, token, _ in new]
+        logprobs += [logprob for logprob, _, _ in new]
+        return meta
+
+    async def abort(self, call_ids: Sequence[str]) -> None:
+        for call_id in call_ids:
+            await self.wire.post("/abort_request", {"rid": call_id})
+
+    async def pause(self) -> None:
+        mode = "retract" if self.reprefill else "in_place"
+        await self.wire.post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self.wire.post("/continue_generation", {})
+
+    async def load(self, version: int, weights: Pairs) -> Installed:
+        digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
+        # A cache that running requests keep cannot be flushed.
+        last = {"weight_version": str(version), "flush_cache": self.reprefill}
+        if self.settings.transport == "disk":
+            await self._by_disk(weights, last)
+        elif self.settings.transport == "broadcast":
+            await self._by_broadcast(weights, last)
+        else:
+            await self._by_tensors(weights, last)
+        return Installed(version, len(weights), digest)
+
+    async def _by_disk(self, weights: Pairs, last: dict[str, Any]) -> None:
+        folder = self.settings.transfer_folder / f"pentad-weights-{id(weights):x}"
+        try:
+            await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
+            # The server's own load format may be dummy.
+            body = {"model_path": str(folder), "load_format": "auto", "keep_pause": True, **last}
+            await self._done("/update_weights_from_disk", body)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _by_tensors(self, weights: Pairs, last: dict[str, Any]) -> None:
+        """CUDA tensors travel as references, others through shared memory: same machine only."""
+        buckets = list(in_buckets(weights, BUCKET_BYTES))
+        for number, bucket in enumerate(buckets, start=1):
+            payload = packed(bucket)
+            ending = last if number == len(buckets) else {"flush_cache": False}
+            body = {"serialized_named_tensors": [payload] * self.about.tp_size, **ending}
+            await self._done("/update_weights_from_tensor", body)
+
+    async def _by_broadcast(self, weights: Pairs, last: dict[str, Any]) -> None:
+        try:
+            group = self.group or await self._meet(weights[0][1].device.type)
+            body = {
+                "names": [name for name, _ in weights],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
+                "shapes": [list(tensor.shape) for _, tensor in weights],
+                "group_name": GROUP,
+                **last,
+            }
+            theirs = asyncio.ensure_future(self._done("/update_weights_from_distributed", body))
+            await together(asyncio.to_thread(send_all, group, weights), theirs)
+        except BaseException:
+            self.group = None
+            raise
+        self.group = group
+
+    async def _meet(self, device: str) -> Group:
+        host, port = own_host(self.wire.address), free_port()
+        world = self.about.tp_size * self.about.pp_size + 1
+        backend = "nccl" if device == "cuda" else "gloo"
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world,
+            "group_name": GROUP,
+            "backend": backend,
+        }
+        theirs = asyncio.ensure_future(self._done("/init_weights_update_group", body))
+        make = asyncio.to_thread(update_group, host, port, 0, world, backend)
+        return await together(make, theirs)
+
+    async def _done(self, path: str, body: dict[str, Any]) -> None:
+        answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
+        done = self.wire.read(path, Done, answer)
+        if not done.success:
+            raise InfraFailure(f"{self.where}: {path} failed ({done.message})")
+
+    async def sleep(self) -> None:
+        await self.wire.post("/flush_cache")
+        await self.wire.post("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        await self.wire.post("/resume_memory_occupation", {})
+
+    async def health(self) -> None:
+        await self.wire.get("/health")
+
+    async def version_label(self) -> str:
+        path = "/model_info"
+        return self.wire.read(path, ModelInfo, await self.wire.get(path)).weight_version
+
+    async def close(self) -> None:
+        self.group = None
+        await self.wire.close()
+
+
+def sampling_params(call: Call) -> dict[str, Any]:
+    params = call.params
+    return {
+        "max_new_tokens": call.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "sampling_seed": call.seed % 2**31,
+        "ignore_eos": True,
+        "stop_token_ids": params.stop_ids,
+        "stop": params.stop_strings,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def in_buckets(weights: Pairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.detach().contiguous()))
+        size += tensor.nbytes
+    yield bucket
+
+
+def packed(bucket: list[tuple[str, Tensor]]) -> str:
+    out = io.BytesIO()
+    ForkingPickler(out).dump(bucket)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def update_group(
+    host: str, port: int, rank: int, world: int, backend: str, timeout_s: float = 300.0
+) -> Group:
+    """The group as SGLang makes its end of it: the names of keys in the store must agree."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, world, rank == 0, timeout, wait_for_workers=False)
+    group, _ = _new_process_group_helper(
+        world,
+        rank,
+        [],
+        Backend(backend),
+        dist.PrefixStore(GROUP, store),
+        group_name=GROUP,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    return group
+
+
+# Starting and attaching.
+
+
+async def attach(
+    address: str, settings: ServerSettings, process: ServerProcess | None = None
+) -> ServerSampler:
+    """A sampler over a server that answers at `address`; nothing is assumed of its weights."""
+    where = f"rollout.server.addresses = {address}" if process is None else f"SGLang at {address}"
+    wire = Wire(address, "SGLang")
+    try:
+        about = wire.read("/server_info", ServerInfo, await wire.get("/server_info"))
+        check_server(where, about, settings)
+    except InfraFailure as failure:
+        await wire.close()
+        raise RunError(str(failure)) from failure
+    except BaseException:
+        await wire.close()
+        raise
+    dialect = Sglang(wire, settings, about)
+    if "seeds" not in dialect.capabilities:
+        log.info("%s: without --enable-deterministic-inference draws do not follow seeds", where)
+    return ServerSampler(dialect, settings.dims, max_context=settings.max_context, process=process)
+
+
+def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> None:
+    if release(about.version) < OLDEST:
+        rule = f"is SGLang {about.version}, which does not say which weights drew a token"
+        raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
+    if about.context_length is not None and about.context_length < settings.max_context:
+        needed = settings.max_context
+        rule = f"its context has {about.context_length} tokens, the run needs {needed}"
+        raise UserError(Problem(where, rule, f"start it with --context-length {needed}"))
+
+
+async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
+    """Starts a server on this machine, with weights of no use: an install must follow."""
+    python = server_python(settings.python, "sglang")
+    await asyncio.to_thread(check_installed, python, "sglang", settings.python)
+    port = free_port()
+    command = [python, "-m", "sglang.launch_server", *flags(settings, port)]
+    process = ServerProcess(name, command, server_environment(settings.devices), log_file)
+    address = f"http://127.0.0.1:{port}"
+    return await process.opened(
+        Wire(address, "SGLang"),
+        lambda: attach(address, settings, process),
+        settings.start_timeout_s,
+    )
+
+
+def flags(settings: ServerSettings, port: int) -> list[str]:
+    words: dict[str, Any] = {
+        "--model-path": settings.model_folder,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": settings.dtype,
+        "--context-length": settings.max_context,
+        "--max-running-requests": settings.max_running,
+        "--tp-size": settings.tensor_parallel,
+        "--pp-size": settings.pipeline_parallel,
+        "--load-format": "dummy",
+    }
+    if settings.device == "cpu":
+        words["--device"] = "cpu"
+    if settings.memory_share is not None:
+        words["--mem-fraction-static"] = settings.memory_share
+    switches = ["--enable-memory-saver"] if settings.can_sleep else []
+    pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
+    return [*pairs, *switches, *settings.arguments]

@@ -1,0 +1,153 @@
+"""How weights reach vLLM's workers: by a file, by broadcast, or by CUDA IPC on one GPU.
+
+Each way ends in the workers' receipts, which hold the digest of what arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.servers.group import Group, send_all, weight_group
+from pentad.weights.flow import TensorInfo
+from pentad.weights.hf import write_file
+
+T = TypeVar("T")
+Pairs = Sequence[tuple[str, Tensor]]
+Receipts = list[dict[str, Any]]
+Ask = Callable[..., Awaitable[Receipts]]
+"""`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
+
+
+class Transport(Protocol):
+    async def send(self, weights: Pairs, ask: Ask) -> Receipts: ...
+
+    async def close(self) -> None: ...
+
+
+class Disk:
+    """One safetensors file in a folder that the server sees too, gone after the install."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def send(self, weights: Pairs, ask: Ask) -> Receipts:
+        path = self.folder / f"weights-{id(weights):x}.safetensors"
+        try:
+            await asyncio.to_thread(write_weights, path, weights)
+            return await ask("pentad_load_file", str(path))
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        pass
+
+
+def write_weights(path: Path, weights: Pairs) -> None:
+    infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_file(path, iter(weights), infos)
+    except OSError as error:
+        raise InfraFailure(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+class Broadcast:
+    """A group of this process and all workers: gloo for tensors in memory, NCCL on GPUs.
+
+    The sender is rank 0. The group is made at the first send and made anew after a failure.
+    """
+
+    def __init__(self, address: str, num_workers: int, timeout_s: float = 300.0) -> None:
+        self.host = own_host(address)
+        self.world = num_workers + 1
+        self.timeout_s = timeout_s
+        self.group: Group | None = None
+
+    async def send(self, weights: Pairs, ask: Ask) -> Receipts:
+        device = weights[0][1].device
+        try:
+            group = self.group or await self._meet(ask, "nccl" if device.type == "cuda" else "gloo")
+            names = [(name, list(t.shape), str(t.dtype)[6:]) for name, t in weights]
+            receiving = asyncio.ensure_future(ask("pentad_receive", json.dumps(names)))
+            await together(asyncio.to_thread(send_all, group, weights), receiving)
+        except BaseException:
+            self.group = None
+            raise
+        self.group = group
+        return receiving.result()
+
+    async def _meet(self, ask: Ask, backend: str) -> Group:
+        timeout = timedelta(seconds=self.timeout_s)
+        store = dist.TCPStore(self.host, 0, self.world, True, timeout, wait_for_workers=False)
+        spec = {
+            "host": self.host,
+            "port": store.port,
+            "world": self.world,
+            "backend": backend,
+            "timeout_s": self.timeout_s,
+        }
+        joining = asyncio.ensure_future(ask("pentad_join", json.dumps(spec)))
+        make = asyncio.to_thread(weight_group, store, 0, self.world, backend, timeout)
+        return await together(make, joining)
+
+    async def close(self) -> None:
+        self.group = None
+
+
+async def together(ours: Awaitable[T], theirs: asyncio.Future[Any]) -> T:
+    """Both ends at once; the first that fails is the cause."""
+    mine = asyncio.ensure_future(ours)
+    done, _ = await asyncio.wait([mine, theirs], return_when=asyncio.FIRST_EXCEPTION)
+    for task in (theirs, mine):
+        failure = task.exception() if task in done else None
+        if isinstance(failure, InfraFailure):
+            raise failure
+        if failure is not None:
+            raise InfraFailure(f"the broadcast of weights failed ({failure})") from failure
+    return mine.result()
+
+
+def own_host(address: str) -> str:
+    """The address under which the server reaches this machine."""
+    parts = urlsplit(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
+class CudaIpc:
+    """Handles of tensors on the GPU that the worker uses too, known by the GPU's UUID.
+
+    The two processes may count GPUs differently (CUDA_VISIBLE_DEVICES). Tensors stay alive until
+    the receipt is here, which the worker gives after reading them.
+    """
+
+    async def send(self, weights: Pairs, ask: Ask) -> Receipts:
+        handles: dict[str, dict[str, str]] = {}
+        kept = []
+        for name, tensor in weights:
+            kept.append(tensor.detach().contiguous())
+            device = str(torch.cuda.get_device_properties(tensor.device).uuid)
+            _, arguments = reduce_tensor(kept[-1])
+            packed = base64.b64encode(pickle.dumps(arguments)).decode()
+            handles.setdefault(device, {})[name] = packed
+        torch.cuda.synchronize()
+        return await ask("pentad_open", json.dumps(handles))
+
+    async def close(self) -> None:
+        pass

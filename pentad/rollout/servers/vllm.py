@@ -1,0 +1,393 @@
+"""vLLM as a sampler: tokens in, tokens out, each with its log-prob and the weights that drew it.
+
+The server runs with its development endpoints (pause, collective_rpc, ...) and the worker extension
+of `vllm_worker`. Prefixes are cached under a salt that names the weight version: vLLM cannot drop
+its prefix cache while requests that keep their cache are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, NonNegativeInt
+from torch import Tensor
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Installed
+from pentad.core.types import Generation, SamplingParams
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.servers.answers import Span, dotted, finish_of, release, versions_of
+from pentad.rollout.servers.process import (
+    ServerProcess,
+    check_installed,
+    free_port,
+    server_environment,
+    server_python,
+)
+from pentad.rollout.servers.sampler import Call, ServerSampler
+from pentad.rollout.servers.settings import ServerSettings
+from pentad.rollout.servers.transport import Broadcast, CudaIpc, Disk, Transport
+from pentad.rollout.servers.wire import Wire
+
+log = logging.getLogger(__name__)
+
+OLDEST = (0, 32)
+"""The first whose answers are known to say which weights drew each token."""
+TRIED = (0, 32)
+EXTENSION = "pentad.rollout.servers.vllm_worker.WeightReceiver"
+PROTOCOL = 1
+"""That of `vllm_worker`, which cannot be imported here."""
+GENERATE = "/inference/v1/generate"
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this."""
+NO_LOGPROB = -9999.0
+"""What vLLM sends where it has no log-prob, or one that is not a number."""
+LOAD_TIMEOUT_S = 600.0
+
+
+class TokenLogprob(BaseModel):
+    token_id: NonNegativeInt
+    logprob: float
+
+
+class Logprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class Choice(BaseModel):
+    token_ids: list[NonNegativeInt] = []
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class Answer(BaseModel):
+    choices: list[Choice]
+
+
+class Results(BaseModel):
+    results: list[dict[str, Any]]
+
+
+class Vllm:
+    """The dialect of vLLM, spoken to one server."""
+
+    loses_requests_asleep = False
+
+    def __init__(
+        self, wire: Wire, transport: Transport, *, reprefill: bool, about: ServerAbout
+    ) -> None:
+        self.wire = wire
+        self.where = wire.where
+        self.transport = transport
+        self.reprefill = reprefill
+        self.about = about
+        can = {"pause", "abort", "seeds"}
+        self.capabilities = frozenset(
+            can
+            | ({"sleep"} if about.can_sleep else set())
+            | ({"stop_strings"} if about.can_decode else set())
+        )
+
+    def check(self, params: SamplingParams) -> None:
+        if 0 < params.temperature < MIN_TEMPERATURE:
+            rule = f"vLLM samples at no temperature between 0 and {MIN_TEMPERATURE}"
+            raise UserError(Problem(f"temperature = {params.temperature}", rule))
+        if self.about.logprobs_mode != "processed_logprobs" and params.temperature not in (0, 1):
+            rule = (
+                f"{self.where} runs with --logprobs-mode {self.about.logprobs_mode}, and its "
+                "log-probs are those at temperature 1"
+            )
+            where = f"temperature = {params.temperature}"
+            raise UserError(
+                Problem(where, rule, "start it with --logprobs-mode processed_logprobs")
+            )
+
+    async def generate(self, call: Call) -> Generation:
+        body = {
+            "request_id": call.id,
+            "token_ids": call.prompt_ids,
+            "sampling_params": sampling_params(call),
+            "cache_salt": f"pentad-{call.version}",
+        }
+        ids: list[int] = []
+        logprobs: list[float] = []
+        if call.on_piece is None:
+            answer = await self.wire.post(GENERATE, body, timeout_s=None)
+            last = self._read(answer, ids, logprobs)
+        else:
+            last = Choice()
+            async for event in self.wire.events(GENERATE, {**body, "stream": True}):
+                known = len(ids)
+                last = self._read(event, ids, logprobs)
+                call.on_piece(ids[known:], logprobs[known:])
+        finish = finish_of(self.where, last.finish_reason)
+        versions = versions_of(self.where, last.weight_versions, len(ids))
+        return Generation(ids, logprobs, versions, finish)
+
+    def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Choice:
+        """Adds the tokens of an answer, or of one event of it."""
+        if isinstance(answer, dict) and "error" in answer:
+            raise InfraFailure(f"{self.where}: {GENERATE} failed ({answer['error']})")
+        choices = self.wire.read(GENERATE, Answer, answer).choices
+        if len(choices) != 1:
+            raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was asked for")
+        choice = choices[0]
+        told = choice.logprobs.content if choice.logprobs else []
+        if [entry.token_id for entry in told] != choice.token_ids:
+            num = f"{len(told)} log-probs came for {len(choice.token_ids)} tokens"
+            raise InfraFailure(f"{self.where}: {num}, or for other tokens")
+        if any(entry.logprob <= NO_LOGPROB for entry in told):
+            raise InfraFailure(f"{self.where}: a drawn token has no log-prob")
+        ids += choice.token_ids
+        logprobs += [entry.logprob for entry in told]
+        return choice
+
+    async def abort(self, call_ids: Sequence[str]) -> None:
+        names = [f"generate-tokens-{call_id}" for call_id in call_ids]
+        await self.wire.post("/abort_requests", {"request_ids": names})
+
+    async def pause(self) -> None:
+        await self.wire.post("/pause", mode="keep", clear_cache="false")
+
+    async def resume(self) -> None:
+        await self.wire.post("/resume")
+
+    async def load(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Installed:
+        receipts = await self.transport.send(weights, self.ask)
+        first = receipts[0]
+        if any(receipt != first for receipt in receipts):
+            raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
+        drop = "true" if self.reprefill else "false"
+        await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
+        await self.wire.post("/update_weight_version", {"new_version": str(version)})
+        return Installed(version, first["num_tensors"], first["digest"])
+
+    async def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """Calls a method of the extension in all workers."""
+        path = "/collective_rpc"
+        body = {"method": method, "args": arguments, "timeout": LOAD_TIMEOUT_S}
+        answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
+        results = self.wire.read(path, Results, answer).results
+        errors = [result["error"] for result in results if "error" in result]
+        if errors or not results:
+            told = errors[0] if errors else "no worker answered"
+            raise InfraFailure(f"{self.where}: {method} failed ({told})")
+        return results
+
+    async def sleep(self) -> None:
+        await self.wire.post("/sleep", level="1", mode="keep")
+
+    async def wake(self) -> None:
+        await self.wire.post("/wake_up")
+
+    async def health(self) -> None:
+        await self.wire.get("/health")
+
+    async def version_label(self) -> str:
+        path = "/weight_info"
+        return self.wire.read(path, WeightInfo, await self.wire.get(path)).weight_version
+
+    async def close(self) -> None:
+        await self.transport.close()
+        await self.wire.close()
+
+
+class WeightInfo(BaseModel):
+    weight_version: str
+
+
+def sampling_params(call: Call) -> dict[str, Any]:
+    """Everything is said: nothing is left to the model's generation config."""
+    params = call.params
+    return {
+        "max_tokens": call.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": call.seed,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "stop_token_ids": params.stop_ids,
+        "stop": params.stop_strings,
+        "detokenize": bool(params.stop_strings),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+
+
+# What kind of server it is.
+
+
+class VersionAnswer(BaseModel):
+    version: str
+
+
+class ModelAbout(BaseModel):
+    logprobs_mode: str
+    max_model_len: int
+    enable_sleep_mode: bool = False
+    skip_tokenizer_init: bool = False
+
+
+class ParallelAbout(BaseModel):
+    worker_extension_cls: str = ""
+    world_size: int = 1
+
+
+class DeviceAbout(BaseModel):
+    device: str
+
+
+class ConfigAbout(BaseModel):
+    model_config = {"protected_namespaces": ()}
+    model: ModelAbout
+    parallel: ParallelAbout
+    device: DeviceAbout
+
+
+class ServerAbout(BaseModel):
+    """What a server says of itself."""
+
+    logprobs_mode: str
+    max_context: int
+    num_workers: int
+    can_sleep: bool
+    can_decode: bool
+
+
+async def probe(wire: Wire, where: str) -> ServerAbout:
+    """Raises UserError with what the server lacks, and how to start it so that it has it."""
+    told = wire.read("/version", VersionAnswer, await wire.get("/version")).version
+    number = release(told)[:2]
+    if number < OLDEST:
+        rule = f"is vLLM {told}, which does not say which weights drew a token"
+        raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
+    if number > TRIED:
+        log.warning("%s: vLLM %s is newer than %s, the one tried", where, told, dotted(TRIED))
+    try:
+        answer = await wire.get("/server_info", config_format="json")
+    except InfraFailure as failure:
+        remedy = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        raise UserError(Problem(where, "its weights cannot be replaced", remedy)) from failure
+    config = answer.get("vllm_config", {}) if isinstance(answer, dict) else {}
+    parts = {name: config.get(f"{name}_config") for name in ("model", "parallel", "device")}
+    about = wire.read("/server_info", ConfigAbout, parts)
+    if about.parallel.worker_extension_cls != EXTENSION:
+        rule = "its workers cannot receive weights"
+        raise UserError(Problem(where, rule, f"start it with --worker-extension-cls {EXTENSION}"))
+    await check_token_endpoint(wire, where)
+    return ServerAbout(
+        logprobs_mode=about.model.logprobs_mode,
+        max_context=about.model.max_model_len,
+        num_workers=about.parallel.world_size,
+        can_sleep=about.model.enable_sleep_mode and about.device.device != "cpu",
+        can_decode=not about.model.skip_tokenizer_init,
+    )
+
+
+async def check_token_endpoint(wire: Wire, where: str) -> None:
+    """An empty request is refused for what it lacks where the endpoint is open."""
+    response = await wire.http.post(GENERATE, json={})
+    if response.status_code not in (400, 422):
+        rule = f"{GENERATE} answered {response.status_code}: tokens cannot be asked for"
+        raise UserError(Problem(where, rule, "start it with --enable-scale-out"))
+
+
+# Starting and attaching.
+
+
+async def attach(
+    address: str,
+    settings: ServerSettings,
+    process: ServerProcess | None = None,
+) -> ServerSampler:
+    """A sampler over a server that answers at `address`; nothing is assumed of its weights."""
+    where = f"rollout.server.addresses = {address}" if process is None else f"vLLM at {address}"
+    wire = Wire(address, "vLLM")
+    try:
+        about = await probe(wire, where)
+        if about.max_context < settings.max_context:
+            rule = (
+                f"its context has {about.max_context} tokens, the run needs {settings.max_context}"
+            )
+            raise UserError(
+                Problem(where, rule, f"start it with --max-model-len {settings.max_context}")
+            )
+        transport = transport_of(settings, address, about.num_workers)
+        dialect = Vllm(wire, transport, reprefill=settings.on_update == "reprefill", about=about)
+        (told, *_) = await dialect.ask("pentad_about")
+        if told["protocol"] != PROTOCOL:
+            rule = f"its workers run another version of Pentad (protocol {told['protocol']})"
+            raise UserError(Problem(where, rule, "start it anew"))
+    except InfraFailure as failure:
+        await wire.close()
+        raise RunError(str(failure)) from failure
+    except BaseException:
+        await wire.close()
+        raise
+    return ServerSampler(dialect, settings.dims, max_context=settings.max_context, process=process)
+
+
+def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
+    if settings.transport == "broadcast":
+        return Broadcast(address, num_workers)
+    if settings.transport == "ipc":
+        return CudaIpc()
+    return Disk(settings.transfer_folder)
+
+
+async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
+    """Starts a server on this machine, with weights of no use: an install must follow."""
+    python = server_python(settings.python, "vllm")
+    await asyncio.to_thread(check_installed, python, "vllm", settings.python)
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *flags(settings, port)]
+    process = ServerProcess(name, command, environment(settings), log_file)
+    address = f"http://127.0.0.1:{port}"
+    return await process.opened(
+        Wire(address, "vLLM"), lambda: attach(address, settings, process), settings.start_timeout_s
+    )
+
+
+def flags(settings: ServerSettings, port: int) -> list[str]:
+    words = {
+        "--model": settings.model_folder,
+        "--served-model-name": "policy",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": settings.dtype,
+        "--max-model-len": settings.max_context,
+        "--max-num-seqs": settings.max_running,
+        "--max-num-batched-tokens": max(settings.max_batch_tokens, settings.max_context),
+        "--tensor-parallel-size": settings.tensor_parallel,
+        "--pipeline-parallel-size": settings.pipeline_parallel,
+        "--load-format": "dummy",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--worker-extension-cls": EXTENSION,
+    }
+    if settings.memory_share is not None and settings.device == "cuda":
+        words["--gpu-memory-utilization"] = settings.memory_share
+    if settings.kv_cache_bytes is not None and settings.device == "cuda":
+        words["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
+    switches = ["--enable-scale-out", "--enable-prefix-caching"]
+    if settings.device == "cpu":
+        switches.append("--enforce-eager")  # compiling takes longer than most CPU runs
+    if settings.can_sleep:
+        switches.append("--enable-sleep-mode")
+    pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
+    return [*pairs, *switches, *settings.arguments]
+
+
+def environment(settings: ServerSettings) -> dict[str, str]:
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if settings.device == "cpu":
+        whole_gib = max(1, -(-(settings.kv_cache_bytes or 2**30) // 2**30))
+        own["VLLM_CPU_KVCACHE_SPACE"] = str(whole_gib)
+        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return server_environment(settings.devices, **own)

@@ -1,0 +1,150 @@
+"""What runs inside vLLM's workers: takes new weights by file, broadcast or CUDA IPC, and proves it.
+
+vLLM mixes `WeightReceiver` into its worker (`--worker-extension-cls`) in its own environment, where
+of Pentad only modules that need no more than torch may be imported. Arguments come as JSON text.
+A call returns a receipt or {"error": ...}: an exception would end vLLM's engine.
+
+Weights go through the worker's `reload_weights`: on a CPU vLLM keeps them packed for its kernels,
+and writing to the model directly would corrupt them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from pentad.core.digest import WeightDigest, digest_of
+from pentad.rollout.servers.group import Group, broadcast, weight_group
+
+PROTOCOL = 1
+"""Counts the meanings these calls have had; both sides must have the same."""
+DEVICE_ARGUMENT = 6
+"""Where `rebuild_cuda_tensor` takes the device index."""
+
+Pairs = Iterator[tuple[str, Tensor]]
+Receipt = dict[str, Any]
+
+
+def told(call: Callable[..., Receipt]) -> Callable[..., Receipt]:
+    @wraps(call)
+    def safe(*args: Any) -> Receipt:
+        try:
+            return call(*args)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return safe
+
+
+class WeightReceiver:
+    """Methods of the worker, under names of their own; state is kept on the worker."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+    reload_weights: Callable[..., None]
+    pentad_group: Group
+
+    @told
+    def pentad_about(self) -> Receipt:
+        return {"protocol": PROTOCOL, "rank": self.rank, "device": str(self.device)}
+
+    @told
+    def pentad_load_file(self, path: str) -> Receipt:
+        return take(self, read(path, self.device))
+
+    @told
+    def pentad_join(self, spec: str) -> Receipt:
+        """Meets the sender, which is rank 0, in a group of its own."""
+        wanted = json.loads(spec)
+        timeout = timedelta(seconds=wanted["timeout_s"])
+        rank, world = self.rank + 1, wanted["world"]
+        store = dist.TCPStore(wanted["host"], wanted["port"], world, False, timeout)
+        self.pentad_group = weight_group(store, rank, world, wanted["backend"], timeout)
+        return {"rank": rank}
+
+    @told
+    def pentad_receive(self, spec: str) -> Receipt:
+        """Takes the tensors that the sender broadcasts, in the order of `spec`."""
+        return take(self, received(self.pentad_group, json.loads(spec), self.device))
+
+    @told
+    def pentad_open(self, spec: str) -> Receipt:
+        """Takes tensors that lie on this worker's GPU in the sender's process."""
+        handles = json.loads(spec)
+        mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        if mine not in handles:
+            raise RuntimeError(
+                f"the weights lie on GPU {', '.join(handles)}, this worker on {mine}"
+            )
+        return take(self, opened(handles[mine], self.device))
+
+
+def read(path: str, device: torch.device) -> Pairs:
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+            yield name, file.get_tensor(name).to(device)
+
+
+def received(group: Group, names: list[tuple[str, list[int], str]], device: torch.device) -> Pairs:
+    for name, shape, dtype in names:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        broadcast(group, tensor)
+        yield name, tensor
+
+
+def opened(handles: dict[str, str], device: torch.device) -> Pairs:
+    """The sender counts devices by its own CUDA_VISIBLE_DEVICES: the index becomes ours."""
+    for name, packed in handles.items():
+        arguments = list(pickle.loads(base64.b64decode(packed)))
+        arguments[DEVICE_ARGUMENT] = device.index or 0
+        yield name, rebuild_cuda_tensor(*arguments)
+
+
+def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
+    """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
+    model = worker.model_runner.get_model()
+    wanted = {name for name, _ in model.named_parameters()}
+    arrived, loaded = WeightDigest(), set[str]()
+    load = model.load_weights
+
+    def passing() -> Pairs:
+        for name, tensor in pairs:
+            arrived.entries.update(digest_of([(name, tensor)]).entries)
+            yield name, tensor
+
+    def watched(weights: Pairs) -> set[str]:
+        loaded.update(load(weights))
+        return loaded
+
+    model.load_weights = watched  # reload_weights only warns of what nothing was loaded into
+    try:
+        worker.reload_weights(weights_iterator=passing())
+    finally:
+        del model.load_weights
+    if worker.device.type == "cpu":
+        pack_heads(model)
+    missed = sorted(wanted - loaded)
+    if missed:
+        raise RuntimeError(f"nothing was loaded into {len(missed)} parameters, first {missed[0]}")
+    return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
+
+
+def pack_heads(model: torch.nn.Module) -> None:
+    """A head tied to the embedding is loaded with it, but computes with a packed copy of its own
+    on a CPU, which a reload (of vLLM 0.32) leaves as it was."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,67 @@
+"""The subjects of the contract; real vLLM only where PENTAD_TEST_VLLM names its environment, or the
+address of one that serves `model_folder`'s model."""
+
+import os
+
+import pytest
+from subjects import (
+    Subject,
+    embedded_subject,
+    sglang_subject,
+    start_vllm,
+    vllm_subject,
+    write_folder,
+)
+
+VLLM = os.environ.get("PENTAD_TEST_VLLM")
+needs_vllm = pytest.mark.skipif(VLLM is None, reason="make test-vllm runs it")
+
+SUBJECTS = [
+    "embedded",
+    "sglang-disk",
+    "sglang-broadcast",
+    "sglang-ipc",
+    *(
+        pytest.param(f"vllm-{how}", marks=[pytest.mark.optional, needs_vllm])
+        for how in ("disk", "broadcast")
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def vllm_address(model_folder):
+    if VLLM.startswith("http://"):
+        yield VLLM
+        return
+    address, stop = start_vllm(model_folder, VLLM)
+    yield address
+    stop()
+
+
+@pytest.fixture
+def make_subject(request: pytest.FixtureRequest, model_folder):
+    def make(name: str, on_update: str) -> Subject:
+        kind, _, transport = name.partition("-")
+        if kind == "embedded":
+            return embedded_subject(on_update)
+        changes = {"transport": transport, "on_update": on_update}
+        if kind == "sglang":
+            return sglang_subject(model_folder, **changes)
+        return vllm_subject(model_folder, request.getfixturevalue("vllm_address"), **changes)
+
+    return make
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, make_subject) -> Subject:
+    return make_subject(request.param, "continue")
+
+
+@pytest.fixture(params=SUBJECTS)
+def reprefilling(request: pytest.FixtureRequest, make_subject) -> Subject:
+    return make_subject(request.param, "reprefill")

@@ -1,0 +1,327 @@
+"""A stand-in for SGLang: its request schema, checked strictly, before our embedded engine.
+
+Bodies are those of SGLang 0.5.23 (srt/managers/io_struct.py); a field it does not know is refused,
+and so is what SGLang refuses: flushing a cache that is in use, updating weights that are served,
+giving back memory with requests under way.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import pickle
+from contextlib import asynccontextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from pentad.core.errors import UserError
+from pentad.core.types import Generation, Request, SamplingParams
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.rollout.servers.group import broadcast
+from pentad.rollout.servers.sglang import update_group
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class Sampling(Body):
+    max_new_tokens: int = 128
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 1 << 30
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+
+
+class Generate(Body):
+    rid: str
+    input_ids: list[int]
+    sampling_params: Sampling
+    return_logprob: bool = False
+    stream: bool = False
+    extra_key: str | None = None
+
+
+class Pause(Body):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Continue(Body):
+    torch_empty_cache: bool = True
+
+
+class Update(Body):
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: str | None = None
+    torch_empty_cache: bool = False
+
+
+class FromDisk(Update):
+    model_path: str
+    is_async: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+
+
+class FromTensor(Update):
+    serialized_named_tensors: list[str]
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class FromDistributed(Update):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class InitGroup(Body):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class Tags(Body):
+    tags: list[str] | None = None
+
+
+class Abort(Body):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class StandIn:
+    def __init__(self, make_sampler, **info: Any) -> None:
+        self.make_sampler = make_sampler
+        self.info = {
+            "version": "0.5.23",
+            "tp_size": 1,
+            "pp_size": 1,
+            "enable_memory_saver": True,
+            "enable_deterministic_inference": True,
+            "skip_tokenizer_init": False,
+            "context_length": None,
+            **info,
+        }
+        self.label = "default"
+        self.pause_mode: str | None = None
+        self.pending: list[tuple[str, torch.Tensor]] = []
+        self.groups: dict[str, Any] = {}
+        self.extra_keys: list[str | None] = []
+        self.calls: list[str] = []
+
+    def app(self) -> Starlette:
+        routes = {
+            "/generate": (Generate, self.generate),
+            "/pause_generation": (Pause, self.pause),
+            "/continue_generation": (Continue, self.resume),
+            "/update_weights_from_disk": (FromDisk, self.from_disk),
+            "/update_weights_from_tensor": (FromTensor, self.from_tensor),
+            "/update_weights_from_distributed": (FromDistributed, self.from_distributed),
+            "/init_weights_update_group": (InitGroup, self.init_group),
+            "/release_memory_occupation": (Tags, self.release),
+            "/resume_memory_occupation": (Tags, self.wake),
+            "/abort_request": (Abort, self.abort),
+            "/flush_cache": (None, self.flush),
+        }
+        posts = [
+            Route(path, self.route(*entry), methods=["POST"]) for path, entry in routes.items()
+        ]
+        gets = [
+            Route("/health", lambda _: Response()),
+            Route("/server_info", lambda _: JSONResponse(self.info)),
+            Route("/model_info", lambda _: JSONResponse({"weight_version": self.label})),
+        ]
+
+        @asynccontextmanager
+        async def life(_app):
+            self.sampler: EmbeddedSampler = self.make_sampler()
+            yield
+            await self.sampler.close()
+
+        return Starlette(routes=[*posts, *gets], lifespan=life)
+
+    def route(self, schema, call):
+        async def answer(request: HttpRequest) -> Response:
+            self.calls.append(request.url.path)
+            if schema is None:
+                return await call()
+            try:
+                body = schema.model_validate_json(await request.body())
+            except ValidationError as error:
+                return JSONResponse({"error": str(error)}, status_code=400)
+            return await call(body)
+
+        return answer
+
+    async def generate(self, body: Generate) -> Response:
+        wanted = body.sampling_params
+        self.extra_keys.append(body.extra_key)
+        params = SamplingParams(
+            max_new_tokens=wanted.max_new_tokens,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=max(wanted.top_k, 0),
+            stop_ids=tuple(wanted.stop_token_ids or ()),
+            stop_strings=tuple(wanted.stop or ()),
+        )
+        assert wanted.ignore_eos and body.return_logprob and wanted.sampling_seed is not None
+        request = Request(
+            id=body.rid,
+            prompt_ids=tuple(body.input_ids),
+            params=params,
+            seeds=(wanted.sampling_seed,),
+        )
+        if body.stream:
+            return StreamingResponse(self.events(request), media_type="text/event-stream")
+        try:
+            (done,) = await self.sampler.generate(request)
+        except UserError as error:
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+        return JSONResponse(self.told(done, request))
+
+    async def events(self, request: Request):
+        """All tokens so far in every event, as SGLang does by default."""
+        queue: asyncio.Queue = asyncio.Queue()
+        sofar = Generation([], [], [], "length")
+
+        def hear(_index: int, token: int, logprob: float) -> None:
+            sofar.ids.append(token)
+            sofar.logprobs.append(logprob)
+            queue.put_nowait(Generation([*sofar.ids], [*sofar.logprobs], [], "length"))
+
+        task = asyncio.create_task(self.sampler.generate(request, hear))
+        task.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while (part := await queue.get()) is not None:
+                yield f"data: {json.dumps(self.told(part, request, final=False))}\n\n"
+            (done,) = await task
+            yield f"data: {json.dumps(self.told(done, request))}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            task.cancel()
+
+    def told(self, part: Generation, request: Request, final: bool = True) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": request.id,
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(part.ids),
+            "finish_reason": {"type": part.finish} if final else None,
+            "weight_version": self.label,
+            "output_token_logprobs": [
+                [logprob, token, None]
+                for token, logprob in zip(part.ids, part.logprobs, strict=True)
+            ],
+        }
+        if final:
+            meta["weight_versions"] = spans(part.versions)
+        return {"text": "", "output_ids": part.ids, "meta_info": meta}
+
+    async def pause(self, body: Pause) -> Response:
+        assert body.mode != "abort", "requests under way must stay"
+        self.pause_mode = body.mode
+        await self.sampler.pause()
+        if body.mode == "retract":
+            self.sampler.engine.scheduler.preempt_all()
+        return JSONResponse({"status": "ok"})
+
+    async def resume(self, _body: Continue) -> Response:
+        self.pause_mode = None
+        await self.sampler.resume()
+        return JSONResponse({"status": "ok"})
+
+    async def from_disk(self, body: FromDisk) -> Response:
+        assert body.load_format == "auto", "the server's own format may be dummy"
+        pairs = [
+            p for f in Path(body.model_path).glob("*.safetensors") for p in load_file(f).items()
+        ]
+        return await self.update(body, pairs)
+
+    async def from_tensor(self, body: FromTensor) -> Response:
+        assert len(body.serialized_named_tensors) == self.info["tp_size"]
+        data = base64.b64decode(body.serialized_named_tensors[0], validate=True)
+        return await self.update(body, [(n, t.clone()) for n, t in pickle.load(io.BytesIO(data))])
+
+    async def init_group(self, body: InitGroup) -> Response:
+        self.groups[body.group_name] = await asyncio.to_thread(
+            update_group,
+            body.master_address,
+            body.master_port,
+            body.rank_offset,
+            body.world_size,
+            body.backend,
+        )
+        return JSONResponse({"success": True, "message": "ok"})
+
+    async def from_distributed(self, body: FromDistributed) -> Response:
+        def receive() -> list[tuple[str, torch.Tensor]]:
+            pairs = []
+            for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                broadcast(self.groups[body.group_name], tensor)
+                pairs.append((name, tensor))
+            return pairs
+
+        return await self.update(body, await asyncio.to_thread(receive))
+
+    async def update(self, body: Update, pairs) -> Response:
+        """Takes effect with the part that names the version, as the last one does."""
+        if self.pause_mode is None and not self.sampler.engine.is_asleep:
+            return JSONResponse({"success": False, "message": "not paused"}, status_code=400)
+        if body.flush_cache and self.pause_mode == "in_place" and self.sampler.open:
+            told = "Cache flush failed after updating weights"
+            return JSONResponse({"success": False, "message": told}, status_code=400)
+        self.pending += pairs
+        if body.weight_version is not None:
+            # A fresh client may begin to count anew.
+            self.sampler.engine.version = min(self.sampler.engine.version, int(body.weight_version))
+            await self.sampler.install(int(body.weight_version), self.pending)
+            self.label, self.pending = body.weight_version, []
+        return JSONResponse({"success": True, "message": "Success."})
+
+    async def flush(self) -> Response:
+        return Response(status_code=400 if self.sampler.open else 200)
+
+    async def release(self, _body: Tags) -> Response:
+        assert not self.sampler.open, "release_memory_occupation should be called when idle"
+        await self.sampler.sleep()
+        return JSONResponse(None)
+
+    async def wake(self, _body: Tags) -> Response:
+        await self.sampler.wake()
+        return JSONResponse(None)
+
+    async def abort(self, body: Abort) -> Response:
+        await self.sampler.abort(body.rid)
+        return Response()
+
+
+def spans(versions: list[int]) -> list[dict[str, Any]]:
+    out, start = [], 0
+    for version, members in groupby(versions):
+        end = start + len(list(members))
+        out.append({"version": str(version), "start": start, "end": end})
+        start = end
+    return out
