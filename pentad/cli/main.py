@@ -145,6 +145,9 @@ def evaluate(
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Put prompts in the chat template.")
     ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A server that serves the model, OpenAI-compatible.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSONL file for every answer.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
@@ -165,6 +168,7 @@ def evaluate(
         "samples": samples,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
+        "address": None if address is None else [address],
     }
     config, _ = read_subject(words or [], options).prepare("eval")
     from pentad.cli.evaluate import run_eval_command

@@ -61,6 +61,7 @@ EVAL_OPTIONS = {
     "samples": "evaluator.n_samples",
     "temperature": "evaluator.temperature",
     "max_new_tokens": "evaluator.max_new_tokens",
+    "address": "rollout.server.addresses",
 }
 """Option of `eval` -> the key it sets."""
 
@@ -131,8 +132,8 @@ def read_subject(words: list[str], options: Mapping[str, object]) -> Recipe:
         _append(found, overrides, problems)
         return Recipe(Path(subject), overrides, problems)
     if "://" in subject:
-        rule = "only models in a folder of this machine are evaluated, by the embedded engine"
-        raise UserError(Problem(f"model = {subject}", rule, "download the model"))
+        rule = "the first word is a folder of this machine; the tokenizer is read from it"
+        raise UserError(Problem(f"model = {subject}", rule, f"give it, and --address {subject}"))
     _append([("the first word", "actor.path", json.dumps(subject)), *found], overrides, problems)
     return Recipe(None, overrides, problems)
 

@@ -1,4 +1,4 @@
-"""One evaluation on its own: a model folder, a dataset, a reward, the embedded sampler."""
+"""One evaluation on its own: a model folder or its server, a dataset, a reward."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
+from pentad.core.roles import Sampler
 from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.engine.settings import DTYPES
@@ -22,6 +23,7 @@ from pentad.models.families import dims_of
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
 from pentad.rollout.executor import Executor
 from pentad.rollout.rewards import RewardScorer
+from pentad.rollout.servers import completions
 from pentad.rollout.workflows import Workflow, load_workflow
 from pentad.trainer.preflight import (
     Collector,
@@ -104,8 +106,9 @@ async def _evaluate(
 ) -> Evaluation:
     async with AsyncExitStack() as stack:
         reward = await _start_reward(config, stack)
-        sampler = _sampler(config, subject, device)
-        stack.push_async_callback(sampler.close)
+        samplers = await _samplers(config, subject, device)
+        for sampler in samplers.values():
+            stack.push_async_callback(sampler.close)
         settings = executor_settings(
             config,
             subject.dims,
@@ -113,9 +116,7 @@ async def _evaluate(
             config.evaluator.n_samples,
             purpose="eval",
         )
-        executor = Executor(
-            {"embedded": sampler}, subject.workflow, reward, settings, subject.tokenizer.inner
-        )
+        executor = Executor(samplers, subject.workflow, reward, settings, subject.tokenizer.inner)
         stack.callback(executor.close)
         why = no_majority(config, reward)
         started = time.monotonic()
@@ -125,7 +126,7 @@ async def _evaluate(
             count_votes=reward.results if reward is not None and not why else None,
             on_answered=on_answered,
         )
-        result = summarise(sampler.version, answered, time.monotonic() - started)
+        result = summarise(0, answered, time.monotonic() - started)
     failures: dict[str, int] = {}
     for found in answered:
         if found.group is None:
@@ -144,10 +145,14 @@ async def _start_reward(config: Config, stack: AsyncExitStack) -> RewardScorer |
     return scorer
 
 
-def _sampler(config: Config, subject: Subject, device: torch.device) -> EmbeddedSampler:
+async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:
+    """The model in this process, or whatever serves it at the given addresses."""
+    addresses = config.rollout.server.addresses
+    if addresses:
+        return {address: await completions.attach(address, subject.dims) for address in addresses}
     assert config.actor.path is not None, "checked with the config"
     tokenizer = subject.tokenizer
-    return EmbeddedSampler.from_folder(
+    embedded = EmbeddedSampler.from_folder(
         config.actor.path,
         sampler_settings(config, subject.dims),
         device=device,
@@ -155,6 +160,7 @@ def _sampler(config: Config, subject: Subject, device: torch.device) -> Embedded
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
         version=0,
     )
+    return {"embedded": embedded}
 
 
 def no_majority(config: Config, reward: RewardScorer | None) -> str:

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +23,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    rendezvous,
+)
 
 from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout.servers.group import broadcast
-from pentad.rollout.servers.sglang import update_group
 
 
 class Body(BaseModel):
@@ -265,14 +271,25 @@ class StandIn:
         return await self.update(body, [(n, t.clone()) for n, t in pickle.load(io.BytesIO(data))])
 
     async def init_group(self, body: InitGroup) -> Response:
-        self.groups[body.group_name] = await asyncio.to_thread(
-            update_group,
-            body.master_address,
-            body.master_port,
-            body.rank_offset,
-            body.world_size,
-            body.backend,
-        )
+        """As SGLang's init_custom_process_group does, by torch's own helper."""
+
+        def make():
+            timeout = timedelta(seconds=30)
+            where = f"tcp://{body.master_address}:{body.master_port}"
+            rank, world = body.rank_offset, body.world_size
+            store, _, _ = next(rendezvous(where, rank, world, timeout=timeout))
+            group, _ = _new_process_group_helper(
+                world,
+                rank,
+                [],
+                Backend(body.backend),
+                PrefixStore(body.group_name, store),
+                group_name=body.group_name,
+                timeout=timeout,
+            )
+            return group
+
+        self.groups[body.group_name] = await asyncio.to_thread(make)
         return JSONResponse({"success": True, "message": "ok"})
 
     async def from_distributed(self, body: FromDistributed) -> Response:

@@ -34,7 +34,7 @@ DIMS = ModelDims(
     intermediate_size=48,
     qk_norm=True,
     tie_embeddings=True,
-    max_position=96,
+    max_position=256,
     initializer_range=0.5,  # distributions far from uniform, so that wrong weights show
 )
 

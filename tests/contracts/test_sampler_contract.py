@@ -12,6 +12,7 @@ from pentad.core.types import Generation, Request, SamplingParams
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.exchange import iter_hf
 
+LONG = 200  # tokens, so that something is still under way when the next call arrives
 ATOL = 2e-5  # fp32 rounding over two layers, by whatever kernels
 
 
@@ -118,7 +119,7 @@ def test_greedy_is_greedy(subject):
 
 
 def test_the_context_limit_ends_a_generation(subject):
-    request = ask("a", [i % 41 for i in range(91)], max_new_tokens=50)
+    request = ask("a", [i % 41 for i in range(251)], max_new_tokens=50)
     (g,) = run(subject, lambda sampler: sampler.generate(request))
     assert len(g.ids) == 5 and g.finish == "length"
     assert_from(policy(1), request, [g])
@@ -130,7 +131,7 @@ def test_the_context_limit_ends_a_generation(subject):
         (ask("x", []), "is empty"),
         (ask("x", [41]), "outside the vocabulary of 41"),
         (ask("x", [-1]), "outside the vocabulary of 41"),
-        (ask("x", [1] * 96), "context of 96"),
+        (ask("x", [1] * 256), "context of 256"),
         (ask("x", [1], n=0), "n = 0"),
         (ask("x", [1], stop_ids=(41,)), "outside the vocabulary of 41"),
         (ask("x", [1], max_new_tokens=0), "at least 1"),
@@ -226,7 +227,7 @@ def test_versions_never_go_back(subject):
 
 
 def test_tokens_under_way_carry_the_version_that_drew_them(subject):
-    request = ask("a", [1, 2, 3], n=2, max_new_tokens=60)
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -236,7 +237,7 @@ def test_tokens_under_way_carry_the_version_that_drew_them(subject):
         return await task
 
     for g in run(subject, scenario):
-        assert len(g.ids) == 60
+        assert len(g.ids) == LONG
         assert g.versions == sorted(g.versions) and set(g.versions) == {0, 1}
         old = g.versions.count(0)
         wanted = truth(policy(1), request.prompt_ids, g.ids)[:old]
@@ -244,7 +245,7 @@ def test_tokens_under_way_carry_the_version_that_drew_them(subject):
 
 
 def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
-    request = ask("a", [1, 2, 3], n=2, max_new_tokens=60)
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -255,14 +256,14 @@ def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
 
     for g in run(reprefilling, scenario):
         old = g.versions.count(0)
-        assert 0 < old < 60 == len(g.ids)
+        assert 0 < old < LONG == len(g.ids)
         wanted = [truth(policy(seed), request.prompt_ids, g.ids) for seed in (1, 2)]
         expected = torch.cat([wanted[0][:old], wanted[1][old:]])
         torch.testing.assert_close(torch.tensor(g.logprobs), expected, atol=ATOL, rtol=0)
 
 
 def test_a_pause_keeps_work_and_draws_nothing(subject):
-    request = ask("a", [1, 2, 3], max_new_tokens=60)
+    request = ask("a", [1, 2, 3], max_new_tokens=LONG)
 
     async def scenario(sampler):
         heard: list[int] = []
@@ -285,12 +286,15 @@ def test_a_pause_keeps_work_and_draws_nothing(subject):
         return at_pause, await task
 
     at_pause, (g,) = run(subject, scenario, "pause")
-    assert g.ids[: len(at_pause)] == at_pause and len(g.ids) == 60
+    assert g.ids[: len(at_pause)] == at_pause and len(g.ids) == LONG
     assert_from(policy(1), request, [g])
 
 
 def test_an_abort_ends_one_request_at_once_and_no_other(subject):
-    long, other = ask("long", [1, 2], n=3, max_new_tokens=90), ask("other", [3], max_new_tokens=30)
+    long, other = (
+        ask("long", [1, 2], n=3, max_new_tokens=LONG),
+        ask("other", [3], max_new_tokens=30),
+    )
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -302,13 +306,13 @@ def test_an_abort_ends_one_request_at_once_and_no_other(subject):
         return await task, await beside
 
     aborted, (finished,) = run(subject, scenario, "abort")
-    assert all(g.finish == "abort" and len(g.ids) < 90 for g in aborted)
+    assert all(g.finish == "abort" and len(g.ids) < LONG for g in aborted)
     assert_from(policy(1), long, aborted)
     assert finished.finish == "length" and len(finished.ids) == 30
 
 
 def test_a_request_waits_through_sleep_and_is_exact_after_wake(subject):
-    request = ask("a", [1, 2, 3], n=2, max_new_tokens=60)
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -358,7 +362,7 @@ def test_health_and_stats(subject):
 def test_close_ends_open_requests_with_an_error(subject):
     async def scenario(sampler):
         drawn = asyncio.Event()
-        request = ask("a", [1, 2], max_new_tokens=90)
+        request = ask("a", [1, 2], max_new_tokens=LONG)
         task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
         await drawn.wait()
         await sampler.close()

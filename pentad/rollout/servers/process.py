@@ -121,7 +121,7 @@ def server_python(wanted: str | None, command: str) -> str:
         found = shutil.which(command)
         beside = Path(found).resolve().parent / "python" if found else Path(sys.executable)
         return str(beside)
-    given = Path(wanted)
+    given = Path(wanted).expanduser().absolute()
     python = given / "bin" / "python" if given.is_dir() else given
     if not os.access(python, os.X_OK):
         rule = f"there is no interpreter {python}" if given.is_dir() else "cannot be run"
@@ -135,10 +135,11 @@ def check_installed(python: str, module: str, wanted: str | None) -> None:
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0:
         return
-    where = f"{KEY} = {'null' if wanted is None else wanted}"
-    rule = f"{python} has no {module}"
-    remedy = f"install {module} in an environment of its own and name its folder here"
-    raise UserError(Problem(where, rule, remedy))
+    remedy = f"install {module} in an environment of its own and give its folder"
+    if wanted is None:
+        rule = f"there is no {module} command on the path, and no {module} beside Pentad"
+        raise UserError(Problem(f"{KEY} = null", rule, remedy))
+    raise UserError(Problem(f"{KEY} = {wanted}", f"has no {module}", remedy))
 
 
 def server_environment(devices: Sequence[int], **own: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import base64
 import io
 import logging
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -21,7 +22,6 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
 from pentad.core.digest import digest_of
 from pentad.core.errors import Problem, RunError, UserError
@@ -29,7 +29,7 @@ from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
 from pentad.rollout.failures import InfraFailure
 from pentad.rollout.servers.answers import Span, dotted, finish_of, release, versions_of
-from pentad.rollout.servers.group import Group, send_all
+from pentad.rollout.servers.group import Group, send_all, weight_group
 from pentad.rollout.servers.process import (
     ServerProcess,
     check_installed,
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 OLDEST = (0, 5, 23)
 """The first whose answers are known to say which weights drew each token."""
-GROUP = "pentad_weights"
 BUCKET_BYTES = 1 << 29
 LOAD_TIMEOUT_S = 600.0
 Pairs = Sequence[tuple[str, Tensor]]
@@ -102,6 +101,7 @@ class Sglang:
         self.about = about
         self.reprefill = settings.on_update == "reprefill"
         self.group: Group | None = None
+        self.group_name = ""
         can = {"pause", "abort"}
         can |= {"sleep"} if about.enable_memory_saver else set()
         can |= {"seeds"} if about.enable_deterministic_inference else set()
@@ -204,7 +204,7 @@ class Sglang:
                 "names": [name for name, _ in weights],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
                 "shapes": [list(tensor.shape) for _, tensor in weights],
-                "group_name": GROUP,
+                "group_name": self.group_name,
                 **last,
             }
             theirs = asyncio.ensure_future(self._done("/update_weights_from_distributed", body))
@@ -218,16 +218,17 @@ class Sglang:
         host, port = own_host(self.wire.address), free_port()
         world = self.about.tp_size * self.about.pp_size + 1
         backend = "nccl" if device == "cuda" else "gloo"
+        self.group_name = f"pentad-{uuid.uuid4().hex[:8]}"  # the server knows the older ones
         body = {
             "master_address": host,
             "master_port": port,
             "rank_offset": 1,
             "world_size": world,
-            "group_name": GROUP,
+            "group_name": self.group_name,
             "backend": backend,
         }
         theirs = asyncio.ensure_future(self._done("/init_weights_update_group", body))
-        make = asyncio.to_thread(update_group, host, port, 0, world, backend)
+        make = asyncio.to_thread(update_group, host, port, world, backend, self.group_name)
         return await together(make, theirs)
 
     async def _done(self, path: str, body: dict[str, Any]) -> None:
@@ -291,21 +292,15 @@ def packed(bucket: list[tuple[str, Tensor]]) -> str:
 
 
 def update_group(
-    host: str, port: int, rank: int, world: int, backend: str, timeout_s: float = 300.0
+    host: str, port: int, world: int, backend: str, name: str, timeout_s: float = 300.0
 ) -> Group:
-    """The group as SGLang makes its end of it: the names of keys in the store must agree."""
+    """Rank 0 of the group whose other ranks SGLang makes with torch's own helper: the keys in the
+    store are those that the helper derives from the group's name and device."""
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, world, rank == 0, timeout, wait_for_workers=False)
-    group, _ = _new_process_group_helper(
-        world,
-        rank,
-        [],
-        Backend(backend),
-        dist.PrefixStore(GROUP, store),
-        group_name=GROUP,  # type: ignore[arg-type]
-        timeout=timeout,
-    )
-    return group
+    store: dist.Store = dist.TCPStore(host, port, world, True, timeout, wait_for_workers=False)
+    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    return weight_group(store, 0, world, backend, timeout)
 
 
 # Starting and attaching.

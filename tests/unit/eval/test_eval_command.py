@@ -167,7 +167,7 @@ def test_rows_that_do_not_fit_are_counted_and_said(tmp_path):
     ("args", "said"),
     [
         ([], "model: is not given"),
-        (["http://x/v1"], "only models in a folder of this machine"),
+        (["http://x/v1"], "give it, and --address http://x/v1"),
         (["nowhere", "--reward", "numeric"], "actor.path = nowhere: there is no such folder"),
         (["nowhere", "--reward", "numeric"], "valid_dataset.path: is not set; give --data"),
         (["nowhere", "--reward", "nonsense"], "reward.fn = nonsense"),

@@ -1,0 +1,413 @@
+"""What a server may answer that is no answer: one sentence each, and nothing enters a batch."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from http_thread import served
+from sglang_stand_in import StandIn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from subjects import DIMS, attached, embedded, policy, server_settings
+
+from pentad.core.digest import digest_of
+from pentad.core.errors import RunError, UserError
+from pentad.core.types import Prompt, Request, SamplingParams
+from pentad.models.exchange import iter_hf
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.failures import InfraFailure
+from pentad.rollout.servers import sglang, vllm
+from pentad.rollout.workflows import SingleTurn
+
+GENERATE = "/inference/v1/generate"
+WEIGHTS = list(iter_hf(policy(1)))
+
+
+class ScriptedVllm:
+    """Speaks vLLM's endpoints; `answer` plays generations, the rest may be spoilt by `says`."""
+
+    def __init__(self, answer=None, **says) -> None:
+        self.answer = answer or (lambda body: good(body))
+        self.label = "default"
+        self.num_asked = 0
+        config = {
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 256},
+            "parallel_config": {"worker_extension_cls": vllm.EXTENSION, "world_size": 1},
+            "device_config": {"device": "cpu"},
+        }
+        for key, change in says.pop("config", {}).items():
+            config[key] |= change
+        self.says = {
+            "/version": {"version": "0.32.0"},
+            "/server_info": {"vllm_config": config},
+            "/health": None,
+            "/pause": {},
+            "/resume": {},
+            "/reset_prefix_cache": {"success": True},
+            "/abort_requests": {},
+            **says,
+        }
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/{path:path}", self.handle, methods=["GET", "POST"])])
+
+    async def handle(self, request: HttpRequest) -> Response:
+        path = request.url.path
+        body = json.loads(await request.body() or b"{}")
+        if path == GENERATE:
+            if not body:
+                return self.says.get(GENERATE) or JSONResponse({}, status_code=400)
+            self.num_asked += 1
+            told = self.answer(body)
+            return told if isinstance(told, Response) else JSONResponse(told)
+        if path in self.says:
+            told = self.says[path]
+            return told if isinstance(told, Response) else JSONResponse(told)
+        if path == "/collective_rpc":
+            receipts = {
+                "pentad_about": {"protocol": vllm.PROTOCOL},
+                "pentad_load_file": {"num_tensors": len(WEIGHTS), "digest": "d" * 32},
+            }
+            return JSONResponse({"results": [receipts[body["method"]]]})
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+            return JSONResponse({"success": True})
+        assert path == "/weight_info", path
+        return JSONResponse({"weight_version": self.label})
+
+
+def good(body, **changes) -> dict:
+    num = body["sampling_params"]["max_tokens"]
+    ids = changes.pop("token_ids", [(7 * t) % 41 for t in range(num)])
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "token_ids": ids,
+        "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
+        "weight_versions": [{"version": "3", "start": 0, "end": len(ids)}],
+    }
+    return {"choices": [choice | changes]}
+
+
+def logprobs(values) -> dict:
+    ids = [(7 * t) % 41 for t in range(4)]
+    pairs = zip(ids, values, strict=False)
+    return {"content": [{"token_id": i, "logprob": value} for i, value in pairs]}
+
+
+def spoilt(**changes):
+    return lambda body: good(body, **changes)
+
+
+def raw(text: str):
+    """As other programs write JSON: NaN and all."""
+    return Response(text, media_type="application/json")
+
+
+def events(*lines: str):
+    return StreamingResponse(iter([f"data: {line}\n\n" for line in lines]))
+
+
+@asynccontextmanager
+async def over(script: ScriptedVllm, folder, **changes) -> AsyncIterator:
+    with served(script.app()) as address:
+        sampler = await vllm.attach(address, server_settings(folder, **changes))
+        try:
+            yield sampler
+        finally:
+            await sampler.close()
+
+
+ASKED = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=4), seeds=(5,))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda _: PlainTextResponse("<html>oops"), "answered no JSON"),
+        (lambda _: raw("[1, 2]"), "answered garbage"),
+        (lambda _: {}, "answered garbage \\(choices: Field required"),
+        (lambda _: {"choices": []}, "0 choices came where 1 was asked for"),
+        (lambda _: JSONResponse({"why": "busy"}, status_code=503), "answered 503"),
+        (lambda _: {"error": {"message": "engine died"}}, "engine died"),
+        (spoilt(logprobs=None), "0 log-probs came for 4 tokens"),
+        (spoilt(logprobs=logprobs([-1.0] * 3)), "3 log-probs came for 4 tokens"),
+        (spoilt(token_ids=[1, 2, 3, 4], logprobs=logprobs([-1.0] * 4)), "or for other tokens"),
+        (lambda b: raw(json.dumps(good(b, logprobs=logprobs([float("nan")] * 4)))), "log-prob nan"),
+        (spoilt(logprobs=logprobs([-9999.0] * 4)), "a drawn token has no log-prob"),
+        (spoilt(logprobs=logprobs([0.5] * 4)), "log-prob 0.5 is not a finite number of at most 0"),
+        (spoilt(token_ids=[1, 2, 3, 41]), "id 41 is outside the vocabulary of 41"),
+        (spoilt(token_ids=[-1, 2, 3, 4]), "answered garbage"),
+        (spoilt(token_ids=[1] * 5), "5 tokens came where 1 to 4 were asked for"),
+        (spoilt(token_ids=[]), "0 tokens came"),
+        (spoilt(finish_reason="repetition"), "ended by 'repetition'"),
+        (spoilt(weight_versions=None), "does not say which weights"),
+        (
+            spoilt(weight_versions=[{"version": "2", "start": 0, "end": 4}]),
+            "weights of version 2 drew a token, the server was given 3",
+        ),
+        (
+            spoilt(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
+            "weights 'default' drew tokens 0 to 4, which nobody installed",
+        ),
+        (
+            spoilt(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
+            "2 versions came for 4 tokens",
+        ),
+    ],
+)
+def test_an_answer_that_is_none_is_refused_with_a_sentence(model_folder, answer, sentence):
+    async def main():
+        async with over(ScriptedVllm(answer), model_folder) as sampler:
+            await sampler.install(3, WEIGHTS)
+            with pytest.raises(InfraFailure, match=sentence) as caught:
+                await sampler.generate(ASKED)
+            assert "vLLM at http://127.0.0.1:" in str(caught.value)
+            assert sampler.stats()["tokens_drawn"] == 0 and not sampler.open
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda _: events("{not json", "[DONE]"), "answered no JSON"),
+        (lambda b: events(json.dumps(good(b))), "ended before its answer was whole"),
+        (lambda _: events("[DONE]"), "a generation ended by None"),
+        (lambda _: events('{"error": {"message": "out of memory"}}', "[DONE]"), "out of memory"),
+    ],
+)
+def test_a_stream_that_breaks_is_refused_with_a_sentence(model_folder, answer, sentence):
+    async def main():
+        async with over(ScriptedVllm(answer), model_folder) as sampler:
+            await sampler.install(3, WEIGHTS)
+            with pytest.raises(InfraFailure, match=sentence):
+                await sampler.generate(ASKED, lambda *_: None)
+
+    asyncio.run(main())
+
+
+def config(**changes):
+    return {"config": changes}
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"/version": {"version": "0.27.1"}}, "is vLLM 0.27.1, .*; use 0.32 or later"),
+        (
+            {"/server_info": PlainTextResponse("no", status_code=404)},
+            "cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1",
+        ),
+        (
+            config(parallel_config={"worker_extension_cls": ""}),
+            "cannot receive weights; start it with --worker-extension-cls pentad",
+        ),
+        (config(model_config={"max_model_len": 64}), "64 tokens, the run needs 256"),
+        ({GENERATE: JSONResponse({}, status_code=403)}, "start it with --enable-scale-out"),
+        (
+            {"/collective_rpc": {"results": [{"protocol": 0}]}},
+            "another version of Pentad",
+        ),
+    ],
+)
+def test_a_server_that_lacks_something_is_not_attached_to(model_folder, says, sentence):
+    async def main():
+        async with over(ScriptedVllm(**says), model_folder):
+            pass
+
+    with pytest.raises(UserError, match=sentence) as caught:
+        asyncio.run(main())
+    assert "rollout.server.addresses = http://127.0.0.1:" in str(caught.value)
+
+
+def test_raw_logprobs_are_no_use_at_another_temperature(model_folder):
+    says = config(model_config={"logprobs_mode": "raw_logprobs"})
+
+    async def main():
+        async with over(ScriptedVllm(**says), model_folder) as sampler:
+            await sampler.install(3, WEIGHTS)
+            warm = SamplingParams(max_new_tokens=4, temperature=0.7)
+            request = Request(id="b", prompt_ids=(1,), params=warm, seeds=(1,))
+            with pytest.raises(UserError, match="start it with --logprobs-mode processed_logprobs"):
+                await sampler.generate(request)
+            return await sampler.generate(ASKED)
+
+    assert len(asyncio.run(main())[0].ids) == 4
+
+
+def test_nobody_at_the_address_is_one_sentence(model_folder):
+    with pytest.raises(RunError, match="vLLM at http://127.0.0.1:9: /version failed"):
+        asyncio.run(vllm.attach("http://127.0.0.1:9", server_settings(model_folder)))
+
+
+def test_a_server_that_was_started_anew_is_not_well(model_folder):
+    script = ScriptedVllm()
+
+    async def main():
+        async with over(script, model_folder) as sampler:
+            await sampler.install(3, WEIGHTS)
+            await sampler.health()
+            script.label = "default"
+            with pytest.raises(RunError, match="holds weights 'default', not version 3"):
+                await sampler.health()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/collective_rpc", {"results": [{"protocol": vllm.PROTOCOL, "error": "no memory"}]}),
+        ("/update_weight_version", PlainTextResponse("no", status_code=500)),
+    ],
+)
+def test_after_a_failed_install_nothing_is_served(model_folder, path, told):
+    script = ScriptedVllm()
+
+    async def main():
+        async with over(script, model_folder) as sampler:
+            await sampler.install(3, WEIGHTS)
+            script.says[path] = told
+            with pytest.raises(RunError, match="what weights it holds is not known"):
+                await sampler.install(4, WEIGHTS)
+            for call in (sampler.health(), sampler.generate(ASKED)):
+                with pytest.raises(RunError, match="what weights it holds is not known"):
+                    await call
+            del script.says[path]
+            await sampler.install(4, WEIGHTS)  # which heals it
+            await sampler.health()
+
+    asyncio.run(main())
+
+
+def test_the_receipt_is_the_workers_not_ours(model_folder):
+    async def main():
+        async with over(ScriptedVllm(), model_folder) as sampler:
+            return await sampler.install(3, WEIGHTS)
+
+    receipt = asyncio.run(main())
+    assert receipt.digest == "d" * 32 != digest_of(WEIGHTS).hex()
+
+
+def groups_over(samplers, tokenizer=None):
+    settings = ExecutorSettings(
+        params=SamplingParams(max_new_tokens=4),
+        num_samples=2,
+        run_seed=1,
+        vocab_size=DIMS.vocab_size,
+        replica_patience_s=2.0,
+        replica_backoff_s=0.01,
+    )
+
+    class Text:
+        eos_token_id = 0
+
+        def decode(self, ids, **_):
+            return " ".join(map(str, ids))
+
+    class Same:
+        async def score(self, group):
+            for sample in group.samples:
+                sample.reward = 1.0
+            return group
+
+    return Executor(samplers, SingleTurn(), Same(), settings, tokenizer or Text())
+
+
+def test_a_server_that_dies_in_a_request_is_replaced_by_another(model_folder):
+    """The executor takes it for a failure of the machinery: same seeds, other replica."""
+
+    def cut(_body):
+        async def parts():
+            yield b'{"choices": ['
+            raise ConnectionError("gone")
+
+        return StreamingResponse(parts(), media_type="application/json")
+
+    broken, whole = ScriptedVllm(cut), ScriptedVllm()
+
+    async def main():
+        async with over(broken, model_folder) as one, over(whole, model_folder) as other:
+            for sampler in (one, other):
+                await sampler.install(3, WEIGHTS)
+            executor = groups_over({"one": one, "other": other})
+            groups = await asyncio.gather(
+                *(executor.rollout(Prompt(gid, (1, gid), {}), 0) for gid in range(8))
+            )
+            return groups, executor.stats()
+
+    groups, stats = asyncio.run(main())
+    assert len(groups) == 8 and all(len(g.samples) == 2 for g in groups)
+    assert broken.num_asked > 0 and stats["infra_failures"] > 0
+    assert whole.num_asked == 16
+
+
+def test_replicas_come_and_go_while_groups_are_drawn(model_folder):
+    async def main():
+        first, second = StandIn(lambda: embedded(9, -1)), StandIn(lambda: embedded(9, -1))
+        settings = server_settings(model_folder)
+        with served(first.app()) as here, served(second.app()) as there:
+            async with attached(sglang.attach, here, settings) as one:
+                executor = groups_over({"one": one})
+                before = await executor.rollout(Prompt(0, (1, 2), {}), 0)
+                async with attached(sglang.attach, there, settings) as two:
+                    executor.fleet.add("two", two)
+                    await asyncio.gather(
+                        *(executor.rollout(Prompt(gid, (3, gid), {}), 0) for gid in range(12))
+                    )
+                    served_both = [s.stats()["tokens_drawn"] for s in (one, two)]
+                    executor.fleet.remove("one")
+                    after = await executor.rollout(Prompt(0, (1, 2), {}), 0)
+                    return before, served_both, after
+
+    before, served_both, after = asyncio.run(main())
+    assert all(served_both)
+    # Seeds are those of the group: another replica draws the same tokens.
+    ids = [[s.ids.tolist() for s in group.samples] for group in (before, after)]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("info", "sentence"),
+    [
+        ({"version": "0.5.2"}, "is SGLang 0.5.2, .*; use 0.5.23 or later"),
+        ({"context_length": 64}, "64 tokens, the run needs 256"),
+    ],
+)
+def test_an_sglang_that_lacks_something_is_not_attached_to(model_folder, info, sentence):
+    stand_in = StandIn(lambda: embedded(9, -1), **info)
+    with served(stand_in.app()) as address, pytest.raises(UserError, match=sentence):
+        asyncio.run(sglang.attach(address, server_settings(model_folder)))
+
+
+def test_sglang_says_what_it_can(model_folder):
+    stand_in = StandIn(
+        lambda: embedded(9, -1), enable_memory_saver=False, enable_deterministic_inference=False
+    )
+
+    async def main():
+        sampler = await sglang.attach(address, server_settings(model_folder))
+        await sampler.close()
+        return sampler.capabilities
+
+    with served(stand_in.app()) as address:
+        assert asyncio.run(main()) == {"pause", "abort", "stop_strings"}
+
+
+def test_sglang_prefixes_are_kept_apart_by_version(model_folder):
+    stand_in = StandIn(lambda: embedded(9, -1))
+
+    async def main():
+        async with attached(sglang.attach, address, server_settings(model_folder)) as sampler:
+            await sampler.generate(ASKED)
+            await sampler.install(1, list(iter_hf(policy(2))))
+            await sampler.generate(ASKED)
+
+    with served(stand_in.app()) as address:
+        asyncio.run(main())
+    assert stand_in.extra_keys == ["pentad-0", "pentad-1"]

@@ -1,0 +1,186 @@
+"""Which servers a config asks for, and what is refused before any of them starts."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pentad.config.load import prepare
+from pentad.core.dims import ModelDims
+from pentad.core.errors import UserError
+from pentad.data.toy import write_model
+from pentad.rollout.servers import sglang, vllm
+from pentad.rollout.servers.process import server_environment, server_python
+from pentad.trainer.samplers import capability_problems, server_problems, server_settings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DIMS = ModelDims(
+    family="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=48,
+    qk_norm=True,
+    tie_embeddings=True,
+    max_position=128,
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_model(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text("{}\n")
+
+    def make(*overrides):
+        given = [
+            f"actor.path={tmp_path / 'model'}",
+            f"train_dataset.path={tmp_path / 'data.jsonl'}",
+            "actor.init_from_scratch=true",
+            "reward.fn=numeric",
+            "gconfig.max_new_tokens=16",
+            "cluster.n_gpus_per_node=8",
+        ]
+        return prepare(None, [*given, *overrides], "train")[0]
+
+    return make
+
+
+def refusal(make, *overrides):
+    with pytest.raises(UserError) as caught:
+        make(*overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["rollout.server.python=x"],
+            "rollout.server: allocation_mode = embedded:d1|archon:d1 samples in this process",
+        ),
+        (
+            ["allocation_mode=vllm:d2+archon:d1", "rollout.server.addresses=[http://a:1]"],
+            "has 2 replicas, each at an address of its own; give 2.",
+        ),
+        (
+            ["allocation_mode=vllm:d1+archon:d1", "rollout.server.addresses=[node7]"],
+            "an address begins with http://",
+        ),
+        (
+            [
+                "allocation_mode=vllm:d2+archon:d1",
+                "rollout.server.addresses=[http://a:1,http://a:1]",
+            ],
+            "two replicas have the same address",
+        ),
+        (
+            ["allocation_mode=vllm:d1+archon:d1", "rollout.server.weight_transport=ipc"],
+            "on the GPU that trains, but allocation_mode = vllm:d1+archon:d1 separates them",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(config, overrides, sentence):
+    assert sentence in refusal(config, *overrides)
+
+
+def test_a_server_that_is_not_installed_is_refused_before_the_run(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (said,) = server_problems(config("allocation_mode=sglang:d1|archon:d1"), CPU)
+    assert str(said) == (
+        "rollout.server.python = null: there is no sglang command on the path, and no sglang "
+        "beside Pentad; install sglang in an environment of its own and give its folder."
+    )
+    named = config("allocation_mode=vllm:d1|archon:d1", f"rollout.server.python={sys.executable}")
+    (said,) = server_problems(named, CPU)
+    assert str(said).startswith(f"rollout.server.python = {sys.executable}: has no vllm")
+    gone = config("allocation_mode=vllm:d1|archon:d1", f"rollout.server.python={tmp_path}")
+    (said,) = server_problems(gone, CPU)
+    assert f"there is no interpreter {tmp_path}/bin/python" in str(said)
+
+
+def test_what_a_cpu_cannot_do_is_refused(config):
+    asked = config(
+        "allocation_mode=vllm:d1|archon:d1",
+        "rollout.server.addresses=[http://a:1]",
+        "offload_rollout=true",
+        "rollout.server.weight_transport=ipc",
+    )
+    said = " ".join(map(str, server_problems(asked, CPU)))
+    assert "offload_rollout = true: vllm cannot give back memory on a CPU" in said
+    assert "weight_transport = ipc: there is no GPU to share" in said
+
+
+def test_more_gpus_than_there_are_is_refused(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    python = f"rollout.server.python={sys.executable}"
+    said = server_problems(config("allocation_mode=vllm:d2t2+archon:d1", python), CUDA)
+    assert "needs 5 GPUs on this machine, which has 3" in str(said[0])
+
+
+def test_what_a_sampler_lacks_is_held_against_what_the_run_needs(config):
+    asked = config("gconfig.stop=[END]", "offload_rollout=true")
+    can = frozenset({"pause", "sleep", "stop_strings"})
+    assert capability_problems(asked, "vllm-0", can) == []
+    said = [str(p) for p in capability_problems(asked, "vllm-0", frozenset({"pause"}))]
+    assert said == [
+        "offload_rollout = true: vllm-0 cannot sleep; leave it out.",
+        "gconfig.stop = ['END']: vllm-0 cannot stop strings; use stop_token_ids.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("allocation", "devices", "share"),
+    [
+        ("vllm:d1|archon:d1", [(0,)], 0.4),
+        ("vllm:d2+archon:d1", [(1,), (2,)], None),
+        ("vllm:d2t2+archon:d1", [(1, 2), (3, 4)], None),
+    ],
+)
+def test_training_has_the_first_gpus_and_servers_those_after(config, allocation, devices, share):
+    asked = config(f"allocation_mode={allocation}")
+    made = [server_settings(asked, DIMS, CUDA, index) for index in range(len(devices))]
+    assert [settings.devices for settings in made] == devices
+    assert {settings.memory_share for settings in made} == {share}
+
+
+def test_devices_are_named_as_the_machine_names_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert server_environment((1, 2))["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    assert "PYTHONPATH" not in server_environment(())
+
+
+def pairs(words):
+    return dict(zip(words, words[1:], strict=False))
+
+
+def test_the_command_line_says_what_the_config_says(config, monkeypatch):
+    asked = config(
+        "allocation_mode=vllm:d1t2+archon:d1",
+        "rollout.max_running=32",
+        "rollout.kv_cache_gb=2",
+        "rollout.server.args=[--seed,5]",
+    )
+    settings = server_settings(asked, DIMS, CUDA, 0)
+    told = pairs(vllm.flags(settings, 8000))
+    assert told["--tensor-parallel-size"] == "2" and told["--max-num-seqs"] == "32"
+    assert told["--max-model-len"] == "128" and told["--dtype"] == "bfloat16"
+    assert told["--kv-cache-memory-bytes"] == str(2 * 2**30) and told["--seed"] == "5"
+    assert told["--host"] == "127.0.0.1" and told["--logprobs-mode"] == "processed_logprobs"
+    assert "--enable-sleep-mode" not in told and "--enforce-eager" not in told
+    other = pairs(sglang.flags(replace(settings, can_sleep=True), 8000))
+    assert other["--tp-size"] == "2" and other["--max-running-requests"] == "32"
+    assert "--enable-memory-saver" in other
+
+
+def test_the_environment_of_the_command_on_the_path_is_taken(monkeypatch, tmp_path):
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    script = tmp_path / "env" / "bin" / "vllm"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert server_python(None, "vllm") == str(tmp_path / "env" / "bin" / "python")
