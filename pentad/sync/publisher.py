@@ -8,6 +8,7 @@ grow; a snapshot that was overtaken before it was sent is never sent.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from pentad.core.digest import WeightDigest, digest_of
 from pentad.core.errors import RunError
-from pentad.core.roles import Sampler
+from pentad.core.roles import Installed, Sampler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,12 @@ class Publisher:
                 "versions only grow"
             )
         started = time.monotonic()
-        receipts = await asyncio.gather(
-            *(sampler.install(snapshot.version, snapshot.weights) for sampler in self.samplers)
+        results = await asyncio.gather(
+            *(sampler.install(snapshot.version, snapshot.weights) for sampler in self.samplers),
+            return_exceptions=True,
         )
         expected = snapshot.digest.hex()
-        for index, receipt in enumerate(receipts):
+        for index, receipt in answered(results):
             if receipt.num_tensors != len(snapshot.weights):
                 raise RunError(
                     f"sampler {index} wrote {receipt.num_tensors} of {len(snapshot.weights)} "
@@ -82,3 +86,15 @@ class Publisher:
         seconds = time.monotonic() - started
         size = snapshot.size_bytes
         return Published(snapshot.version, len(snapshot.weights), size, expected, seconds)
+
+
+def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, Installed]]:
+    """The receipts, by number of the sampler. One that failed is left behind: it serves nothing
+    until a later install succeeds. If all did, the first reason is raised."""
+    receipts = [(i, r) for i, r in enumerate(results) if isinstance(r, Installed)]
+    for index, result in enumerate(results):
+        if isinstance(result, BaseException):
+            if not receipts or not isinstance(result, RunError):
+                raise result
+            log.warning("sampler %d is left out until it takes new weights: %s", index, result)
+    return receipts

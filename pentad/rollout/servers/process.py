@@ -26,6 +26,10 @@ PROBE_INTERVAL_S = 0.5
 TAIL_LINES = 8
 KEY = "rollout.server.python"
 T = TypeVar("T")
+END_WITH_US = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Becomes the server, which gets SIGTERM (15) when this process ends, however it ends."""
 
 
 class ServerProcess:
@@ -34,6 +38,8 @@ class ServerProcess:
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
     ) -> None:
+        """`command` begins with a Python interpreter. To be called in the main thread: the server
+        ends with the thread that started it."""
         self.name = name
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +48,7 @@ class ServerProcess:
         path = os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
         with log_file.open("wb") as out:
             self.popen = subprocess.Popen(
-                command,
+                [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else command,
                 env={**environment, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -202,18 +202,23 @@ class ServerSampler:
         check_weights(self.dims, pairs)
         async with self.updating:
             self.doubt = f"{self.dialect.where}: an install of version {version} did not end"
-            if not (self.is_paused or self.is_asleep):
-                await self.dialect.pause()
             try:
-                receipt = await self.dialect.load(version, pairs)
+                receipt = await self._replace(version, pairs)
             except InfraFailure as failure:
                 self.doubt = f"{failure}; what weights it holds is not known"
                 raise RunError(self.doubt) from failure
             self.doubt = None
-            self._version = version
             self.num_installs += 1
-            if not (self.is_paused or self.is_asleep):
-                await self.dialect.resume()
+        return receipt
+
+    async def _replace(self, version: int, pairs: Sequence[tuple[str, Tensor]]) -> Installed:
+        is_still = self.is_paused or self.is_asleep
+        if not is_still:
+            await self.dialect.pause()
+        receipt = await self.dialect.load(version, pairs)
+        self._version = version
+        if not is_still:
+            await self.dialect.resume()
         return receipt
 
     async def sleep(self) -> None:

@@ -54,6 +54,24 @@ def test_a_damaged_install_stops_the_run(spoil, words):
     assert "sampler 1" in str(caught.value)
 
 
+def broken(_weights):
+    raise RunError("its server is gone")
+
+
+def test_a_sampler_that_cannot_take_weights_is_left_behind(caplog):
+    alive, gone = Receiver(), Receiver(broken)
+    publisher = Publisher([gone, alive])
+    done = asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
+    assert done.version == publisher.version == 1 and set(alive.weights) == {"a", "b"}
+    assert "sampler 0 is left out until it takes new weights: its server is gone" in caplog.text
+
+
+def test_when_no_sampler_takes_the_weights_the_run_stops():
+    publisher = Publisher([Receiver(broken), Receiver(broken)])
+    with pytest.raises(RunError, match="its server is gone"):
+        asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
+
+
 def test_a_copied_snapshot_does_not_follow_the_learner():
     tensor = torch.ones(2)
     copied = take_snapshot(0, [("a", tensor)], copy=True)
