@@ -16,16 +16,10 @@ from subjects import (
 VLLM = os.environ.get("PENTAD_TEST_VLLM")
 needs_vllm = pytest.mark.skipif(VLLM is None, reason="make test-vllm runs it")
 
-SUBJECTS = [
-    "embedded",
-    "sglang-disk",
-    "sglang-broadcast",
-    "sglang-ipc",
-    *(
-        pytest.param(f"vllm-{how}", marks=[pytest.mark.optional, needs_vllm])
-        for how in ("disk", "broadcast")
-    ),
-]
+real = [pytest.mark.optional, needs_vllm]
+SUBJECTS = ["embedded", "sglang-disk", pytest.param("vllm-disk", marks=real)]
+TRANSPORTS = ["sglang-broadcast", "sglang-ipc", pytest.param("vllm-broadcast", marks=real)]
+"""Other ways for weights to come, asked of what is about weights."""
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +56,11 @@ def subject(request: pytest.FixtureRequest, make_subject) -> Subject:
     return make_subject(request.param, "continue")
 
 
-@pytest.fixture(params=SUBJECTS)
+@pytest.fixture(params=[*SUBJECTS, *TRANSPORTS])
+def installing(request: pytest.FixtureRequest, make_subject) -> Subject:
+    return make_subject(request.param, "continue")
+
+
+@pytest.fixture(params=[*SUBJECTS, *TRANSPORTS])
 def reprefilling(request: pytest.FixtureRequest, make_subject) -> Subject:
     return make_subject(request.param, "reprefill")

@@ -165,7 +165,7 @@ def test_progress_is_told_token_by_token(subject):
         assert mine == list(zip(g.ids, g.logprobs, strict=True))
 
 
-def test_install_replaces_the_policy_and_the_receipt_proves_it(subject):
+def test_install_replaces_the_policy_and_the_receipt_proves_it(installing):
     request = ask("a", [1, 2, 3], n=3)
 
     async def scenario(sampler):
@@ -173,7 +173,7 @@ def test_install_replaces_the_policy_and_the_receipt_proves_it(subject):
         receipt = await sampler.install(7, list(iter_hf(policy(2))))
         return before, receipt, sampler.version, await sampler.generate(request)
 
-    before, receipt, version, after = run(subject, scenario)
+    before, receipt, version, after = run(installing, scenario)
     assert_from(policy(1), request, before)
     assert_from(policy(2), request, after)
     assert version == receipt.version == 7
@@ -182,7 +182,7 @@ def test_install_replaces_the_policy_and_the_receipt_proves_it(subject):
     assert all(g.versions == [7] * 8 for g in after)
 
 
-def test_install_after_install_leaves_nothing_of_the_older_policy(subject):
+def test_install_after_install_leaves_nothing_of_the_older_policy(installing):
     async def scenario(sampler):
         drawn = {}
         for version in (2, 3, 3, 4):
@@ -190,7 +190,7 @@ def test_install_after_install_leaves_nothing_of_the_older_policy(subject):
             drawn[version] = await sampler.generate(ask(f"v{version}", range(20), n=2))
         return drawn
 
-    for version, generations in run(subject, scenario).items():
+    for version, generations in run(installing, scenario).items():
         assert_from(policy(version), ask("", range(20), n=2), generations)
 
 
@@ -226,7 +226,7 @@ def test_versions_never_go_back(subject):
     assert_from(policy(2), ask("a", [1]), run(subject, scenario))
 
 
-def test_tokens_under_way_carry_the_version_that_drew_them(subject):
+def test_tokens_under_way_carry_the_version_that_drew_them(installing):
     request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
 
     async def scenario(sampler):
@@ -236,7 +236,7 @@ def test_tokens_under_way_carry_the_version_that_drew_them(subject):
         await sampler.install(1, list(iter_hf(policy(2))))
         return await task
 
-    for g in run(subject, scenario):
+    for g in run(installing, scenario):
         assert len(g.ids) == LONG
         assert g.versions == sorted(g.versions) and set(g.versions) == {0, 1}
         old = g.versions.count(0)
