@@ -269,6 +269,13 @@ BROKEN = [
         "vllm does not tell",
     ),
     (
+        "servers_fit_the_allocation",
+        "train",
+        ["allocation_mode=vllm:d1|archon:d1", "rollout.server.addresses=[node7]"],
+        "rollout.server.addresses = ['node7']",
+        "http://",
+    ),
+    (
         "training_samples_at_random",
         "train",
         ["gconfig.temperature=0"],

@@ -64,8 +64,7 @@ def test_a_server_gives_the_figures_of_the_folder_it_serves(model, data, address
 
 
 def test_an_address_without_a_server_is_one_sentence(model, data):
-    done = pentad(
-        model, "--data", data, "--reward", "sort_digits", "--address", "http://127.0.0.1:9"
-    )
+    common = [model, "--data", data, "--reward", "sort_digits", "--max-new-tokens", 8]
+    done = pentad(*common, "--address", "http://127.0.0.1:9")
     assert done.exit_code != 0
     assert "rollout.server.addresses = http://127.0.0.1:9: is no OpenAI-compatible" in done.stderr
