@@ -147,8 +147,10 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     if server.addresses and len(server.addresses) != rollout.size("d"):
         rule = f"{told} has {rollout.size('d')} replicas, each at an address of its own"
         found.append(Problem(where, rule, f"give {rollout.size('d')}"))
-    if any(not address.startswith(("http://", "https://")) for address in server.addresses):
-        found.append(Problem(where, "an address begins with http:// or https://"))
+    bare = [a for a in server.addresses if not a.startswith(("http://", "https://"))]
+    if bare:
+        rule = "an address begins with http:// or https://"
+        found.append(Problem(where, rule, f"write for instance http://{bare[0]}"))
     if len(set(server.addresses)) != len(server.addresses):
         found.append(Problem(where, "two replicas have the same address", "give each its own"))
     if server.weight_transport == "ipc" and are_apart(config):
