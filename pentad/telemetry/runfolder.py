@@ -32,6 +32,7 @@ FILES = {
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt.",
+    "servers/": "Output of the vLLM or SGLang servers that the run started, a file each.",
     "tensorboard/": "The numbers of steps.jsonl as curves, if telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",

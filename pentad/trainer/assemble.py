@@ -135,7 +135,7 @@ class Assembly:
             self.checked.dims,
             self.checked.tokenizer,
             self.device,
-            self.open.folder.path / "servers",
+            self.open.folder.file("servers/"),
             stack,
         )
         self.turnstile = Turnstile(self.placement, list(self.samplers.values()))
