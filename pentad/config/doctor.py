@@ -46,9 +46,9 @@ OPTIONAL = {
     "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),
 }
 """Distribution -> (what it gives, how to get it)."""
+SERVERS = ("vllm", "sglang")
+"""Commands that sample for a run, from an environment of their own."""
 UNUSED = {
-    "vllm": "rollout by vLLM",
-    "sglang": "rollout by SGLang",
     "ray": "runs over several machines",
     "boto3": "checkpoints on S3",
 }
@@ -257,6 +257,13 @@ def check_optional() -> Iterator[Finding]:
             yield Finding(name, "ok", f"{version}: {gives}")
         else:
             yield Finding(name, "info", f"not here: {gives}", how)
+    for name in SERVERS:
+        found = shutil.which(name)
+        if found:
+            yield Finding(name, "ok", f"{found}: rollout by a {name} server")
+        else:
+            how = f"install {name} in an environment of its own and set rollout.server.python"
+            yield Finding(name, "info", f"not on the path: rollout by a {name} server", how)
     for name, gives in UNUSED.items():
         version = installed(name) or "not here"
         yield Finding(name, "info", f"{version}: {gives}", "nothing to do: not built yet")

@@ -29,7 +29,6 @@ from pentad.core.stages import (
 
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
 ROLES = (*TRAINING_ROLES, "rollout")
-BUILT_SAMPLERS = ("embedded:d1", "embedded[rollout]:d1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,9 +388,9 @@ def layout_notes(
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
     for case in cases(config, allocation, dims):
         notes += component_notes(case)
-    samplers = [str(c) for c in allocation if c.is_inference and str(c) not in BUILT_SAMPLERS]
-    if samplers:
-        notes.append(f"{', '.join(samplers)}: planned here; train refuses all but embedded:d1")
+    many = [str(c) for c in allocation if c.backend == "embedded" and c.world > 1]
+    if many:
+        notes.append(f"{', '.join(many)}: planned here; train takes embedded:d1, vllm or sglang")
     if config.scheduler.type != "local":
         notes.append(f"scheduler.type = {config.scheduler.type}: planned here, refused by train")
     return notes
