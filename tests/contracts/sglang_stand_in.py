@@ -133,6 +133,7 @@ class StandIn:
         }
         self.label = "default"
         self.pause_mode: str | None = None
+        self.released: set[str] = set()
         self.pending: list[tuple[str, torch.Tensor]] = []
         self.groups: dict[str, Any] = {}
         self.extra_keys: list[str | None] = []
@@ -305,7 +306,8 @@ class StandIn:
 
     async def update(self, body: Update, pairs) -> Response:
         """Takes effect with the part that names the version, as the last one does."""
-        if self.pause_mode is None and not self.sampler.engine.is_asleep:
+        assert "weights" not in self.released, "there is no memory to load weights into"
+        if self.pause_mode is None and not self.released:
             return JSONResponse({"success": False, "message": "not paused"}, status_code=400)
         if body.flush_cache and self.pause_mode == "in_place" and self.sampler.open:
             told = "Cache flush failed after updating weights"
@@ -321,13 +323,17 @@ class StandIn:
     async def flush(self) -> Response:
         return Response(status_code=400 if self.sampler.open else 200)
 
-    async def release(self, _body: Tags) -> Response:
+    async def release(self, body: Tags) -> Response:
         assert not self.sampler.open, "release_memory_occupation should be called when idle"
+        self.released |= set(body.tags or ("weights", "kv_cache"))
         await self.sampler.sleep()
         return JSONResponse(None)
 
-    async def wake(self, _body: Tags) -> Response:
-        await self.sampler.wake()
+    async def wake(self, body: Tags) -> Response:
+        """The engine behind is awake when all of it is; weights can be installed before."""
+        self.released -= set(body.tags or ("weights", "kv_cache"))
+        if not self.released:
+            await self.sampler.wake()
         return JSONResponse(None)
 
     async def abort(self, body: Abort) -> Response:

@@ -97,7 +97,7 @@ class Completions:
     async def sleep(self) -> None:
         raise self._cannot("sleep")
 
-    async def wake(self) -> None:
+    async def wake(self, memories: Sequence[str]) -> None:
         raise self._cannot("sleep")
 
     async def health(self) -> None:

@@ -36,6 +36,8 @@ ABORT_PATIENCE_S = 5.0
 QUIET_S = 0.02
 """A paused server is still when no token came for so long."""
 
+MEMORIES = ("weights", "kv_cache")
+
 OnToken = Callable[[int, int, float], None]
 OnPiece = Callable[[Sequence[int], Sequence[float]], None]
 
@@ -81,9 +83,13 @@ class Dialect(Protocol):
         """Replaces the weights of the paused server; its caches forget the old ones."""
         ...
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        """Gives back the memory of all `MEMORIES`."""
+        ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, memories: Sequence[str]) -> None:
+        """Takes back some of it; with the last of it the server draws again."""
+        ...
 
     async def health(self) -> None: ...
 
@@ -130,7 +136,8 @@ class ServerSampler:
         self.may_ask.set()
         self.updating = asyncio.Lock()
         self.is_paused = False
-        self.is_asleep = False
+        self.asleep: list[str] = []
+        """Of `MEMORIES`."""
         self.is_closed = False
         self.doubt: str | None = None
         """Why nobody knows what weights the server holds."""
@@ -212,7 +219,10 @@ class ServerSampler:
         return receipt
 
     async def _replace(self, version: int, pairs: Sequence[tuple[str, Tensor]]) -> Installed:
-        is_still = self.is_paused or self.is_asleep
+        if "weights" in self.asleep:
+            await self.dialect.wake(["weights"])
+            self.asleep.remove("weights")
+        is_still = bool(self.is_paused or self.asleep)
         if not is_still:
             await self.dialect.pause()
         receipt = await self.dialect.load(version, pairs)
@@ -223,9 +233,9 @@ class ServerSampler:
 
     async def sleep(self) -> None:
         self._check_serving()
-        if self.is_asleep:
+        if self.asleep:
             return
-        self.is_asleep = True
+        self.asleep = list(MEMORIES)
         self._gate()
         async with self.updating:
             if self.dialect.loses_requests_asleep:
@@ -240,11 +250,13 @@ class ServerSampler:
         await self._settle()
 
     async def wake(self) -> None:
-        if not self.is_asleep:
+        if not self.asleep:
             return
         async with self.updating:
-            await self.dialect.wake()
-        self.is_asleep = False
+            await self.dialect.wake(self.asleep)
+            if self.is_paused:
+                await self.dialect.pause()
+        self.asleep = []
         self._gate()
 
     async def health(self) -> None:
@@ -345,7 +357,7 @@ class ServerSampler:
     # State.
 
     def _gate(self) -> None:
-        if self.is_paused or self.is_asleep:
+        if self.is_paused or self.asleep:
             self.may_ask.clear()
         else:
             self.may_ask.set()

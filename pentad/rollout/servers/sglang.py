@@ -37,7 +37,7 @@ from pentad.rollout.servers.process import (
     server_environment,
     server_python,
 )
-from pentad.rollout.servers.sampler import Call, ServerSampler
+from pentad.rollout.servers.sampler import MEMORIES, Call, ServerSampler
 from pentad.rollout.servers.settings import ServerSettings
 from pentad.rollout.servers.transport import own_host, together, write_weights
 from pentad.rollout.servers.wire import Wire
@@ -239,10 +239,10 @@ class Sglang:
 
     async def sleep(self) -> None:
         await self.wire.post("/flush_cache")
-        await self.wire.post("/release_memory_occupation", {})
+        await self.wire.post("/release_memory_occupation", {"tags": MEMORIES})
 
-    async def wake(self) -> None:
-        await self.wire.post("/resume_memory_occupation", {})
+    async def wake(self, memories: Sequence[str]) -> None:
+        await self.wire.post("/resume_memory_occupation", {"tags": memories})
 
     async def health(self) -> None:
         await self.wire.get("/health")

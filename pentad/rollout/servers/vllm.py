@@ -182,8 +182,8 @@ class Vllm:
     async def sleep(self) -> None:
         await self.wire.post("/sleep", level="1", mode="keep")
 
-    async def wake(self) -> None:
-        await self.wire.post("/wake_up")
+    async def wake(self, memories: Sequence[str]) -> None:
+        await self.wire.post("/wake_up", tags=memories)
 
     async def health(self) -> None:
         await self.wire.get("/health")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ class Wire:
         body: Mapping[str, Any] | None = None,
         *,
         timeout_s: float | None = CALL_TIMEOUT_S,
-        **params: str,
+        **params: str | Sequence[str],
     ) -> Any:
         return await self._call("POST", path, body=body, timeout_s=timeout_s, params=params)
 
@@ -84,7 +84,7 @@ class Wire:
         *,
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = CALL_TIMEOUT_S,
-        params: Mapping[str, str],
+        params: Mapping[str, str | Sequence[str]],
     ) -> Any:
         async with self._failing(path):
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
