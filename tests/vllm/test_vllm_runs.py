@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def task(tmp_path_factory):
     return folder
 
 
-def train(task, root, *overrides):
+def command(task, root, *overrides) -> list[str]:
     words = [
         f"fileroot={root}",
         f"actor.path={task / 'model'}",
@@ -49,8 +51,12 @@ def train(task, root, *overrides):
         *overrides,
     ]
     (root / "recipe.yaml").write_text("algorithm: {name: grpo}\n")
-    command = [sys.executable, "-m", "pentad.cli.main", "train", str(root / "recipe.yaml"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+    return [sys.executable, "-m", "pentad.cli.main", "train", str(root / "recipe.yaml"), *words]
+
+
+def train(task, root, *overrides):
+    asked = command(task, root, *overrides)
+    return subprocess.run(asked, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +81,44 @@ def test_a_run_trains_on_what_its_vllm_draws(task, tmp_path, allocation, transpo
     assert [record["step"] for record in steps] == [1, 2, 3]
     log = (folder / "servers" / "vllm-0.log").read_text()
     assert len(re.findall("Reloading and processing weights", log)) >= 1
-    assert not leftovers(folder)
+    assert not writers_of(folder)
 
 
-def leftovers(folder) -> list[str]:
-    """Server processes whose output goes to the run's folder."""
+def test_a_run_outlives_one_of_two_servers(task, tmp_path):
+    """Killed between two steps: its groups are drawn by the other, publishes leave it out."""
+    asked = command(task, tmp_path, "allocation_mode=vllm:d2+archon:d1", "total_train_steps=12")
+    with subprocess.Popen(
+        asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        folder = wait_for(lambda: next((tmp_path / "logs").glob("*/*/*"), None))
+        wait_for(lambda: (folder / "steps.jsonl").exists() and read_lines(folder / "steps.jsonl"))
+        for pid in writers_of(folder / "servers" / "vllm-1.log"):
+            os.kill(pid, signal.SIGKILL)
+        told, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, told
+    steps = [r["step"] for r in read_lines(folder / "steps.jsonl") if "step" in r]
+    assert steps == list(range(1, 13))
+    log = (folder / "log.txt").read_text()
+    assert "is left out until it takes new weights: vllm-1 ended with signal 9" in log
+    assert not writers_of(folder)
+
+
+def wait_for(found, timeout_s=200):
+    deadline = time.monotonic() + timeout_s
+    while not (value := found()):
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.05)
+    return value
+
+
+def writers_of(path: Path) -> list[int]:
+    """Processes whose output goes to a file there."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/1"):
         try:
             target = str(link.readlink())
         except OSError:
             continue
-        if target.startswith(str(folder)):
-            found.append(str(link))
+        if target.startswith(str(path)):
+            found.append(int(link.parts[2]))
     return found

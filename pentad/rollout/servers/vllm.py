@@ -73,6 +73,13 @@ class Results(BaseModel):
     results: list[dict[str, Any]]
 
 
+class Receipt(BaseModel):
+    """What a worker says of the weights it took."""
+
+    num_tensors: int
+    digest: str
+
+
 class Vllm:
     """The dialect of vLLM, spoken to one server."""
 
@@ -159,13 +166,13 @@ class Vllm:
 
     async def load(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Installed:
         receipts = await self.transport.send(weights, self.ask)
-        first = receipts[0]
-        if any(receipt != first for receipt in receipts):
+        first = self.wire.read("/collective_rpc", Receipt, receipts[0])
+        if any(receipt != receipts[0] for receipt in receipts):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
         drop = "true" if self.reprefill else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
         await self.wire.post("/update_weight_version", {"new_version": str(version)})
-        return Installed(version, first["num_tensors"], first["digest"])
+        return Installed(version, first.num_tensors, first.digest)
 
     async def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Calls a method of the extension in all workers."""
