@@ -247,7 +247,7 @@ def test_notes_tell_what_is_lawful_and_odd():
     assert "a step has 4 samples for d * n_mbs = 8" in note
     config = config_of("allocation_mode=embedded:d2+archon:d1", "scheduler.type=ray")
     assert layout_notes(config, DENSE) == [
-        "embedded:d2: planned here; train refuses all but embedded:d1",
+        "embedded:d2: planned here; train takes embedded:d1, vllm or sglang",
         "scheduler.type = ray: planned here, refused by train",
     ]
     assert layout_notes(config_of("actor.path=Qwen3-8B"), DENSE) == []
