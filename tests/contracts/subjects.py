@@ -34,7 +34,7 @@ DIMS = ModelDims(
     intermediate_size=48,
     qk_norm=True,
     tie_embeddings=True,
-    max_position=256,
+    max_position=1024,
     initializer_range=0.5,  # distributions far from uniform, so that wrong weights show
 )
 
@@ -52,6 +52,8 @@ class Subject:
     """An implementation, started with the weights of seed 1 as version 0."""
 
     start: Callable[[], AbstractAsyncContextManager[Sampler]]
+    long: int = 200
+    """Tokens for which something is still under way when the next call arrives."""
 
 
 def embedded(seed: int, version: int, on_update: str = "continue") -> EmbeddedSampler:
@@ -115,7 +117,7 @@ def vllm_subject(folder: Path, address: str, **changes) -> Subject:
     def start() -> AbstractAsyncContextManager[Sampler]:
         return attached(vllm.attach, address, server_settings(folder, **changes))
 
-    return Subject(start)
+    return Subject(start, long=900)
 
 
 def write_folder(folder: Path) -> Path:

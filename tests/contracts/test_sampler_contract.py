@@ -12,7 +12,6 @@ from pentad.core.types import Generation, Request, SamplingParams
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.exchange import iter_hf
 
-LONG = 200  # tokens, so that something is still under way when the next call arrives
 ATOL = 2e-5  # fp32 rounding over two layers, by whatever kernels
 
 
@@ -119,7 +118,7 @@ def test_greedy_is_greedy(subject):
 
 
 def test_the_context_limit_ends_a_generation(subject):
-    request = ask("a", [i % 41 for i in range(251)], max_new_tokens=50)
+    request = ask("a", [i % 41 for i in range(1019)], max_new_tokens=50)
     (g,) = run(subject, lambda sampler: sampler.generate(request))
     assert len(g.ids) == 5 and g.finish == "length"
     assert_from(policy(1), request, [g])
@@ -131,7 +130,7 @@ def test_the_context_limit_ends_a_generation(subject):
         (ask("x", []), "is empty"),
         (ask("x", [41]), "outside the vocabulary of 41"),
         (ask("x", [-1]), "outside the vocabulary of 41"),
-        (ask("x", [1] * 256), "context of 256"),
+        (ask("x", [1] * 1024), "context of 1024"),
         (ask("x", [1], n=0), "n = 0"),
         (ask("x", [1], stop_ids=(41,)), "outside the vocabulary of 41"),
         (ask("x", [1], max_new_tokens=0), "at least 1"),
@@ -227,7 +226,7 @@ def test_versions_never_go_back(subject):
 
 
 def test_tokens_under_way_carry_the_version_that_drew_them(installing):
-    request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=installing.long)
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -237,7 +236,7 @@ def test_tokens_under_way_carry_the_version_that_drew_them(installing):
         return await task
 
     for g in run(installing, scenario):
-        assert len(g.ids) == LONG
+        assert len(g.ids) == installing.long
         assert g.versions == sorted(g.versions) and set(g.versions) == {0, 1}
         old = g.versions.count(0)
         wanted = truth(policy(1), request.prompt_ids, g.ids)[:old]
@@ -245,7 +244,7 @@ def test_tokens_under_way_carry_the_version_that_drew_them(installing):
 
 
 def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
-    request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=reprefilling.long)
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -256,14 +255,14 @@ def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
 
     for g in run(reprefilling, scenario):
         old = g.versions.count(0)
-        assert 0 < old < LONG == len(g.ids)
+        assert 0 < old < reprefilling.long == len(g.ids)
         wanted = [truth(policy(seed), request.prompt_ids, g.ids) for seed in (1, 2)]
         expected = torch.cat([wanted[0][:old], wanted[1][old:]])
         torch.testing.assert_close(torch.tensor(g.logprobs), expected, atol=ATOL, rtol=0)
 
 
 def test_a_pause_keeps_work_and_draws_nothing(subject):
-    request = ask("a", [1, 2, 3], max_new_tokens=LONG)
+    request = ask("a", [1, 2, 3], max_new_tokens=subject.long)
 
     async def scenario(sampler):
         heard: list[int] = []
@@ -286,13 +285,13 @@ def test_a_pause_keeps_work_and_draws_nothing(subject):
         return at_pause, await task
 
     at_pause, (g,) = run(subject, scenario, "pause")
-    assert g.ids[: len(at_pause)] == at_pause and len(g.ids) == LONG
+    assert g.ids[: len(at_pause)] == at_pause and len(g.ids) == subject.long
     assert_from(policy(1), request, [g])
 
 
 def test_an_abort_ends_one_request_at_once_and_no_other(subject):
     long, other = (
-        ask("long", [1, 2], n=3, max_new_tokens=LONG),
+        ask("long", [1, 2], n=3, max_new_tokens=subject.long),
         ask("other", [3], max_new_tokens=30),
     )
 
@@ -306,13 +305,13 @@ def test_an_abort_ends_one_request_at_once_and_no_other(subject):
         return await task, await beside
 
     aborted, (finished,) = run(subject, scenario, "abort")
-    assert all(g.finish == "abort" and len(g.ids) < LONG for g in aborted)
+    assert all(g.finish == "abort" and len(g.ids) < subject.long for g in aborted)
     assert_from(policy(1), long, aborted)
     assert finished.finish == "length" and len(finished.ids) == 30
 
 
 def test_a_request_waits_through_sleep_and_is_exact_after_wake(subject):
-    request = ask("a", [1, 2, 3], n=2, max_new_tokens=LONG)
+    request = ask("a", [1, 2, 3], n=2, max_new_tokens=subject.long)
 
     async def scenario(sampler):
         drawn = asyncio.Event()
@@ -362,7 +361,7 @@ def test_health_and_stats(subject):
 def test_close_ends_open_requests_with_an_error(subject):
     async def scenario(sampler):
         drawn = asyncio.Event()
-        request = ask("a", [1, 2], max_new_tokens=LONG)
+        request = ask("a", [1, 2], max_new_tokens=subject.long)
         task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
         await drawn.wait()
         await sampler.close()

@@ -35,7 +35,7 @@ class ScriptedVllm:
         self.label = "default"
         self.num_asked = 0
         config = {
-            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 256},
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 1024},
             "parallel_config": {"worker_extension_cls": vllm.EXTENSION, "world_size": 1},
             "device_config": {"device": "cpu"},
         }
@@ -207,7 +207,7 @@ def config(**changes):
             config(parallel_config={"worker_extension_cls": ""}),
             "cannot receive weights; start it with --worker-extension-cls pentad",
         ),
-        (config(model_config={"max_model_len": 64}), "64 tokens, the run needs 256"),
+        (config(model_config={"max_model_len": 64}), "64 tokens, the run needs 1024"),
         ({GENERATE: JSONResponse({}, status_code=403)}, "start it with --enable-scale-out"),
         (
             {"/collective_rpc": {"results": [{"protocol": 0}]}},
@@ -376,7 +376,7 @@ def test_replicas_come_and_go_while_groups_are_drawn(model_folder):
     ("info", "sentence"),
     [
         ({"version": "0.5.2"}, "is SGLang 0.5.2, .*; use 0.5.23 or later"),
-        ({"context_length": 64}, "64 tokens, the run needs 256"),
+        ({"context_length": 64}, "64 tokens, the run needs 1024"),
     ],
 )
 def test_an_sglang_that_lacks_something_is_not_attached_to(model_folder, info, sentence):
