@@ -13,7 +13,7 @@ from pentad.config.catalog import known_model
 from pentad.config.load import load_config
 from pentad.config.rules import layout_problems
 from pentad.config.schema import Config
-from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.core.dims import SHARED_EXPERT_FAMILIES, ModelDims, dims_from_hf
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component, Layout, divisors, parse_allocation
 from pentad.models.families import known_families, read_config
@@ -89,6 +89,8 @@ def read_subject(words: list[str]) -> Subject:
         return Subject(name, config_of(known), known, config)
     if name in known_families():
         experts = FAMILY_EXPERTS if "moe" in name else {}
+        if name in SHARED_EXPERT_FAMILIES:
+            experts = experts | {"shared_expert_intermediate_size": 24}
         hf_config = {"model_type": name, "tie_word_embeddings": not experts, **FAMILY, **experts}
         return Subject(name, hf_config, dims_from_hf(hf_config), config)
     families = ", ".join(known_families())
@@ -120,6 +122,8 @@ def config_of(dims: ModelDims) -> dict[str, Any]:
             "moe_intermediate_size": dims.moe_intermediate_size,
             "norm_topk_prob": dims.norm_topk_prob,
         }
+    if dims.shared_expert_size:
+        found["shared_expert_intermediate_size"] = dims.shared_expert_size
     return found
 
 
@@ -136,6 +140,8 @@ def shrink(hf_config: dict[str, Any], dims: ModelDims, cases: list[Case], stages
         found |= {"sliding_window": 7, "max_window_layers": layers // 2}
     if dims.num_experts:
         found["moe_intermediate_size"] = 8 * math.lcm(*(case.layout.etp for case in cases))
+        if dims.shared_expert_size:
+            found["shared_expert_intermediate_size"] = 24
         found["mlp_only_layers"] = [i for i in range(layers) if not dims.is_moe(i)]
         found["decoder_sparse_step"] = 1
     return found

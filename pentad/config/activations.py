@@ -81,6 +81,8 @@ def products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> f
     if not dims.is_moe(layer):
         return (kept + c * (2 * dims.intermediate_size / tp + h)) / layout.cp
     rows = dims.num_experts_per_token * 2 * dims.moe_intermediate_size
+    if dims.shared_expert_size:
+        rows += 2 * dims.shared_expert_size + dims.hidden_size
     return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
 
 
@@ -126,6 +128,8 @@ def experts_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
     kept += chosen * c * (h + 3 * width)  # rows sorted by expert; gate, up, their weighted product
     if layout.ep > 1:
         kept += chosen * c * h  # rows as received, before they are sorted
+    if dims.shared_expert_size:
+        kept += c * (4 * dims.shared_expert_size + h)  # as a dense ffn; its result before the gate
     return kept / (tp * layout.cp)
 
 

@@ -143,7 +143,8 @@ def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
     """A layer without its experts on one tp rank; kv heads are repeated beyond their number."""
     part = dims.layer_parts(layer)
     kv = part.kv // min(tp, dims.num_kv_heads)
-    return (part.q_and_o + part.dense_ffn) // tp + kv + part.norms + part.router
+    whole = part.norms + part.router + part.shared_expert
+    return (part.q_and_o + part.dense_ffn) // tp + kv + whole
 
 
 def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:

@@ -23,6 +23,8 @@ class LayerParts:
     """Gate, up, down of a dense ffn: cut by tp; 0 in a mixture layer."""
     router: int
     """The gate of a mixture: whole on every rank; 0 in a dense layer."""
+    shared_expert: int
+    """The expert every token passes, and its gate: whole on every tp rank; 0 without one."""
     expert: int
     """Gate, up, down of ONE expert: experts are dealt over ep, each cut by etp."""
     num_experts: int
@@ -40,7 +42,8 @@ class LayerParts:
     @property
     def shared(self) -> int:
         """Everything but the experts."""
-        return self.q_and_o + self.kv + self.norms + self.dense_ffn + self.router
+        ffn = self.dense_ffn + self.router + self.shared_expert
+        return self.q_and_o + self.kv + self.norms + ffn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class ModelDims:
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    shared_expert_size: int = 0
+    """Width of an expert of mixture layers that every token passes, weighed by its own gate."""
     moe_layers: tuple[bool, ...] = ()
     """Per layer, whether its ffn is a mixture; empty means nowhere."""
     initializer_range: float = 0.02
@@ -113,10 +118,16 @@ class ModelDims:
             norms=2 * width + self.qk_norm * 2 * self.head_dim,
             dense_ffn=0 if mixture else 3 * width * self.intermediate_size + ffn_bias,
             router=self.num_experts * width if mixture else 0,
+            shared_expert=self._shared_expert_params if mixture else 0,
             expert=3 * width * self.moe_intermediate_size if mixture else 0,
             num_experts=self.num_experts if mixture else 0,
             num_experts_per_token=self.num_experts_per_token if mixture else 0,
         )
+
+    @property
+    def _shared_expert_params(self) -> int:
+        size = self.shared_expert_size
+        return (3 * size + 1) * self.hidden_size if size else 0
 
     @property
     def num_params(self) -> int:
@@ -137,7 +148,7 @@ class ModelDims:
             part = self.layer_parts(i)
             total += 2 * self.hidden_size * (self.q_dim + self.kv_dim) + part.router
             if self.is_moe(i):
-                total += part.expert * part.num_experts_per_token
+                total += part.expert * part.num_experts_per_token + part.shared_expert
             else:
                 total += 3 * self.hidden_size * self.intermediate_size
         return total
@@ -165,14 +176,16 @@ class ModelDims:
         return self.train_flops(seq_len, causal=causal) / seq_len
 
 
-_QKV_BIAS_ALWAYS = {"qwen2"}
-"""Families whose q, k, v have a bias and whose o has none, whatever the config says."""
+_NO_OUT_BIAS = {"qwen2", "qwen2_moe"}
+"""Families whose q, k, v have a bias (a switch of its own in qwen2_moe) and whose o has none."""
 _QK_NORM = {"qwen3", "qwen3_moe"}
 _HEAD_DIM = {"qwen3": 128}
 """Families whose head_dim has an own default; elsewhere it is hidden_size / num_heads."""
 _MAX_POSITION = {"llama": 2048}
 _WINDOW_EVERYWHERE = {"qwen3_moe", "mistral"}
 """Families without per-layer window choice: a window set is a window on every layer."""
+SHARED_EXPERT_FAMILIES = {"qwen2_moe"}
+"""Families with an expert that every token passes, behind a gate of its own."""
 _UNSUPPORTED = {
     "text_config": "it describes a model with several modalities",
     "kv_lora_rank": "it uses latent attention",
@@ -195,7 +208,7 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     theta, scaling = _rope(hf)
     window, sliding_layers = _windows(hf, family, num_layers)
     num_experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
-    bias = bool(hf.get("attention_bias", False))
+    bias = _has_bias(hf, family)
     return ModelDims(
         family=family,
         vocab_size=int(hf["vocab_size"]),
@@ -206,8 +219,8 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
         head_dim=int(hf.get("head_dim") or _HEAD_DIM.get(family, hidden // num_heads)),
         intermediate_size=int(hf["intermediate_size"]),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=bias or family in _QKV_BIAS_ALWAYS,
-        out_bias=bias and family not in _QKV_BIAS_ALWAYS,
+        qkv_bias=bias,
+        out_bias=bias and family not in _NO_OUT_BIAS,
         mlp_bias=bool(hf.get("mlp_bias", False)),
         qk_norm=family in _QK_NORM,
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
@@ -220,6 +233,7 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
         num_experts_per_token=int(hf.get("num_experts_per_tok") or 0) if num_experts else 0,
         moe_intermediate_size=_expert_width(hf) if num_experts else 0,
         norm_topk_prob=bool(hf.get("norm_topk_prob", False)) if num_experts else True,
+        shared_expert_size=_shared_expert_size(hf, family) if num_experts else 0,
         moe_layers=_moe_layers(hf, num_layers) if num_experts else (),
         initializer_range=float(hf.get("initializer_range", 0.02)),
     )
@@ -230,7 +244,7 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
     problems = [
         Problem(where, f"{key} = {hf[key]!r}: {why}", "use a plain decoder such as Qwen3 or Llama")
         for key, why in _UNSUPPORTED.items()
-        if hf.get(key)
+        if hf.get(key) and not (family in SHARED_EXPERT_FAMILIES and why == "it has shared experts")
     ]
     act = hf.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
@@ -284,7 +298,10 @@ def _windows(
     if family in _WINDOW_EVERYWHERE:
         return int(width), (True,) * num_layers
     kinds = hf.get("layer_types")
-    if kinds:
+    if family == "qwen2_moe" and not kinds:  # every other of the first layers
+        first = int(hf.get("max_window_layers", 28))
+        slides = tuple(layer % 2 == 0 and layer < first for layer in range(num_layers))
+    elif kinds:
         slides = tuple(kind == "sliding_attention" for kind in kinds)
     else:
         first = int(hf.get("max_window_layers", 28))
@@ -292,8 +309,18 @@ def _windows(
     return (int(width), slides) if any(slides) else (None, ())
 
 
+def _has_bias(hf: Mapping[str, Any], family: str) -> bool:
+    if family == "qwen2_moe":
+        return bool(hf.get("qkv_bias", True))
+    return family in _NO_OUT_BIAS or bool(hf.get("attention_bias", False))
+
+
 def _expert_width(hf: Mapping[str, Any]) -> int:
     return int(hf.get("moe_intermediate_size") or hf["intermediate_size"])
+
+
+def _shared_expert_size(hf: Mapping[str, Any], family: str) -> int:
+    return int(hf["shared_expert_intermediate_size"]) if family in SHARED_EXPERT_FAMILIES else 0
 
 
 def _moe_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:

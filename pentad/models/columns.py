@@ -28,6 +28,10 @@ def is_moe(dims: ModelDims, layer: int) -> bool:
     return dims.is_moe(layer)
 
 
+def has_shared_expert(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer) and bool(dims.shared_expert_size)
+
+
 def is_dense(dims: ModelDims, layer: int) -> bool:
     return not dims.is_moe(layer)
 
@@ -90,6 +94,24 @@ MEGATRON = (
         is_moe,
         alias=(THEIRS + "mlp.experts.local_experts.{e}.linear_fc2.weight",),
     ),
+    Rule(
+        THEIRS + "mlp.shared_experts.linear_fc1.weight",
+        "S+S D",
+        Planes(FFN + "shared.gate_up.weight"),
+        has_shared_expert,
+    ),
+    Rule(
+        THEIRS + "mlp.shared_experts.linear_fc2.weight",
+        "D S",
+        FFN + "shared.down.weight",
+        has_shared_expert,
+    ),
+    Rule(
+        THEIRS + "mlp.shared_experts.gate_weight",
+        "1 D",
+        FFN + "shared.gate.weight",
+        has_shared_expert,
+    ),
     Rule("decoder.final_layernorm.weight", "D", "norm.weight"),
     Rule(
         "output_layer.weight",
@@ -99,7 +121,7 @@ MEGATRON = (
     ),
 )
 
-MEGATRON_PLAN = {"Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "M": "etp"}
+MEGATRON_PLAN = {"Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "S": "tp", "M": "etp"}
 """P is the interleaved qkv, cut in plain rows; experts are dealt whole by their number."""
 
 

@@ -6,12 +6,16 @@ token, M expert width, N pairs of a token and one of its experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
+from pentad.models.layers import GateUp, Linear
 from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
 from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
 
@@ -70,19 +74,49 @@ class Router(nn.Module):
         return loss if self.loss_scale is None else loss * self.loss_scale
 
 
+class SharedExpert(nn.Module):
+    """The expert every token passes: sigmoid(gate . x) * mlp(x). No axis but storage cuts it: it
+    takes each rank's own tokens, as the router does."""
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__()
+        hidden, width = dims.hidden_size, dims.shared_expert_size
+        self.gate_up = GateUp(hidden, width, bias=False)
+        self.down = Linear(width, hidden, bias=False)
+        self.gate = Linear(hidden, 1, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_TD)
+        return self.gate(x_TD).sigmoid() * self.down(F.silu(gate) * up)
+
+
 class Dispatch(Protocol):
     """Brings tokens to their experts and the weighted results back."""
 
     def __call__(
-        self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts
-    ) -> Tensor: ...
+        self,
+        x_TD: Tensor,
+        weights_Tk: Tensor,
+        chosen_Tk: Tensor,
+        experts: Experts,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """`beside` needs no other rank: it is run where there is waiting, and added."""
+        ...
 
 
-def dispatch_local(x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts) -> Tensor:
+def dispatch_local(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    chosen_Tk: Tensor,
+    experts: Experts,
+    beside: Callable[[], Tensor] | None = None,
+) -> Tensor:
     """All experts are here: sort the pairs by expert, run, add back."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
-    return sum_rows(experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N), pairs)
+    y_TD = sum_rows(experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N), pairs)
+    return y_TD if beside is None else y_TD + beside()
 
 
 class Moe(nn.Module):
@@ -92,9 +126,11 @@ class Moe(nn.Module):
         super().__init__()
         self.router = Router(dims)
         self.experts = Experts(dims)
+        self.shared = SharedExpert(dims) if dims.shared_expert_size else None
         self.dispatch: Dispatch = dispatch_local
 
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mixture's result, and the experts that were chosen (those given, if any)."""
         weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
-        return self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts), chosen_Tk
+        beside = None if self.shared is None else partial(self.shared, x_TD)
+        return self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts, beside), chosen_Tk

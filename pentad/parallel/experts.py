@@ -34,11 +34,17 @@ class CellDispatch:
         self.num_experts = num_experts
 
     def __call__(
-        self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts
+        self,
+        x_TD: Tensor,
+        weights_Tk: Tensor,
+        chosen_Tk: Tensor,
+        experts: Experts,
+        beside: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         pairs = sort_pairs(chosen_Tk, self.num_experts)
         sent_PE = pairs.sizes_E.view(self.num_ep, -1).repeat_interleave(self.etp, dim=0)
         got_PE = self._swap_counts(sent_PE)
+        beside_TD = None if beside is None else beside()
         # The one wait for the device: splits of an exchange are numbers of the host.
         sent, got = torch.stack([sent_PE.sum(1), got_PE.sum(1)]).tolist()
         assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
@@ -46,7 +52,8 @@ class CellDispatch:
         y_MD = _run_here(x_MD, got_PE, experts)
         y_ND = self._from_cell(exchange(y_MD, self.cell, sent, got), sent)
         y_ND = y_ND * take_weights(weights_Tk, pairs)[:, None]
-        return sum_rows(y_ND, pairs).to(x_TD.dtype)
+        y_TD = sum_rows(y_ND, pairs).to(x_TD.dtype)
+        return y_TD if beside_TD is None else y_TD + beside_TD
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:
         ones = [1] * self.cell.size

@@ -35,6 +35,7 @@ def sizes_of(dims: ModelDims) -> dict[str, int]:
         "E": dims.num_experts,
         "R": dims.num_experts,
         "M": dims.moe_intermediate_size,
+        "S": dims.shared_expert_size,
     }
 
 

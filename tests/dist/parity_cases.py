@@ -32,7 +32,12 @@ MOE = DENSE | {
     "mlp_only_layers": [1],
 }
 BIASED = DENSE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
-CONFIGS = {"dense": DENSE, "moe": MOE, "biased": BIASED}
+SHARED = MOE | {
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 20,
+    "head_dim": 6,
+}
+CONFIGS = {"dense": DENSE, "moe": MOE, "biased": BIASED, "shared": SHARED}
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 

@@ -146,6 +146,8 @@ CORNERS = {
         {"crowd": True},
     ),
     "all tokens to one expert cell": ("moe", Layout(cp=2, tp=2, ep=2, etp=2), {"crowd": True}),
+    "a shared expert": ("shared", Layout(dp_shard=2, tp=2, ep=2), {}),
+    "a shared expert, cut by all axes": ("shared", Layout(cp=2, tp=2, ep=2, etp=2), {}),
     "full recomputation": ("moe", Layout(dp_shard=2, tp=2, ep=4), {"ac_mode": "full"}),
     "selective recomputation by op": ("moe", Layout(cp=2, tp=2, ep=2), {"ac_mode": "selective"}),
     "selective recomputation by layer": (

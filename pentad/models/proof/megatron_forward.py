@@ -89,7 +89,14 @@ class MegatronForward:
             for rank in self.expert_ranks:
                 y = gated(h, rank[f"{at}mlp.experts.linear_fc1.weight{e}"])
                 total = total + share * F.linear(y, rank[f"{at}mlp.experts.linear_fc2.weight{e}"])
-        return total
+        return total + self.shared(h, at + "mlp.shared_experts.")
+
+    def shared(self, h: Tensor, at: str) -> Tensor:
+        if not self.dims.shared_expert_size:
+            return torch.zeros_like(h)
+        parts = [gated(h, rank[at + "linear_fc1.weight"]) for rank in self.ranks]
+        gate = F.linear(h, self.ranks[0][at + "gate_weight"]).sigmoid()
+        return gate * self.rows(parts, at + "linear_fc2")
 
 
 def gated(x: Tensor, fc1: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ gives it; the result is differentiable in the whole weights. It proves maps and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,14 @@ class ExpertsOverRanks:
         """(first expert, gate_up, down) of every rank."""
 
     def __call__(
-        self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts
+        self,
+        x_TD: Tensor,
+        weights_Tk: Tensor,
+        chosen_Tk: Tensor,
+        experts: Experts,
+        beside: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        total = torch.zeros_like(x_TD)
+        total = torch.zeros_like(x_TD) if beside is None else beside()
         for first, gate_up, down in self.ranks:
             local = {"gate_up": gate_up, "down": down}
             for e in range(len(down)):

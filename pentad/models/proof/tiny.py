@@ -34,6 +34,7 @@ EXPERT_SIZES: dict[str, Any] = {
     "moe_intermediate_size": 27,
     "mlp_only_layers": [1],
 }
+SHARED_SIZES: dict[str, Any] = {"shared_expert_intermediate_size": 35}
 TP_GRID = (1, 2, 4, 12)
 """One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
 EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
@@ -57,7 +58,7 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
     "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases": {"attention_bias": True, "mlp_bias": True, "qkv_bias": False},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}},
     "llama3 rope": {"rope_parameters": LLAMA3},
     "yarn rope": {"rope_parameters": YARN},
@@ -70,6 +71,7 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The variants of a family, told by the keys its transformers config has."""
     has_experts = "moe_intermediate_size" in family_keys
     base = {**SIZES, "rope_parameters": PLAIN_ROPE, **(EXPERT_SIZES if has_experts else {})}
+    base |= {key: size for key, size in SHARED_SIZES.items() if key in family_keys}
     out = {}
     for name, changes in VARIANTS.items():
         known = {key: value for key, value in changes.items() if key in family_keys}
@@ -85,6 +87,7 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("layer_types", "num_local_experts", "dtype", "torch_dtype"):
         out.pop(key, None)
     if has_experts:
+        out |= {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
         out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
     if config.get("sliding_window"):
         out |= {"sliding_window": 5, "max_window_layers": 2}

@@ -135,6 +135,9 @@ def _problems(
     if is_dense and dims.intermediate_size % tp:
         rule = f"must divide intermediate_size = {dims.intermediate_size}"
         found.append(Problem(f"tp = {tp}", rule, _fits(dims.intermediate_size)))
+    if dims.shared_expert_size % tp:
+        rule = f"must divide shared_expert_intermediate_size = {dims.shared_expert_size}"
+        found.append(Problem(f"tp = {tp}", rule, _fits(dims.shared_expert_size)))
     if not dims.num_experts:
         if ep > 1 or etp_was_given:
             rule = f"{dims.family} has no experts"

@@ -133,12 +133,15 @@ def test_followers_without_a_block_start_later_and_exactly(
     check_exact(sampler, requests, generate(sampler, requests))
 
 
+@pytest.mark.parametrize(("family", "shared_expert_size"), [("qwen3_moe", 0), ("qwen2_moe", 12)])
 def test_a_mixture_of_experts_is_exact(
-    make_sampler, make_request, generate, check_exact, tiny_dims
+    make_sampler, make_request, generate, check_exact, tiny_dims, family, shared_expert_size
 ):
     dims = replace(
         tiny_dims,
-        family="qwen3_moe",
+        family=family,
+        qk_norm=family == "qwen3_moe",
+        shared_expert_size=shared_expert_size,
         num_experts=4,
         num_experts_per_token=2,
         moe_intermediate_size=16,

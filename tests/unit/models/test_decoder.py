@@ -148,7 +148,7 @@ def test_dispatch_can_be_replaced():
     expected = model(IDS, POSITIONS, causal_attend)
     calls = []
 
-    def by_hand(x, weights, chosen, experts):
+    def by_hand(x, weights, chosen, experts, beside):
         calls.append(len(x))
         out = torch.zeros_like(x)
         one_of = torch.eye(DIMS.num_experts, dtype=torch.int64)

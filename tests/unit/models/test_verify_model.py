@@ -20,7 +20,7 @@ from pentad.weights.map import Glu, Stack, Transposed, as_spec
 transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe"])
 def test_the_families_of_the_package_pass(family):
     report = verify(family)
     assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
@@ -32,7 +32,7 @@ def test_the_families_of_the_package_pass(family):
 
 
 def test_every_family_is_found_by_its_file():
-    assert families.known_families() == ["llama", "qwen2", "qwen3", "qwen3_moe"]
+    assert families.known_families() == ["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 
 
 def faults(spec, monkeypatch, variant="untied", **changes):

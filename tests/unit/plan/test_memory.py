@@ -72,8 +72,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tiny(vocab_size: int, **extra) -> ModelDims:
+    family = "qwen3_moe" if "num_experts" in extra else "qwen3"
+    family = "qwen2_moe" if "shared_expert_size" in extra else family
     return ModelDims(
-        family="qwen3_moe" if "num_experts" in extra else "qwen3",
+        family=family,
         vocab_size=vocab_size,
         hidden_size=96,
         num_layers=6,
@@ -81,7 +83,7 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
         num_kv_heads=2,
         head_dim=32,
         intermediate_size=320,
-        qk_norm=True,
+        qk_norm=family != "qwen2_moe",
         **extra,
     )
 
@@ -108,7 +110,11 @@ def measure(dims: ModelDims, mode: str, selective: str | int) -> tuple[int, int]
 
 @pytest.mark.parametrize(("mode", "selective"), MODES)
 @pytest.mark.parametrize("vocab_size", [50, 4000])
-@pytest.mark.parametrize("extra", [{}, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, MOE, {**MOE, "shared_expert_size": 160}],
+    ids=["dense", "moe", "shared"],
+)
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)
     keeping = Keeping(mode=mode, selective=selective, compute_bytes=4)

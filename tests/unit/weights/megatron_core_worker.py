@@ -65,6 +65,8 @@ def transformer_config(args):
         experts = dict(
             num_moe_experts=args.num_experts,
             moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+            moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
+            moe_shared_expert_gate=args.moe_shared_expert_gate,
             moe_router_topk=args.moe_router_topk,
             moe_router_pre_softmax=args.moe_router_pre_softmax,
             moe_router_load_balancing_type=args.moe_router_load_balancing_type,

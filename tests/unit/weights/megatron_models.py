@@ -27,6 +27,11 @@ MODELS = {
     "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama, few kv heads": {"model_type": "llama", "num_key_value_heads": 2},
     "experts": {"model_type": "qwen3_moe", **EXPERTS},
+    "shared": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "shared_expert_intermediate_size": 36,
+    },
     "mixed": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
 }
 

@@ -46,6 +46,7 @@ MODELS = {
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
     "all experts": ("qwen3_moe", EXPERTS),
+    "shared expert": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 36}),
     "mixed": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
 }
 ONE_RANK = [("torch_dist", {}), ("legacy", {})]
