@@ -6,12 +6,14 @@ log-prob of every token, however each has batched, packed, chunked or cached it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from pentad.models.decoder import Decoder
 from pentad.models.layers import GateUp, Linear, Mlp, Norm
-from pentad.models.moe import Experts, Moe, Router
+from pentad.models.moe import Experts, Moe, Router, SharedExpert
 from pentad.models.rope import Rotary
 from pentad.ops import invariant
 from pentad.ops.experts import sort_pairs, take_rows, take_weights
@@ -39,6 +41,13 @@ class StrictMlp(Mlp):
     def forward(self, x_TD: Tensor) -> Tensor:
         down: Tensor = self.down(invariant.silu_mul(*self.gate_up(x_TD)))
         return down
+
+
+class StrictSharedExpert(SharedExpert):
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weight_T1 = invariant.wide_of(torch.sigmoid, self.gate(x_TD))
+        y_TD: Tensor = weight_T1 * self.down(invariant.silu_mul(*self.gate_up(x_TD)))
+        return y_TD
 
 
 class StrictRotary(Rotary):
@@ -71,13 +80,18 @@ STRICT: dict[type[nn.Module], type[nn.Module]] = {
     GateUp: StrictGateUp,
     Norm: StrictNorm,
     Mlp: StrictMlp,
+    SharedExpert: StrictSharedExpert,
     Rotary: StrictRotary,
     Router: StrictRouter,
 }
 
 
 def dispatch_strict(
-    x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, experts: Experts
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    chosen_Tk: Tensor,
+    experts: Experts,
+    beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """As `moe.dispatch_local`; a token's results are added in the order of its choice."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
@@ -91,7 +105,7 @@ def dispatch_strict(
     out_TD = parts[0]
     for part_TD in parts[1:]:
         out_TD = out_TD + part_TD
-    return out_TD
+    return out_TD if beside is None else out_TD + beside()
 
 
 def apply_strict(model: Decoder) -> None:

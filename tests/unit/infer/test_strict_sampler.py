@@ -41,6 +41,11 @@ MIXTURE = DENSE | {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+SHARED = MIXTURE | {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "shared_expert_intermediate_size": 24,
+}
 ODD = DENSE | {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +56,7 @@ ODD = DENSE | {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
-MODELS = {"dense": DENSE, "mixture": MIXTURE, "odd": ODD}
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD}
 
 
 def learner_of(config, **settings):
