@@ -342,7 +342,7 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
         microbatch_tokens=tokens,
         param_bytes=BYTES[model.param_dtype],
         reduce_bytes=BYTES[model.reduce_dtype],
-        reshard=reshards(archon.reshard_after_forward_policy, layout.pp),
+        reshard=reshards(archon.reshard_after_forward_policy, layout.pp, layout.world),
         offload=archon.offload_params,
         num_tags=num_tags(config, allocation) if case.key == "actor" else 0,
         tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
@@ -356,8 +356,9 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
     return TrainPlan(role, component, devices, training, per_rank, phases)
 
 
-def reshards(policy: str, pp: int) -> bool:
-    return pp == 1 if policy == "default" else policy == "always"
+def reshards(policy: str, pp: int, world: int) -> bool:
+    """A pipeline would gather too often, and one rank has nothing to gather."""
+    return pp == 1 and world > 1 if policy == "default" else policy == "always"
 
 
 def num_tags(config: Config, allocation: Allocation) -> int:

@@ -165,8 +165,8 @@ class ArchonConfig(Section):
     offload_params: bool = False
     """Keeps sharded parameters, gradients and optimizer state in host memory."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
-    """Whether parameters are sharded again between forward and backward. default: yes without
-    pipeline, no with it."""
+    """Whether parameters are sharded again between forward and backward. default: yes, but not
+    in a pipeline and not on one rank, where that only costs time."""
     use_deterministic_algorithms: bool = False
     """Bitwise repeatable training, or a refusal that names the operation."""
     dp_replicate: Count = 1

@@ -79,14 +79,17 @@ class WholePasses:
     ) -> tuple[list[Predicted], list[Sums]]:
         predicted: list[Predicted] = []
         sums: list[Sums] = []
-        for packed in microbatches:
-            with explain_memory("forward and backward", packed):
-                routes: Routes = {}
-                loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
-                self.loads.add(without_filling(routes, packed, self.meshes))
-                loss_sum.backward()
-            sums.append((loss_sum.detach(), stats))
-            predicted.append(detach_all(named))
+        try:
+            for packed in microbatches:
+                with explain_memory("forward and backward", packed):
+                    routes: Routes = {}
+                    loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
+                    self.loads.add(without_filling(routes, packed, self.meshes))
+                    loss_sum.backward()
+                sums.append((loss_sum.detach(), stats))
+                predicted.append(detach_all(named))
+        finally:
+            reshard(self.predictor)
         return predicted, sums
 
     def give_up(self) -> None:

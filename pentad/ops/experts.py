@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+try:
+    from pentad.ops.sum_kernel import sum_places
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
 ALIGNMENT_BYTES = 16
 """Rows of grouped products start at multiples of this, or torch refuses them."""
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,6 +80,11 @@ def sum_rows(y_ND: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _sum_at(y_ND: Tensor, place_N: Tensor, num_chosen: int) -> Tensor:
+    if num_chosen == 1:
+        return y_ND[place_N]
+    if HAS_TRITON and y_ND.is_cuda and y_ND.dtype != torch.float64:
+        result: Tensor = sum_places(y_ND, place_N, num_chosen)
+        return result
     return y_ND[place_N].unflatten(0, (-1, num_chosen)).sum(1)
 
 

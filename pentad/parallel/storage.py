@@ -1,4 +1,4 @@
-"""Sharded storage of parameters by FSDP2: dense ones over fsdp, experts over efsdp.
+"""Storage of parameters: sharded by FSDP2 (dense over fsdp, experts over efsdp), or cast whole.
 
 Gradients are summed over ranks, never averaged: the engine divides once, by the global count.
 """
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from pentad.core.dtypes import DTYPES
+from pentad.parallel.cast import CastWeights
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
 
@@ -39,6 +40,11 @@ def needs_storage(settings: StorageSettings, meshes: Meshes, cuts: Mapping[str, 
     return settings.is_mixed or num_dense > 1 or num_expert > 1
 
 
+def is_cast_whole(settings: StorageSettings, meshes: Meshes) -> bool:
+    """Whether there is nothing to gather and room for all weights in compute dtype at once."""
+    return meshes.layout.world == 1 and not settings.reshard_after_forward
+
+
 def apply_storage(
     root: nn.Module,
     model: nn.Module,
@@ -55,6 +61,11 @@ def apply_storage(
     both ends.
     """
     if not needs_storage(settings, meshes, cuts):
+        return
+    if is_cast_whole(settings, meshes):
+        names = dict(model.named_parameters())
+        dtypes = {name: DTYPES[own_dtypes.get(name, settings.compute_dtype)] for name in names}
+        root.register_forward_pre_hook(CastWeights(model, dtypes))
         return
     dims = {id(p): cuts[name].stored_dim for name, p in model.named_parameters()}
 
@@ -95,6 +106,9 @@ def units(root: nn.Module) -> Iterable[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Puts the stored weights back in place, wherever a forward pass left the gathered ones."""
+    """Puts the stored weights back in place, wherever a pass left gathered or cast ones."""
     for unit in units(root):
         unit.reshard()
+    for hook in root._forward_pre_hooks.values():
+        if isinstance(hook, CastWeights):
+            hook.rest()

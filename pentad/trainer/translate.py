@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from pentad.config.memory import default_microbatch_tokens
+from pentad.config.plan import reshards
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -54,11 +55,12 @@ def engine_settings(
     total_steps: int,
     max_row_tokens: int,
     pp: int = 1,
+    world: int = 1,
     strict: bool = False,
 ) -> EngineSettings:
     """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller.
 
-    `pp` counts the pipeline ranks of the layout.
+    `pp` counts the pipeline ranks of the layout, `world` all of them.
     """
     archon, optimizer = model.archon, model.optimizer
     policy = archon.reshard_after_forward_policy
@@ -79,7 +81,7 @@ def engine_settings(
         compile=archon.enable_compile is True
         or (archon.enable_compile == "auto" and is_cuda and not strict),
         strict=strict,
-        reshard_after_forward=pp == 1 if policy == "default" else policy == "always",
+        reshard_after_forward=reshards(policy, pp, world),
         pp_schedule=archon.pp_schedule,
         stages_per_rank=archon.stages_per_rank,
         deterministic=archon.use_deterministic_algorithms,

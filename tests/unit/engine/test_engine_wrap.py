@@ -22,6 +22,14 @@ from pentad.models.decoder import causal_attend
 from pentad.models.families import REGISTERED
 from pentad.parallel.blocks import apply_to_block
 
+MOE_CONFIG = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
 
 @pytest.mark.parametrize(
     "how",
@@ -64,11 +72,12 @@ def no_process_group():
         dist.destroy_process_group()
 
 
-def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_path):
+@pytest.mark.parametrize("reshards", [True, False], ids=["by-block", "whole"])
+def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_path, reshards):
     """The path of a GPU (fp32 masters, bf16 compute) with fp64 masters and fp32 compute."""
     rows = make_rows()
     plain = make_engine(max_tokens_per_mb=60)
-    mixed = make_engine(param_dtype="float64", max_tokens_per_mb=60)
+    mixed = make_engine(param_dtype="float64", max_tokens_per_mb=60, reshard_after_forward=reshards)
     assert mixed.settings.is_mixed
     assert {p.dtype for p in mixed.parameters.values()} == {torch.float64}
     for a, b in zip(mixed.forward(rows), plain.forward(rows), strict=True):
@@ -94,6 +103,49 @@ def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_
     for a, b in zip(mixed.forward(rows, "ref"), make_engine().forward(rows), strict=True):
         torch.testing.assert_close(a["logprobs"], b["logprobs"], rtol=1e-4, atol=1e-4)
     mixed.save_hf(str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "mixture"])
+@pytest.mark.parametrize("ac_mode", ["none", "selective", "full"])
+def test_weights_cast_whole_train_as_those_cast_by_block(no_process_group, is_moe, ac_mode):
+    rows = make_rows()
+    config = MOE_CONFIG if is_moe else CONFIG
+    engines = [
+        make_engine(
+            config=config,
+            param_dtype="float64",
+            max_tokens_per_mb=60,
+            ac_mode=ac_mode,
+            reshard_after_forward=reshards,
+        )
+        for reshards in (True, False)
+    ]
+    for _ in range(2):
+        norms = []
+        for engine in engines:
+            engine.begin_step()
+            engine.accumulate(rows[:5], PolicyLoss(0.1), last=False)
+            engine.accumulate(rows[5:], PolicyLoss(0.1))
+            assert {p.grad.dtype for p in engine.parameters.values()} == {torch.float64}
+            norms.append(engine.end_step().grad_norm)
+        assert norms[0] == norms[1] > 0
+    by_block, whole = (engine.tensors for engine in engines)
+    for name, weight in by_block.items():
+        assert torch.equal(weight, whole[name]), name
+
+
+def test_a_failed_pass_leaves_the_masters_in_place(no_process_group):
+    engine, rows = make_engine(param_dtype="float64", reshard_after_forward=False), make_rows()
+
+    class Failing(PolicyLoss):
+        def __call__(self, outputs, columns):
+            raise ValueError("no loss today")
+
+    engine.begin_step()
+    with pytest.raises(ValueError, match="no loss today"):
+        engine.accumulate(rows, Failing())
+    assert {p.dtype for p in engine.decoder.parameters()} == {torch.float64}
+    assert not train(engine, rows).skipped
 
 
 def test_steps_smaller_than_the_compute_dtype_can_hold_are_not_lost(no_process_group):

@@ -1,0 +1,46 @@
+"""Sums of picked rows against plain torch; interpreted where there is no GPU.
+
+TRITON_INTERPRET=1 pytest tests/unit/ops/test_sum_kernel.py
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernel needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernel = pytest.mark.skipif(
+    DEVICE == "cpu" and not IS_INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+
+from pentad.ops import sum_kernel  # noqa: E402
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [24, 64, sum_kernel.MAX_BLOCK + 40])
+@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(5, 3), (7, 1), (0, 2)])
+def test_rows_are_summed_in_fp32_and_rounded_once(width, num_tokens, num_chosen):
+    torch.manual_seed(0)
+    num_rows = num_tokens * num_chosen
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # none of bf16 when interpreted
+    rows = torch.randn(num_rows, width, device=DEVICE).to(dtype)
+    places = torch.randperm(num_rows, device=DEVICE)
+    found = sum_kernel.sum_places(rows, places, num_chosen)
+    wanted = rows.double()[places].unflatten(0, (num_tokens, num_chosen)).sum(1)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or IS_INTERPRETED, reason="runs here")
+def test_the_kernel_passes_when_interpreted():
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
