@@ -1,8 +1,6 @@
-"""The engine on one GPU: bf16 against fp32, kernels against references, then speed and memory.
+"""The engine on one GPU: bf16 against fp32, kernels against references; no times (`pentad bench`).
 
-    python benchmarks/engine_smoke.py                  # checks, then Qwen3-0.6B from scratch
-    python benchmarks/engine_smoke.py --parts checks   # only the checks (under a minute)
-    python benchmarks/engine_smoke.py --parts speed --ac none selective --compile off on
+    python benchmarks/engine_smoke.py
 
 Needs torch, numpy, safetensors and transformers. Exits 1 when a check fails. On a CPU it runs the
 same code at toy size, which proves the script and nothing else.
@@ -10,13 +8,8 @@ same code at toy size, which proves the script and nothing else.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +18,21 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pentad.cli.bench_train import QWEN3_0_6B  # noqa: E402
 from pentad.core.types import Row, TokenOutputs  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
-from pentad.engine.flops import detect_peak_tflops, measure_throughput  # noqa: E402
 from pentad.engine.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.ops.attention import PaddedAttend, build_attend, reference_attention  # noqa: E402
+from pentad.ops.experts import (  # noqa: E402
+    reference_mixture,
+    run_experts,
+    sort_pairs,
+    sum_rows,
+    take_rows,
+    take_weights,
+)
 from pentad.ops.logprob import reference_logprobs, token_logprobs  # noqa: E402
 
-QWEN3_0_6B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-}
 TOY = QWEN3_0_6B | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -95,24 +83,6 @@ def train_step(engine: Engine, rows: list[Row]) -> tuple[float, float]:
     return result.loss, result.grad_norm
 
 
-def synchronize() -> None:
-    if IS_GPU:
-        torch.cuda.synchronize()
-
-
-def peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if IS_GPU else float("nan")
-
-
-@contextmanager
-def fresh_memory() -> Iterator[None]:
-    gc.collect()
-    if IS_GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    yield
-
-
 class Checks:
     """Prints each comparison with its limit and remembers whether all held."""
 
@@ -157,6 +127,30 @@ def check_attention(checks: Checks) -> None:
             checks.compare(f"{name} gradients", worst, 2e-2)
 
 
+def check_mixture(checks: Checks) -> None:
+    tokens, chosen_count, experts, width, inner = 1000, 4, 16, 256, 128
+    gen = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if IS_GPU else torch.float32
+    shapes = [(tokens, width), (tokens, chosen_count), (experts, 2, inner, width)]
+    shapes.append((experts, width, inner))
+    rough = [(0.3 * torch.randn(*n, generator=gen)).to(DEVICE, dtype) for n in shapes]
+    chosen = torch.rand(tokens, experts, generator=gen).topk(chosen_count, -1).indices.to(DEVICE)
+    results = []
+    for is_truth in (False, True):
+        kind = torch.float64 if is_truth else dtype
+        x, weights, gate_up, down = leaves = [y.to(kind).requires_grad_() for y in rough]
+        if is_truth:
+            out = reference_mixture(x, weights, chosen, gate_up, down)
+        else:
+            pairs = sort_pairs(chosen, experts)
+            rows, scales = take_rows(x, pairs), take_weights(weights, pairs)
+            out = sum_rows(run_experts(rows, gate_up, down, pairs.ends_E, scales), pairs)
+        results.append((out, *torch.autograd.grad(out.double().square().sum(), leaves)))
+    names = ("values", "token gradient", "weight gradient", "gate_up gradient", "down gradient")
+    for name, mine, true in zip(names, *results, strict=True):
+        checks.compare(f"mixture: {name}", relative(mine, true), 2e-2)  # a few bf16 roundings
+
+
 def check_logprobs(checks: Checks) -> None:
     tokens, vocab, width = (512, 151936, 1024) if IS_GPU else (64, 500, 32)
     gen = torch.Generator().manual_seed(0)
@@ -182,9 +176,8 @@ def check_logprobs(checks: Checks) -> None:
         checks.compare(f"fused head: {name}", relative(mine, true), limit)
 
 
-def check_engine(checks: Checks, config: dict[str, Any]) -> None:
+def check_engine(checks: Checks, config: dict[str, Any], lengths: list[int]) -> None:
     config = config | {"num_hidden_layers": 4}
-    lengths = [500, 37, 1, 260, 800, 129] if IS_GPU else [50, 7, 1, 26]
     rows = make_rows(lengths, config["vocab_size"])
     torch.backends.cuda.matmul.allow_tf32 = False
     exact = make_engine(config, compute_dtype="float32")
@@ -193,6 +186,7 @@ def check_engine(checks: Checks, config: dict[str, Any]) -> None:
     del exact
     variants: dict[str, dict[str, Any]] = {
         "bf16": {},
+        "bf16 cast whole": {"reshard_after_forward": False},
         "bf16 small microbatches": {"max_tokens_per_mb": sum(lengths) // 2},
         "bf16 full recomputation": {"ac_mode": "full"},
         "bf16 selective recomputation": {"ac_mode": "selective"},
@@ -200,6 +194,7 @@ def check_engine(checks: Checks, config: dict[str, Any]) -> None:
     if IS_GPU:
         variants["bf16 compiled"] = {"compile": True}
         variants["bf16 compiled selective"] = {"compile": True, "ac_mode": "selective"}
+        variants["bf16 compiled, cast whole"] = {"compile": True, "reshard_after_forward": False}
     for name, settings in variants.items():
         engine = make_engine(config, **settings)
         got = engine.forward(rows)
@@ -219,93 +214,16 @@ def check_engine(checks: Checks, config: dict[str, Any]) -> None:
         del engine
 
 
-def run_speed(config: dict[str, Any], args: argparse.Namespace) -> None:
-    length = 2048 if IS_GPU else 64
-    num_rows = args.tokens // length if IS_GPU else 4
-    mix = [length // 2, length, length // 4, length + length // 4]
-    ragged = mix * max(1, num_rows * length // sum(mix))
-    for ac_mode in args.ac:
-        for compiled in args.compile:
-            for shape, lengths in (("equal", [length] * num_rows), ("ragged", ragged)):
-                with fresh_memory():
-                    report(config, ac_mode, compiled == "on", shape, lengths, args.steps)
-
-
-def report(
-    config: dict[str, Any], ac_mode: str, compiled: bool, shape: str, lengths: list[int], steps: int
-) -> None:
-    engine = make_engine(config, ac_mode=ac_mode, compile=compiled)
-    rows = make_rows(lengths, config["vocab_size"])
-    start = time.perf_counter()
-    for _ in range(2):
-        train_step(engine, rows)
-    synchronize()
-    warm_up_s = time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(steps):
-        train_step(engine, rows)
-    synchronize()
-    seconds = (time.perf_counter() - start) / steps
-    peak_tflops = detect_peak_tflops(DEVICE)
-    speed = measure_throughput(engine.dims, lengths, seconds, peak_tflops=peak_tflops)
-    record = {
-        "ac": ac_mode,
-        "compile": compiled,
-        "rows": shape,
-        "tokens": sum(lengths),
-        "ms_per_step": round(seconds * 1e3, 1),
-        "tok_per_s": round(speed.tokens_per_s),
-        "mfu_causal": None if speed.mfu_causal is None else round(speed.mfu_causal, 4),
-        "mfu_full": None if speed.mfu_full is None else round(speed.mfu_full, 4),
-        "peak_gib": round(peak_gib(), 2),
-        "warm_up_s": round(warm_up_s, 1),
-    }
-    print(json.dumps(record), flush=True)
-
-
-def run_head_memory() -> None:
-    """Peak memory of the fused head against the logits it avoids."""
-    tokens, vocab, width = (32768, 151936, 1024) if IS_GPU else (256, 2000, 32)
-    dtype = torch.bfloat16 if IS_GPU else torch.float32
-    with fresh_memory():
-        hidden = torch.randn(tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
-        weight = torch.randn(vocab, width, device=DEVICE, dtype=dtype, requires_grad=True)
-        labels = torch.randint(0, vocab, (tokens,), device=DEVICE)
-        held = peak_gib()
-        start = time.perf_counter()
-        logprobs, _ = token_logprobs(hidden, weight, labels)
-        logprobs.sum().backward()
-        synchronize()
-        record = {
-            "head_tokens": tokens,
-            "vocab": vocab,
-            "peak_gib_above_inputs": round(peak_gib() - held, 2),
-            "fp32_logits_gib": round(tokens * vocab * 4 / 2**30, 2),
-            "ms": round((time.perf_counter() - start) * 1e3, 1),
-        }
-        print(json.dumps(record), flush=True)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--parts", nargs="+", default=["checks", "head", "speed"])
-    parser.add_argument("--ac", nargs="+", default=["none", "selective"])
-    parser.add_argument("--compile", nargs="+", default=["off", "on"])
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=5)
-    args = parser.parse_args()
     device = torch.cuda.get_device_name() if IS_GPU else "cpu (toy size)"
     print(f"torch {torch.__version__}, {device}", flush=True)
-    config = QWEN3_0_6B if IS_GPU else TOY
     checks = Checks()
-    if "checks" in args.parts:
-        check_attention(checks)
-        check_logprobs(checks)
-        check_engine(checks, config)
-    if "head" in args.parts:
-        run_head_memory()
-    if "speed" in args.parts:
-        run_speed(config, args)
+    check_attention(checks)
+    check_logprobs(checks)
+    check_mixture(checks)
+    config = QWEN3_0_6B if IS_GPU else TOY
+    check_engine(checks, config, [500, 37, 1, 260, 800, 129] if IS_GPU else [50, 7, 1, 26])
+    check_engine(checks, config, [256] * 4)
     if checks.failed:
         print(f"{len(checks.failed)} checks failed: {'; '.join(checks.failed)}")
         return 1

@@ -149,6 +149,7 @@ def gpu_cases() -> list[Case]:
         Case(**small, who="transformers", microbatch=16384, compiled=False),  # type: ignore[arg-type]
         Case(**small, who="transformers", microbatch=16384),  # type: ignore[arg-type]
         Case(**small, who="pentad", microbatch=16384),  # type: ignore[arg-type]
+        Case(**small, who="transformers", microbatch=16384, masters="float32"),  # type: ignore[arg-type]
         Case(**small, who="pentad", microbatch=16384, masters="float32"),  # type: ignore[arg-type]
         Case(**mixture, who="transformers", microbatch=8192, compiled=False),  # type: ignore[arg-type]
         Case(**mixture, who="pentad", microbatch=32768),  # type: ignore[arg-type]

@@ -318,6 +318,41 @@ def verify_parallel(
     raise typer.Exit(code)
 
 
+@app.command()
+@reporting
+def bench(
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="train, router, mixture, head; all if none.")
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option(help="Of the training cases, those with this in the name.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each training case.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    baselines: Annotated[
+        str, typer.Option(help="Folder of earlier figures, one file per kind of machine.")
+    ] = "benchmarks/baselines",
+    save: Annotated[bool, typer.Option("--save", help="Make these figures the baseline.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure speed and memory here, beside transformers and earlier figures.
+
+    On a GPU: training of Qwen3 models, router, mixture, log-probs. On a CPU: small cases.
+    """
+    from pentad.cli.bench import run_bench
+
+    code = run_bench(
+        parts or [],
+        device=device,
+        models=models or [],
+        num_steps=steps,
+        baselines=baselines,
+        save=save,
+        json=json,
+    )
+    raise typer.Exit(code)
+
+
 @app.command(name="verify-model")
 @reporting
 def verify_model(

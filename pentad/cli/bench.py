@@ -1,0 +1,283 @@
+"""`pentad bench`: the measured tables made anew, beside a baseline of the same kind of machine.
+
+A baseline is a JSON file (`nvidia-h200.json`) with every figure, the versions and the commit it was
+made with. Speeds are compared as how many times better they are now.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import pentad
+from pentad.cli import bench_kernels, bench_train
+from pentad.cli.bench_train import Case, Measured
+from pentad.core.device import pick_device
+from pentad.core.errors import Problem, UserError
+from pentad.telemetry import host
+
+PARTS = ("train", "router", "mixture", "head")
+NEEDS_GPU = ("router", "mixture")
+MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
+"""By unit."""
+WIDTH = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number that a later run is compared with."""
+
+    key: str
+    value: float
+    unit: str
+
+
+class Baseline:
+    """Figures of an earlier run on the same kind of machine; none where there is no file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = jsonlib.loads(path.read_text()) if path.is_file() else {"figures": {}}
+        self.figures: dict[str, float] = self.content["figures"]
+
+    def compare(self, figure: Figure) -> str:
+        """How many times better the figure is now; empty without an earlier one."""
+        old = self.figures.get(f"{figure.key} [{figure.unit}]")
+        if not old or not figure.value:
+            return ""
+        ratio = figure.value / old
+        return f"{ratio if MORE_IS_BETTER[figure.unit] else 1 / ratio:.2f}x"
+
+    def save(self, figures: Iterable[Figure], about: dict[str, Any]) -> None:
+        """Adds to what is there: a run of some parts leaves the others' figures alone."""
+        fresh = {f"{figure.key} [{figure.unit}]": round(figure.value, 4) for figure in figures}
+        whole = {**about, "figures": {**self.figures, **fresh}}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(jsonlib.dumps(whole, indent=1) + "\n")
+
+
+class Report:
+    """What was measured so far, and how it is shown."""
+
+    def __init__(self, baseline: Baseline, is_json: bool) -> None:
+        self.baseline = baseline
+        self.is_json = is_json
+        self.figures: list[Figure] = []
+        self.problems: list[str] = []
+
+    def add(self, key: str, value: float, unit: str) -> str:
+        figure = Figure(key, value, unit)
+        self.figures.append(figure)
+        return self.baseline.compare(figure)
+
+    def say(self, text: str = "") -> None:
+        if not self.is_json:
+            print(text, flush=True)
+
+    def show(self, title: str, names: list[str], rows: list[list[str]]) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in names:
+            table.add_column(name, justify="left" if name in ("what", "weights") else "right")
+        for row in rows:
+            table.add_row(*row)
+        console = Console(width=WIDTH, highlight=False, color_system=None)
+        with console.capture() as captured:
+            console.print(table)
+        self.say(f"\n{title}")
+        self.say("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def run_bench(
+    parts: list[str],
+    *,
+    device: str,
+    models: list[str],
+    num_steps: int,
+    baselines: str,
+    save: bool,
+    json: bool,
+) -> int:
+    """0, or 1 when a contestant did not compute what the others did."""
+    chosen = pick_device(device)
+    check_parts(parts, chosen)
+    about = describe(chosen)
+    report = Report(Baseline(Path(baselines) / f"{slug(chosen)}.json"), json)
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    report.say(f"{about['device']}; {versions}; commit {about['commit']}")
+    if report.baseline.figures:
+        old = report.baseline.content
+        report.say(f"baseline: {report.baseline.path}, commit {old.get('commit')}")
+    else:
+        report.say(f"no baseline: {report.baseline.path} is not there")
+    torch.manual_seed(0)
+    wanted = parts or [part for part in PARTS if chosen.type == "cuda" or part not in NEEDS_GPU]
+    for part in wanted:
+        if part == "train":
+            show_training(report, chosen, models, num_steps)
+        elif part == "router":
+            show_routers(report)
+        elif part == "mixture":
+            show_mixture(report)
+        else:
+            show_head(report, chosen)
+    if save:
+        report.baseline.save(report.figures, about)
+        report.say(f"\nsaved {report.baseline.path}")
+    if json:
+        figures = {f"{x.key} [{x.unit}]": x.value for x in report.figures}
+        print(jsonlib.dumps({**about, "figures": figures, "problems": report.problems}, indent=2))
+    for problem in report.problems:
+        report.say(f"\n{problem}")
+    return 1 if report.problems else 0
+
+
+def check_parts(parts: list[str], device: torch.device) -> None:
+    problems = [
+        Problem(f"part {part}", "there is no such part", f"use {', '.join(PARTS)}")
+        for part in parts
+        if part not in PARTS
+    ]
+    if device.type != "cuda":
+        problems += [
+            Problem(f"part {part}", "its kernels run on CUDA, and there is none", "leave it out")
+            for part in parts
+            if part in NEEDS_GPU
+        ]
+    if problems:
+        raise UserError(problems)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit; nothing that names the machine."""
+    hardware = host.hardware()
+    git = host.git_state(Path(pentad.__file__).parents[1])
+    changed = " with changes" if git and git["is_modified"] else ""
+    return {
+        "device": device_name(device),
+        "cpu": hardware["cpu"],
+        "num_cpus": hardware["num_cpus"],
+        "versions": host.versions(),
+        "commit": f"{git['commit']}{changed}" if git else None,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{host.hardware()['cpu'] or 'cpu'}, {torch.get_num_threads()} threads"
+
+
+def slug(device: torch.device) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+
+
+def show_training(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
+    cases = bench_train.gpu_cases() if device.type == "cuda" else bench_train.cpu_cases()
+    cases = [case for case in cases if not models or any(m in case.model for m in models)]
+    if not cases:
+        raise UserError(Problem(f"models = {' '.join(models)}", "no case has such a name"))
+    for model in dict.fromkeys(case.model for case in cases):
+        show_model(report, device, [case for case in cases if case.model == model], num_steps)
+
+
+def show_model(report: Report, device: torch.device, cases: list[Case], num_steps: int) -> None:
+    found: list[Measured] = []
+    rows = []
+    for case in cases:
+        try:
+            one = bench_train.measure(case, device, num_steps)
+        except torch.OutOfMemoryError:
+            rows.append([case.name, case.masters, str(case.microbatch), "out of memory"])
+            continue
+        found.append(one)
+        better = report.add(one.key, one.tokens_per_s, "tok/s")
+        if one.peak_gib is not None:
+            report.add(f"{one.key}, peak", one.peak_gib, "GiB")
+        rows.append([*training_row(one, found), better])
+    names = ["what", "weights", "microbatch", "ms", "tok/s", "x transformers", "MFU causal"]
+    names += ["MFU full", "peak GiB", "warm-up s", "loss", "baseline"]
+    first = cases[0]
+    title = f"Training {first.model}: {first.num_tokens} tokens a step, length {first.length}"
+    report.show(title, names, rows)
+    report.problems += bench_train.check_losses(found, {first.model: first.config["vocab_size"]})
+
+
+def training_row(one: Measured, found: list[Measured]) -> list[str]:
+    """Against the fastest of transformers with the same dtype of weights."""
+    theirs = [
+        x.tokens_per_s
+        for x in found
+        if x.name.startswith("transformers") and x.masters == one.masters
+    ]
+    is_ours = one.name.startswith("pentad")
+    return [
+        one.name,
+        one.masters,
+        str(one.microbatch),
+        f"{one.ms:.1f}",
+        f"{one.tokens_per_s:,.0f}",
+        f"{one.tokens_per_s / max(theirs):.2f}" if theirs and is_ours else "",
+        percent(one.mfu_causal),
+        percent(one.mfu_full),
+        "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
+        f"{one.warm_up_s:.0f}",
+        f"{one.loss:.3f}",
+    ]
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
+
+
+def show_routers(report: Report) -> None:
+    rows = []
+    for one in bench_kernels.measure_routers():
+        both = zip(("forward", "backward"), one.eager_us, one.fused_us, one.speedup, strict=True)
+        for way, eager_us, fused_us, speedup in both:
+            key = f"{one.key}, {way}"
+            better = report.add(key, fused_us, "us")
+            rows.append([key, f"{eager_us:.1f}", f"{fused_us:.1f}", f"{speedup:.1f}", better])
+    report.show(
+        "Router, device time in a CUDA graph, without the gate's product",
+        ["what", "eager us", "us", "x eager", "baseline"],
+        rows,
+    )
+
+
+def show_mixture(report: Report) -> None:
+    one = bench_kernels.measure_mixture()
+    ways = [
+        ("forward", one.forward_us, one.forward_tflops),
+        ("forward and backward", one.both_us, one.both_tflops),
+    ]
+    rows = []
+    for way, us, tflops in ways:
+        key = f"{one.key}, {way}"
+        rows.append([key, f"{us:.0f}", f"{tflops:.0f}", report.add(key, us, "us")])
+    report.show(
+        "Mixture, device time in a CUDA graph, not compiled",
+        ["what", "us", "TFLOP/s", "baseline"],
+        rows,
+    )
+
+
+def show_head(report: Report, device: torch.device) -> None:
+    one = bench_kernels.measure_head(device)
+    better = report.add(one.key, one.ms, "ms")
+    peak = ""
+    if one.peak_gib is not None:
+        report.add(f"{one.key}, peak", one.peak_gib, "GiB")
+        peak = f"{one.peak_gib:.2f}"
+    report.show(
+        "Log-probs with the head, forward and backward",
+        ["what", "ms", "peak GiB", "float32 logits GiB", "baseline"],
+        [[one.key, f"{one.ms:.1f}", peak, f"{one.logits_gib:.2f}", better]],
+    )

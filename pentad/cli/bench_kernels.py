@@ -1,0 +1,201 @@
+"""What `pentad bench` measures of single operations: the router, a mixture layer, the head.
+
+Device times are those of replayed CUDA graphs, so launches do not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.logprob import token_logprobs
+from pentad.ops.router import RouteRule, fused_route, gate_logits
+
+SHAPES = [(16384, 128, 8), (16384, 256, 8), (32768, 128, 8), (1024, 128, 8)]
+"""(tokens, experts, chosen) of the router; scores by softmax, the k largest, renormalised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTimes:
+    """Microseconds of both directions; the gate's product is not part of them."""
+
+    num_tokens: int
+    num_experts: int
+    num_chosen: int
+    eager_us: tuple[float, float]
+    fused_us: tuple[float, float]
+
+    @property
+    def key(self) -> str:
+        return f"router T={self.num_tokens} E={self.num_experts} k={self.num_chosen}"
+
+    @property
+    def speedup(self) -> tuple[float, float]:
+        forward, backward = (a / b for a, b in zip(self.eager_us, self.fused_us, strict=True))
+        return forward, backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureTimes:
+    """One mixture layer: gate, router, dispatch, experts, sum."""
+
+    num_tokens: int
+    forward_us: float
+    both_us: float
+    """Forward and backward."""
+    forward_tflops: float
+    both_tflops: float
+
+    @property
+    def key(self) -> str:
+        return f"mixture layer of Qwen3-30B-A3B, T={self.num_tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCost:
+    """Log-probs of all tokens and their gradients, without ever holding all logits."""
+
+    num_tokens: int
+    vocab_size: int
+    width: int
+    ms: float
+    peak_gib: float | None
+    """Above the inputs; None on a CPU, which does not tell."""
+    logits_gib: float
+    """What float32 logits alone would take."""
+
+    @property
+    def key(self) -> str:
+        return f"log-probs T={self.num_tokens} V={self.vocab_size} D={self.width}"
+
+
+def device_us(run: Callable[[], Any], rounds: int = 20, replays: int = 50) -> float:
+    """Median microseconds of one call inside a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / replays * 1000)
+    return statistics.median(times)
+
+
+def both_ways(forward: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[float, float]:
+    """(forward, backward) in microseconds; backward is what differentiating adds."""
+    direction = torch.randn_like(forward(logits.detach()))
+
+    def train() -> None:
+        leaf = logits.detach().requires_grad_()
+        torch.autograd.grad(forward(leaf), leaf, direction)
+
+    alone = device_us(lambda: forward(logits.detach()))
+    return alone, device_us(train) - alone
+
+
+def eager_route(logits_TE: Tensor, num_chosen: int) -> Tensor:
+    """What a user would write; topk leaves ties open."""
+    weights_Tk, _ = logits_TE.softmax(-1).topk(num_chosen, dim=-1)
+    return weights_Tk / weights_Tk.sum(-1, keepdim=True)
+
+
+def measure_routers() -> list[RouterTimes]:
+    rows = []
+    for num_tokens, num_experts, num_chosen in SHAPES:
+        rule = RouteRule(num_chosen)
+        logits = torch.randn(num_tokens, num_experts, device="cuda")
+        rows.append(
+            RouterTimes(
+                num_tokens=num_tokens,
+                num_experts=num_experts,
+                num_chosen=num_chosen,
+                eager_us=both_ways(lambda x, k=num_chosen: eager_route(x, k), logits),  # type: ignore[misc]
+                fused_us=both_ways(lambda x, r=rule: fused_route(x, r)[0], logits),  # type: ignore[misc]
+            )
+        )
+    return rows
+
+
+def measure_mixture(num_tokens: int = 16384) -> MixtureTimes:
+    width, inner, num_experts, num_chosen = 2048, 768, 128, 8
+    rule = RouteRule(num_chosen)
+
+    def weight(*shape: int) -> Tensor:
+        return (0.02 * torch.randn(*shape, device="cuda")).to(torch.bfloat16).requires_grad_()
+
+    gate = weight(num_experts, width)
+    gate_up, down = weight(num_experts, 2, inner, width), weight(num_experts, width, inner)
+    x = torch.randn(num_tokens, width, device="cuda").to(torch.bfloat16).requires_grad_()
+
+    def mixture() -> Tensor:
+        weights, chosen = fused_route(gate_logits(x, gate), rule)
+        pairs = sort_pairs(chosen, num_experts)
+        rows = take_rows(x, pairs)
+        y = run_experts(rows, gate_up, down, pairs.ends_E, take_weights(weights, pairs))
+        return sum_rows(y, pairs)
+
+    direction = torch.randn_like(x)
+    leaves = (x, gate, gate_up, down)
+    with torch.no_grad():
+        forward = device_us(mixture, rounds=5, replays=5)
+    both = device_us(lambda: torch.autograd.grad(mixture(), leaves, direction), 5, 5)
+    flops = 2 * num_tokens * num_chosen * 3 * width * inner
+    return MixtureTimes(
+        num_tokens=num_tokens,
+        forward_us=forward,
+        both_us=both,
+        forward_tflops=flops / forward / 1e6,
+        both_tflops=3 * flops / both / 1e6,
+    )
+
+
+def measure_head(device: torch.device, num_rounds: int = 3) -> HeadCost:
+    is_gpu = device.type == "cuda"
+    num_tokens, vocab_size, width = (32768, 151936, 1024) if is_gpu else (1024, 8192, 128)
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    hidden = torch.randn(num_tokens, width, device=device, dtype=dtype, requires_grad=True)
+    weight = (0.02 * torch.randn(vocab_size, width, device=device)).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab_size, (num_tokens,), device=device)
+
+    def run() -> None:
+        logprobs_T, _ = token_logprobs(hidden, weight, labels)
+        torch.autograd.grad(logprobs_T.sum(), (hidden, weight))
+
+    run()
+    held = 0
+    if is_gpu:
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for _ in range(num_rounds):
+        run()
+    if is_gpu:
+        torch.cuda.synchronize()
+    return HeadCost(
+        num_tokens=num_tokens,
+        vocab_size=vocab_size,
+        width=width,
+        ms=(time.perf_counter() - start) / num_rounds * 1e3,
+        peak_gib=(torch.cuda.max_memory_allocated() - held) / 2**30 if is_gpu else None,
+        logits_gib=num_tokens * vocab_size * 4 / 2**30,
+    )

@@ -1,0 +1,105 @@
+"""`pentad bench` through its command: tables, baselines of the same machine, refusals."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pentad.cli import bench, bench_train
+from pentad.cli.main import app
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """One dense model small enough to be timed in no time."""
+    config = bench_train.TOY | {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1}
+    cases = [
+        bench_train.Case(
+            model="tiny",
+            config=config,
+            length=8,
+            num_tokens=32,
+            who=who,
+            microbatch=16,
+            masters="float32",
+            compiled=False,
+        )
+        for who in ("transformers", "pentad")
+    ]
+    monkeypatch.setattr(bench_train, "cpu_cases", lambda: cases)
+    return cases
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["bench", "--device", "cpu", "--steps", "1", *words])
+
+
+def test_figures_are_saved_and_compared_with_the_next_run(tiny, tmp_path):
+    folder = str(tmp_path / "kept")
+    first = run("train", "--baselines", folder, "--save")
+    assert first.exit_code == 0, first.output
+    assert "no baseline" in first.output and "x transformers" in first.output
+    (file,) = (tmp_path / "kept").iterdir()
+    kept = json.loads(file.read_text())
+    keys = [
+        f"train tiny, {who}, eager, float32 weights [tok/s]" for who in ("transformers", "pentad")
+    ]
+    assert list(kept["figures"]) == keys and all(x > 0 for x in kept["figures"].values())
+    assert kept["versions"]["torch"] == torch.__version__ and "host" not in json.dumps(kept)
+    kept["figures"][keys[1]] /= 1000
+    file.write_text(json.dumps(kept))
+    second = run("train", "--baselines", folder)
+    assert second.exit_code == 0 and f"baseline: {file}" in second.output
+    ours = next(line for line in second.output.splitlines() if line.startswith("pentad"))
+    assert float(ours.split()[-1].rstrip("x")) > 100
+    assert json.loads(file.read_text()) == kept  # not asked to save
+
+
+def test_json_has_every_figure(tiny, tmp_path):
+    result = run("train", "head", "--baselines", str(tmp_path), "--json")
+    found = json.loads(result.stdout)
+    units = [key.split()[-1] for key in found["figures"]]
+    assert units == ["[tok/s]", "[tok/s]", "[ms]"] and found["problems"] == []
+
+
+def test_less_is_better_for_times_and_memory(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"figures": {"a [us]": 10.0, "a [tok/s]": 10.0}}))
+    baseline = bench.Baseline(file)
+    assert baseline.compare(bench.Figure("a", 5.0, "us")) == "2.00x"
+    assert baseline.compare(bench.Figure("a", 5.0, "tok/s")) == "0.50x"
+    assert baseline.compare(bench.Figure("b", 5.0, "us")) == ""
+
+
+def test_both_sides_train_on_the_same_tokens_with_the_same_loss(tiny):
+    """The same weights give the same first loss, however the step was cut into microbatches."""
+    theirs, ours = (bench_train.measure(case, CPU, 1, 1) for case in tiny)
+    assert theirs.num_tokens == ours.num_tokens == 32
+    # Different draws of weights with deviation 0.02: both near ln(97) = 4.57.
+    assert abs(theirs.loss - 4.575) < 0.05 and abs(ours.loss - 4.575) < 0.05
+
+
+def test_a_contestant_that_computes_something_else_is_named(tiny, tmp_path, monkeypatch):
+    build = bench_train.build_ours
+
+    def wrong(case, device):
+        step = build(case, device)
+        return lambda: 2 * step()
+
+    monkeypatch.setattr(bench_train, "build_ours", wrong)
+    result = run("train", "--baselines", str(tmp_path))
+    assert result.exit_code == 1
+    assert "train tiny, pentad, eager, float32 weights: the first loss is 9." in result.output
+
+
+def test_what_cannot_be_measured_is_refused_at_once():
+    result = run("train", "speed", "router", "--baselines", "nowhere")
+    assert result.exit_code == 2
+    text = " ".join(result.output.split())
+    assert "part speed: there is no such part; use train, router, mixture, head" in text
+    assert "part router: its kernels run on CUDA, and there is none; leave it out" in text
+    result = run("train", "--models", "gpt-5", "--baselines", "nowhere")
+    assert result.exit_code == 2 and "no case has such a name" in result.output
