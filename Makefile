@@ -59,14 +59,17 @@ check: setup-tests
 	$(BIN)/ruff format --check pentad tests
 	$(BIN)/mypy
 
-# Each script says in its head what it measures and needs; ARGS="benchmarks/x.py" runs one.
+# `pentad bench` with ARGS; without them also the scripts, which say in their heads what they measure.
 BENCHMARKS := benchmarks/sampler_cpu.py
 ifneq ($(shell command -v nvidia-smi),)
 BENCHMARKS += benchmarks/engine_smoke.py benchmarks/sampler_gpu.py benchmarks/plan_memory.py
 endif
 
 bench: setup
-	for script in $(or $(ARGS),$(BENCHMARKS)); do $(BIN)/python $$script || exit 1; done
+	$(BIN)/pentad bench $(ARGS)
+ifndef ARGS
+	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
+endif
 
 docs: setup
 	$(BIN)/python -m pentad.cli.reference docs

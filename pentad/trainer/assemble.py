@@ -251,6 +251,7 @@ class Assembly:
             model,
             self.device,
             pp=layout.pp,
+            world=layout.world,
             temperature=self.params.temperature,
             total_steps=self.num_steps * self.config.updates_per_batch,
             max_row_tokens=longest + self.params.max_new_tokens,

@@ -57,6 +57,7 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         config.actor,
         lead.device,
         pp=layout.pp,
+        world=layout.world,
         temperature=1.0,
         total_steps=num_steps,
         max_row_tokens=max(len(example.ids) for example in data.examples),

@@ -57,10 +57,17 @@ def test_engine_settings_follow_the_config():
 
 
 @pytest.mark.parametrize(
-    ("policy", "pp", "reshards"),
-    [("default", 1, True), ("default", 2, False), ("always", 2, True), ("never", 1, False)],
+    ("policy", "pp", "world", "reshards"),
+    [
+        ("default", 1, 4, True),
+        ("default", 2, 4, False),
+        ("default", 1, 1, False),
+        ("always", 2, 4, True),
+        ("always", 1, 1, True),
+        ("never", 1, 4, False),
+    ],
 )
-def test_the_pipeline_reaches_the_engine(policy, pp, reshards):
+def test_the_pipeline_reaches_the_engine(policy, pp, world, reshards):
     config = config_of(
         "actor.archon.pp_schedule=ZBV", f"actor.archon.reshard_after_forward_policy={policy}"
     )
@@ -71,6 +78,7 @@ def test_the_pipeline_reaches_the_engine(policy, pp, reshards):
         total_steps=1,
         max_row_tokens=50,
         pp=pp,
+        world=world,
     )
     assert made.pp_schedule == "ZBVZeroBubble" and made.reshard_after_forward is reshards
 
