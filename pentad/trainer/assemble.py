@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 from pentad.config.schema import Config
 from pentad.core.roles import Learner, Sampler
@@ -37,7 +37,7 @@ from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
 from pentad.trainer.start import Role, start_run, weights_folder
 from pentad.trainer.state import RunState
-from pentad.trainer.stopping import StopFlag
+from pentad.trainer.stopping import StopFlag, stop_flag
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     compute_dtype,
@@ -116,15 +116,18 @@ class Assembly:
         self.savers = self._savers()
 
     async def run(self) -> RunSummary:
-        async with AsyncExitStack() as stack:
-            stack.callback(self.thread.close)
-            await self._open_samplers(stack)
-            reward = await self._reward(stack, self.config.train_dataset.answer_key)
-            evaluator = await self._evaluator(reward, stack)
-            await self._begin(evaluator)
-            await self._scheduler(reward, evaluator, stack).run()
-        trained = self.state.budget.trained
-        folders = [saver.save(trained - 1) for saver in self.savers] if trained else []
+        with ExitStack() as stepping:
+            async with AsyncExitStack() as stack:
+                stack.callback(self.thread.close)
+                await self._open_samplers(stack)
+                reward = await self._reward(stack, self.config.train_dataset.answer_key)
+                evaluator = await self._evaluator(reward, stack)
+                await self._begin(evaluator)
+                # From here on what was trained is saved first, whoever asks to stop.
+                stepping.enter_context(stop_flag())
+                await self._scheduler(reward, evaluator, stack).run()
+            trained = self.state.budget.trained
+            folders = [saver.save(trained - 1) for saver in self.savers] if trained else []
         StopFlag(self.state.stop_reason).check_complete(trained, self.num_steps)
         evals = [result.as_record() for result in evaluator.results] if evaluator else []
         return RunSummary(self.open.folder.path, folders[0], trained, evals)

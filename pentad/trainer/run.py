@@ -29,6 +29,7 @@ from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.records import StepRecorder
+from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ def open_run(
         folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(logged_end())
+        stack.enter_context(stop_early())
         for note in notes:
             log.info("%s", note)
         if num_steps < (config.total_train_steps or 0):

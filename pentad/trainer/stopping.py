@@ -32,27 +32,53 @@ class StopFlag:
             raise RunError(f"stopped by {self.reason} after {trained} of {planned} steps; {saved}")
 
 
+class Interrupted(KeyboardInterrupt):
+    """Asked to stop where there is no step to finish. No plain exception, which an event loop would
+    take for the failure of whatever it was running."""
+
+
 @contextmanager
-def stop_flag() -> Iterator[StopFlag]:
-    """For a plain loop that looks at the flag; a second signal ends the program at once."""
-    flag = StopFlag()
+def hearing(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has `stop` called for every signal that is heeded."""
     before: dict[signal.Signals, object] = {}
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if flag.reason:
-            raise KeyboardInterrupt
-        flag.reason = signal.Signals(number).name
-
     for number in heeded():
         try:
             before[number] = signal.signal(number, stop)
         except ValueError:  # not the main thread: the caller handles signals
             continue
     try:
-        yield flag
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+@contextmanager
+def stop_early() -> Iterator[None]:
+    """Until the first step, where others hear: a signal ends the run at once, with a sentence."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    try:
+        with hearing(stop):
+            yield
+    except Interrupted as asked:
+        raise RunError(f"stopped by {asked} before the first step; nothing was trained") from None
+
+
+@contextmanager
+def stop_flag() -> Iterator[StopFlag]:
+    """For a plain loop that looks at the flag; a second signal ends the program at once."""
+    flag = StopFlag()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if flag.reason:
+            raise KeyboardInterrupt
+        flag.reason = signal.Signals(number).name
+
+    with hearing(stop):
+        yield flag
 
 
 @contextmanager
@@ -68,15 +94,17 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         asked = True
         request_stop(name)
 
-    handled = []
+    before: dict[signal.Signals, object] = {}
     for number in heeded():
+        handler = signal.getsignal(number)
         try:
             loop.add_signal_handler(number, stop, number.name)
         except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
             continue
-        handled.append(number)
+        before[number] = handler
     try:
         yield
     finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
+        for number, earlier in before.items():
+            loop.remove_signal_handler(number)  # which forgets who heard before
+            signal.signal(number, earlier)  # type: ignore[arg-type]

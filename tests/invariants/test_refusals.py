@@ -141,3 +141,35 @@ def test_sigterm_saves_and_says_so(task, tmp_path):
     (folder,) = saved.iterdir()
     assert folder.name.endswith(f"globalstep{last - 1}")
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_signal_before_the_first_step_is_answered_with_a_sentence(lab, monkeypatch, command):
+    build = assemble.build_engine
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(f"pentad.trainer.{MODULES[command]}.build_engine", interrupted)
+    with pytest.raises(RunError, match="stopped by SIGTERM before the first step; nothing was"):
+        lab.train(trial="early") if command == "train" else lab.sft()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    (log,) = lab.fileroot.rglob("log.txt")
+    assert "the run ended: stopped by SIGTERM" in log.read_text()
+
+
+MODULES = {"train": "assemble", "sft": "sft"}
+
+
+def test_a_signal_during_the_baseline_stops_an_rl_run_with_a_sentence(lab, task, monkeypatch):
+    """On the event loop, where an exception could be taken for that of any task."""
+    generate = EmbeddedSampler.generate
+
+    async def interrupted(self, request, on_token=None):
+        signal.raise_signal(signal.SIGTERM)
+        return await generate(self, request, on_token)
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", interrupted)
+    with pytest.raises(RunError, match="stopped by SIGTERM before the first step; nothing was"):
+        lab.train(f"valid_dataset.path={task / 'valid.jsonl'}")
