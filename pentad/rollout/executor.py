@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -90,6 +91,8 @@ class Executor:
             max_total_tokens=settings.max_total_tokens,
         )
         self.counts: Counter[str] = Counter()
+        self.shown: set[str] = set()
+        """Errors of workflows, by kind and place, whose traceback is in the log."""
         self.seconds = {"generate": 0.0, "reward": 0.0}
         """Summed over groups, which overlap in time."""
 
@@ -173,7 +176,7 @@ class Executor:
                 if sampler.was_waiting:
                     raise InfraFailure(f"{told}, waiting for tokens") from failure
                 raise DataFailure("deadline", f"{told}, in the workflow") from failure
-            log.warning("prompt %d: the workflow raised", prompt.gid, exc_info=cause)
+            self._show_once(prompt, cause)
             detail = f"{type(cause).__name__}: {cause}"
             raise DataFailure("workflow_error", detail) from cause
         finally:
@@ -181,6 +184,15 @@ class Executor:
         own_prompts = isinstance(self.workflow, OwnPrompts)
         check_samples(prompt, samples, sampler.drawn, context.num_samples, own_prompts=own_prompts)
         return samples
+
+    def _show_once(self, prompt: Prompt, cause: BaseException) -> None:
+        """The traceback of a workflow's error, when it is the first from its place."""
+        self.counts["workflow_errors"] += 1
+        place = traceback.extract_tb(cause.__traceback__)[-1:]
+        known = f"{type(cause).__name__} {[(frame.filename, frame.lineno) for frame in place]}"
+        if known not in self.shown:
+            self.shown.add(known)
+            log.warning("prompt %d: the workflow raised", prompt.gid, exc_info=cause)
 
     async def _scored(self, group: Group) -> Group:
         if self.reward is None:

@@ -364,6 +364,20 @@ def test_a_workflow_that_raises_drops_its_group_with_the_error(scripted, build, 
         asyncio.run(executor.rollout(prompt(3), 0))
 
 
+def test_the_traceback_of_a_workflow_is_shown_once_for_each_place(scripted, build, caplog):
+    def raising(samples):
+        raise ValueError(f"odd {next(count)}")
+
+    count = iter(range(9))
+    executor = build([scripted(draw)], Custom(raising), max_retries=1)
+    for gid in range(3):
+        with pytest.raises(DataFailure, match="workflow_error: ValueError: odd"):
+            asyncio.run(executor.rollout(prompt(gid), 0))
+    shown = [record for record in caplog.records if record.exc_info]
+    assert len(shown) == 1 and "odd 0" in str(shown[0].exc_info[1])
+    assert executor.stats()["workflow_errors"] == 6
+
+
 def test_an_error_of_the_run_inside_a_workflow_is_passed_on(scripted, build):
     def raising(samples):
         raise ExceptionGroup("tasks", [RunError("the disk is full")])

@@ -206,6 +206,17 @@ def test_what_ranks_say_after_a_signal_counts(tmp_path, number, is_sorry):
         assert (main.returncode, out) == (0, f"[{int(number)}, {int(number)}]\n")
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_where_rank_0_leads_signals_are_its_alone_and_it_may_take_its_time(tmp_path, dies):
+    payload = {"folder": str(tmp_path), "takes_s": 60.0 if dies else 1.0, "dies": dies}
+    main = program(tmp_path, "lead_or_follow", payload, is_led=True, stop_s=0.1)
+    alive_notes(tmp_path)
+    main.send_signal(signal.SIGTERM)
+    out, _ = main.communicate(timeout=30)
+    said = "rank 1 of 2, step 4: ended with exit code 7" if dies else "stopped, saved"
+    assert main.returncode == 1 and out.startswith(f"RunError: {said}")
+
+
 def test_ranks_that_do_not_leave_are_ended_after_a_while(tmp_path):
     main = program(tmp_path, "ignore_signals", stop_s=0.5)
     pids = alive_notes(tmp_path)
