@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pentad.cli.errors import reporting
+from pentad.cli.errors import BAD_INPUT, reporting
 from pentad.cli.recipe import Recipe, read_subject, takes_recipe
+from pentad.core.errors import UserError
 
 if TYPE_CHECKING:
+    from pentad.config.schema import Config
     from pentad.trainer.run import RunSummary
 
 app = typer.Typer(
@@ -36,6 +38,19 @@ def show_version(wanted: bool) -> None:
 
         typer.echo(f"pentad {__version__}")
         raise typer.Exit
+
+
+def prepare_run(recipe: Recipe, command: Literal["train", "sft"]) -> tuple[Config, list[str]]:
+    """The config; under torchrun all ranks find the same problems, and rank 0 tells them."""
+    from pentad.runtime.rank import rank_from_environment
+
+    own = rank_from_environment()
+    try:
+        return recipe.prepare(command)
+    except UserError:
+        if own is not None and own.rank > 0:
+            raise typer.Exit(BAD_INPUT) from None
+        raise
 
 
 def show_summary(summary: RunSummary) -> None:
@@ -60,7 +75,7 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
 
     For example: pentad train recipe.yaml gconfig.n_samples=16
     """
-    config, notes = recipe.prepare("train")
+    config, notes = prepare_run(recipe, "train")
     from pentad.trainer.assemble import run_train
 
     show_summary(run_train(config, notes, fresh))
@@ -71,7 +86,7 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
 @functools.partial(takes_recipe, switches=False)
 def sft(recipe: Recipe, fresh: Fresh = False) -> None:
     """Train a model on given answers, without rollout."""
-    config, notes = recipe.prepare("sft")
+    config, notes = prepare_run(recipe, "sft")
     from pentad.trainer.assemble import run_sft
 
     show_summary(run_sft(config, notes, fresh))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from pentad.core.errors import RunError
 from pentad.trainer.state import RunState
@@ -32,11 +37,49 @@ class Watchdog:
         self.last_progress: tuple[object, ...] = ()
         self.last_change = clock()
         self.last_warning = clock()
+        self.last_beat = clock()
+        """When the event loop was last seen to turn."""
+        self.period_s = min(warn_s, 5.0) / 2
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(min(self.warn_s, 5.0) / 2)
-            self.look()
+        with self.watching_the_loop():
+            while True:
+                self.last_beat = self.clock()
+                await asyncio.sleep(self.period_s)
+                self.look()
+
+    @contextmanager
+    def watching_the_loop(self) -> Iterator[None]:
+        """From a thread, since code that holds the event loop holds this watchdog too."""
+        owner, done = threading.get_ident(), threading.Event()
+        is_main = owner == threading.main_thread().ident
+        before = signal.signal(signal.SIGUSR2, self._give_up) if is_main else None
+        watcher = threading.Thread(
+            target=self._watch_loop, args=(owner, is_main, done), daemon=True
+        )
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+            if is_main:
+                signal.signal(signal.SIGUSR2, before)
+
+    def _watch_loop(self, owner: int, is_main: bool, done: threading.Event) -> None:
+        warned_at = self.clock()
+        while not done.wait(self.period_s):
+            now = self.clock()
+            held_s = now - self.last_beat
+            if held_s >= self.abort_s and is_main:
+                # Whatever runs there gets the exception that the signal's handler raises.
+                signal.pthread_kill(owner, signal.SIGUSR2)
+            if held_s >= self.warn_s and now - warned_at >= self.warn_s:
+                warned_at = now
+                log.warning("%s", held_loop(held_s, sys._current_frames().get(owner)))
+
+    def _give_up(self, number: int, frame: FrameType | None) -> None:
+        raise RunError(held_loop(self.clock() - self.last_beat, frame))
 
     def look(self) -> None:
         """One look at the counters; raises RunError when the run has stood still too long."""
@@ -71,3 +114,14 @@ class Watchdog:
     def _progress(self) -> tuple[object, ...]:
         budget, funnel = self.state.budget, self.state.ledger.funnel()
         return (budget.trained, budget.published, funnel)
+
+
+def held_loop(held_s: float, frame: FrameType | None) -> str:
+    """Who holds the event loop: the innermost frame of its thread."""
+    place = "unknown code"
+    if frame is not None:
+        place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return (
+        f"nothing else could run for {held_s:.0f} s: {place} holds the event loop; a workflow must "
+        "await what takes long, or give it to a thread"
+    )

@@ -173,3 +173,20 @@ def test_a_signal_during_the_baseline_stops_an_rl_run_with_a_sentence(lab, task,
     monkeypatch.setattr(EmbeddedSampler, "generate", interrupted)
     with pytest.raises(RunError, match="stopped by SIGTERM before the first step; nothing was"):
         lab.train(f"valid_dataset.path={task / 'valid.jsonl'}")
+
+
+def test_a_workflow_that_holds_the_event_loop_is_named_and_ends_the_run(lab, tmp_path):
+    flow = tmp_path / "flow.py"
+    flow.write_text(
+        "import time\nclass Blocking:\n    async def run(self, prompt, sampler, context):\n"
+        "        time.sleep(600)\n"
+    )
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"Blocking.run \(.*flow.py:4\) holds the event loop"):
+        lab.train(
+            f"rollout.workflow={flow}:Blocking", "stall_warning_s=0.2", "stall_abort_s=1", trial="x"
+        )
+    assert time.monotonic() - started < 20
+    (log,) = lab.fileroot.rglob("log.txt")
+    assert "flow.py:4) holds the event loop; a workflow must await" in log.read_text()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
