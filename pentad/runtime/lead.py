@@ -84,6 +84,8 @@ class Lead:
         self.device = device
         self.channel = Channel() if rank.world > 1 else None
         self.lock = threading.Lock()
+        self.caller: int | None = None
+        """The thread whose call is under way."""
         self.is_torn = False
         """Whether a call failed here: nobody knows then where the followers stand."""
 
@@ -107,16 +109,18 @@ class Lead:
             return
         if self.is_torn:
             raise RunError("the ranks do not answer any more: a call failed before")
-        if not self.lock.acquire(blocking=False):
+        if self.caller == threading.get_ident():
             raise RunError("a learner over several ranks was called within another call of it")
-        try:
-            self.channel.send(message)
-            yield
-        except BaseException:
-            self.is_torn = True
-            raise
-        finally:
-            self.lock.release()
+        with self.lock:
+            self.caller = threading.get_ident()
+            try:
+                self.channel.send(message)
+                yield
+            except BaseException:
+                self.is_torn = True
+                raise
+            finally:
+                self.caller = None
 
     def __enter__(self) -> Lead:
         return self

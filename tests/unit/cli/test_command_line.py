@@ -57,6 +57,12 @@ def test_help_is_quick_and_loads_nothing_heavy():
     assert min(times) < 0.5 * max(1.0, os.getloadavg()[0] / 2)  # 0.1 s on an idle core
 
 
+def test_of_several_ranks_under_torchrun_one_tells_the_mistakes(recipe):
+    ranks = [pentad("train", recipe, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert "nothing was started" in ranks[0].stderr and ranks[1].stderr == ""
+
+
 def test_a_recipe_with_mistakes_ends_with_all_of_them_and_code_2(recipe):
     done = pentad("plan", recipe, "foo=1", "gconfig.top_k=3")
     assert done.returncode == 2

@@ -1,0 +1,60 @@
+"""What a step did, as its record says it."""
+
+import pytest
+import torch
+
+from pentad.core.layout import Layout
+from pentad.core.types import LayerBalance, StepResult
+from pentad.models.families import dims_of
+from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.records import StepRecorder
+
+DIMS = dims_of(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 37,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+    }
+)
+
+
+def record_of(balance=(), world=1):
+    recorder = StepRecorder(
+        DIMS,
+        torch.device("cpu"),
+        layout=Layout(dp_shard=world),
+        peak_tflops=1e-6,
+        steps_per_epoch=10,
+    )
+    result = StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance)
+    return recorder.sft_record(1, result, [8], ticking_timer()).as_json()
+
+
+def ticking_timer():
+    """Whose phases take one second each."""
+    seconds = iter(range(100))
+    timer = PhaseTimer(clock=lambda: float(next(seconds)))
+    with timer.phase("train"):
+        pass
+    return timer
+
+
+def test_the_balance_of_every_mixture_layer_is_recorded():
+    layers = (LayerBalance(1, 4.0, 1.0, 6.0, 0), LayerBalance(3, 4.0, 3.0, 9.0, 2))
+    kernel = record_of(layers)["kernel"]
+    assert (kernel["tokens_per_expert_mean"], kernel["tokens_per_expert_std"]) == (4.0, 2.0)
+    assert kernel["balance"] == {
+        "1": {"mean": 4.0, "std": 1.0, "max": 6.0, "num_idle": 0},
+        "3": {"mean": 4.0, "std": 3.0, "max": 9.0, "num_idle": 2},
+    }
+    assert record_of()["kernel"]["balance"] is None
+
+
+def test_mfu_is_the_share_of_all_devices():
+    one, two = record_of(world=1), record_of(world=2)
+    assert two["mfu"] == pytest.approx(one["mfu"] / 2) and one["mfu"] > 0
