@@ -8,7 +8,7 @@ import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows
 
 from pentad.config.load import prepare
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
@@ -147,8 +147,6 @@ DEEDS = {f.__name__: f for f in (stop_reading, use_tags, keep_two, call_within)}
 
 def bad_build(*args, harm, **kwargs):
     rank, deed = harm
-    if deed == "refuse" and dist.get_rank() == rank:
-        raise UserError([Problem("a.b = 1", "is bad", "use 2")])
     engine = build_engine(*args, **kwargs)
     end_step = engine.end_step
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from run_cases import config_of, run_harmed, settings_of
 
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import RunError
 from pentad.data.toy import write_model, write_task
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
@@ -135,12 +135,6 @@ def test_what_rank_0_does_with_a_learner_all_ranks_do(pool, deed, expected):
 def test_a_rank_that_fails_ends_the_run_and_is_named(task, tmp_path, command, rank, deed, expected):
     with pytest.raises(RunError, match=expected):
         run_harmed(command, rank, deed, task, tmp_path)
-
-
-def test_bad_input_found_by_one_rank_keeps_its_sentence(task, tmp_path):
-    with pytest.raises(UserError) as caught:
-        run_harmed("sft", 1, "refuse", task, tmp_path)
-    assert caught.value.problems == ["a.b = 1: is bad; use 2."]
 
 
 # As a user starts them.
