@@ -22,9 +22,10 @@ def run_new_model(config: str, out: str | None) -> None:
         rule = "is there already, and a draft would replace it"
         raise UserError(Problem(f"--out = {file}", rule, "name another file"))
     file.write_text(text)
-    open_rules = text.count("# no rule yet")
+    open_rules, unread = text.count("# no rule yet"), text.count("# not read: ")
     print(f"{file}: {text.count('Rule(')} rules", end="")
-    print(f", {open_rules} tensors without one" if open_rules else "")
+    print(f", {open_rules} tensors without one" if open_rules else "", end="")
+    print(f", {unread} config keys that nothing reads" if unread else "")
     print(f"Next: pentad verify-model {file}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,9 +180,28 @@ class ModelDims:
 _NO_OUT_BIAS = {"qwen2", "qwen2_moe"}
 """Families whose q, k, v have a bias (a switch of its own in qwen2_moe) and whose o has none."""
 _QK_NORM = {"qwen3", "qwen3_moe"}
-_HEAD_DIM = {"qwen3": 128}
-"""Families whose head_dim has an own default; elsewhere it is hidden_size / num_heads."""
-_MAX_POSITION = {"llama": 2048}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "sliding_window": 4096,
+        "num_local_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+"""What transformers takes for keys that a family's config leaves out, where it is not the plain
+value: no window, as many key heads as heads, hidden_size / num_heads, and so on."""
 _WINDOW_EVERYWHERE = {"qwen3_moe", "mistral"}
 """Families without per-layer window choice: a window set is a window on every layer."""
 SHARED_EXPERT_FAMILIES = {"qwen2_moe"}
@@ -192,6 +212,7 @@ _UNSUPPORTED = {
     "n_shared_experts": "it has shared experts",
     "shared_expert_intermediate_size": "it has shared experts",
     "linear_num_key_heads": "it has linear attention layers",
+    "quantization_config": "its weights are quantised",
 }
 
 
@@ -203,40 +224,88 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     """
     family = str(hf.get("model_type", ""))
     _refuse_unsupported(hf, family)
-    num_layers, num_heads = int(hf["num_hidden_layers"]), int(hf["num_attention_heads"])
-    hidden = int(hf["hidden_size"])
-    theta, scaling = _rope(hf)
-    window, sliding_layers = _windows(hf, family, num_layers)
-    num_experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
-    bias = _has_bias(hf, family)
-    return ModelDims(
+    hf = {**_DEFAULTS.get(family, {}), **hf}
+    read = _Numbers(hf)
+    num_layers, num_heads = read.whole("num_hidden_layers"), read.whole("num_attention_heads")
+    hidden = read.whole("hidden_size")
+    num_kv_heads = read.whole("num_key_value_heads", num_heads)
+    head_dim = read.whole("head_dim", hidden // num_heads)
+    theta, scaling = _rope(read)
+    window, sliding_layers = _windows(read, family, num_layers)
+    num_experts = read.whole("num_experts" if hf.get("num_experts") else "num_local_experts", 0, 0)
+    top_k = read.whole("num_experts_per_tok") if num_experts else 0
+    bias = _has_bias(read, family)
+    dims = ModelDims(
         family=family,
-        vocab_size=int(hf["vocab_size"]),
+        vocab_size=read.whole("vocab_size"),
         hidden_size=hidden,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(hf.get("num_key_value_heads") or num_heads),
-        head_dim=int(hf.get("head_dim") or _HEAD_DIM.get(family, hidden // num_heads)),
-        intermediate_size=int(hf["intermediate_size"]),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=read.whole("intermediate_size"),
+        tie_embeddings=read.flag("tie_word_embeddings"),
         qkv_bias=bias,
         out_bias=bias and family not in _NO_OUT_BIAS,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=read.flag("mlp_bias"),
         qk_norm=family in _QK_NORM,
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        norm_eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position=int(hf.get("max_position_embeddings", _MAX_POSITION.get(family, 32768))),
+        max_position=read.whole("max_position_embeddings", 32768),
         sliding_window=window,
         sliding_layers=sliding_layers,
         num_experts=num_experts,
-        num_experts_per_token=int(hf.get("num_experts_per_tok") or 0) if num_experts else 0,
-        moe_intermediate_size=_expert_width(hf) if num_experts else 0,
-        norm_topk_prob=bool(hf.get("norm_topk_prob", False)) if num_experts else True,
-        shared_expert_size=_shared_expert_size(hf, family) if num_experts else 0,
-        moe_layers=_moe_layers(hf, num_layers) if num_experts else (),
-        initializer_range=float(hf.get("initializer_range", 0.02)),
+        num_experts_per_token=top_k,
+        moe_intermediate_size=_expert_width(read) if num_experts else 0,
+        norm_topk_prob=read.flag("norm_topk_prob") if num_experts else True,
+        shared_expert_size=_shared_expert_size(read, family) if num_experts else 0,
+        moe_layers=_moe_layers(read, num_layers) if num_experts else (),
+        initializer_range=read.number("initializer_range", 0.02),
     )
+    fits = num_heads % num_kv_heads == 0
+    rule = f"must divide num_attention_heads = {num_heads}"
+    read.must(fits, "num_key_value_heads", num_kv_heads, rule)
+    read.must(head_dim % 2 == 0, "head_dim", head_dim, "must be even: rotary turns pairs")
+    rule = f"must be at most the number of experts, {num_experts}"
+    read.must(top_k <= num_experts, "num_experts_per_tok", top_k, rule)
+    if read.problems:
+        raise UserError(read.problems)
+    return dims
+
+
+class _Numbers:
+    """The numbers of a config. Those that are none are collected, to be told together."""
+
+    def __init__(self, hf: Mapping[str, Any]) -> None:
+        self.hf = hf
+        self.problems: list[Problem] = []
+
+    def must(self, holds: bool, key: str, value: object, rule: str) -> None:
+        if not holds and not any(p.where == f"config.json: {key} = {value}" for p in self.problems):
+            self.problems.append(Problem(f"config.json: {key} = {value}", rule))
+
+    def whole(self, key: str, default: int = 0, least: int = 1) -> int:
+        """A count; null is the default."""
+        value = default if self.hf.get(key) is None else self.hf[key]
+        is_whole = _is_number(value) and float(value).is_integer() and value >= least
+        self.must(is_whole, key, value, f"must be a whole number of at least {least}")
+        return int(value) if is_whole else least
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = default if self.hf.get(key) is None else self.hf[key]
+        self.must(isinstance(value, bool), key, value, "must be true or false")
+        return value is True
+
+    def number(self, key: str, default: float) -> float:
+        value = default if self.hf.get(key) is None else self.hf[key]
+        is_good = _is_number(value) and 0 < value < math.inf
+        self.must(is_good, key, value, "must be a number above 0")
+        return float(value) if is_good else default
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
@@ -266,64 +335,83 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
         raise UserError(problems)
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+def _rope(read: _Numbers) -> tuple[float, dict[str, Any]]:
     """(theta, scaling); `rope_parameters` holds both, `rope_theta` + `rope_scaling` is older."""
-    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    hf = read.hf
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    given = hf.get(key) or {}
+    where = f"config.json: {key}"
+    if not isinstance(given, Mapping):
+        raise UserError(Problem(f"{where} = {given}", "must be a JSON object"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise UserError(
-            Problem("config.json: rope_parameters", "rotary settings per layer type are not built")
-        )
+        raise UserError(Problem(where, "rotary settings per layer type are not built"))
     if float(given.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UserError(
-            Problem(
-                "config.json: rope_parameters",
-                "rotary embedding over part of a head is not built",
-            )
-        )
-    theta = float(given.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    given.pop("partial_rotary_factor", None)
-    if kind == "default":
-        return theta, {}
-    return theta, {"rope_type": kind, **given}
+        raise UserError(Problem(where, "rotary embedding over part of a head is not built"))
+    scaling = _Numbers(given)
+    theta = scaling.number("rope_theta", read.number("rope_theta", 10000.0))
+    kind = given.get("rope_type") or given.get("type") or "default"
+    rest = {k: v for k, v in given.items() if k not in _ROPE_KEYS}
+    for name in rest.keys() & _ROPE_NUMBERS:
+        scaling.number(name, 1.0)
+    read.problems += scaling.problems
+    return theta, {} if kind == "default" else {"rope_type": kind, **rest}
 
 
-def _windows(
-    hf: Mapping[str, Any], family: str, num_layers: int
-) -> tuple[int | None, tuple[bool, ...]]:
-    width = hf.get("sliding_window")
-    if not width or not hf.get("use_sliding_window", family == "mistral"):
+_ROPE_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+_ROPE_NUMBERS = {
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+}
+
+
+def _windows(read: _Numbers, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    hf = read.hf
+    if not hf.get("sliding_window") or not read.flag("use_sliding_window", family == "mistral"):
         return None, ()
+    width = read.whole("sliding_window")
     if family in _WINDOW_EVERYWHERE:
-        return int(width), (True,) * num_layers
+        return width, (True,) * num_layers
     kinds = hf.get("layer_types")
-    if family == "qwen2_moe" and not kinds:  # every other of the first layers
-        first = int(hf.get("max_window_layers", 28))
-        slides = tuple(layer % 2 == 0 and layer < first for layer in range(num_layers))
-    elif kinds:
+    if kinds:
+        known = set(kinds) <= {"sliding_attention", "full_attention"}
+        rule = f"must name sliding_attention or full_attention for each of {num_layers} layers"
+        read.must(known and len(kinds) == num_layers, "layer_types", kinds, rule)
         slides = tuple(kind == "sliding_attention" for kind in kinds)
     else:
-        first = int(hf.get("max_window_layers", 28))
+        first = read.whole("max_window_layers", 28, 0)
         slides = tuple(layer >= first for layer in range(num_layers))
-    return (int(width), slides) if any(slides) else (None, ())
+        if family == "qwen2_moe":  # every other of the first layers
+            slides = tuple(layer % 2 == 0 and layer < first for layer in range(num_layers))
+    return (width, slides) if any(slides) else (None, ())
 
 
-def _has_bias(hf: Mapping[str, Any], family: str) -> bool:
+def _has_bias(read: _Numbers, family: str) -> bool:
     if family == "qwen2_moe":
-        return bool(hf.get("qkv_bias", True))
-    return family in _NO_OUT_BIAS or bool(hf.get("attention_bias", False))
+        return read.flag("qkv_bias", True)
+    return family in _NO_OUT_BIAS or read.flag("attention_bias")
 
 
-def _expert_width(hf: Mapping[str, Any]) -> int:
-    return int(hf.get("moe_intermediate_size") or hf["intermediate_size"])
+def _shared_expert_size(read: _Numbers, family: str) -> int:
+    is_there = family in SHARED_EXPERT_FAMILIES
+    return read.whole("shared_expert_intermediate_size") if is_there else 0
 
 
-def _shared_expert_size(hf: Mapping[str, Any], family: str) -> int:
-    return int(hf["shared_expert_intermediate_size"]) if family in SHARED_EXPERT_FAMILIES else 0
+def _expert_width(read: _Numbers) -> int:
+    has_own = read.hf.get("moe_intermediate_size") is not None
+    return read.whole("moe_intermediate_size" if has_own else "intermediate_size")
 
 
-def _moe_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    dense = set(hf.get("mlp_only_layers") or ())
-    stride = int(hf.get("decoder_sparse_step") or 1)
+def _moe_layers(read: _Numbers, num_layers: int) -> tuple[bool, ...]:
+    given = read.hf.get("mlp_only_layers") or []
+    is_list = isinstance(given, list | tuple)
+    read.must(is_list, "mlp_only_layers", given, "must be a list of layer numbers")
+    dense = set(given) if is_list else set()
+    stride = read.whole("decoder_sparse_step", 1)
     return tuple(layer not in dense and (layer + 1) % stride == 0 for layer in range(num_layers))

@@ -57,6 +57,7 @@ from pentad.weights.megatron.outputs import (
 )
 from pentad.weights.megatron.stored import Form, Spelling
 from pentad.weights.megatron.work import (
+    RECORD,
     Finished,
     Progress,
     Record,
@@ -188,6 +189,7 @@ def convert(
 ) -> Converted:
     """Converts, or finds that it was done; raises before anything is written if it cannot be."""
     started = time.monotonic()
+    _check_apart(Path(conversion.source), Path(conversion.target))
     opened = open_source(conversion)
     recipe = _settled(conversion, opened)
     target = Path(conversion.target)
@@ -198,6 +200,7 @@ def convert(
         return _ended(target, "found", known, started)
     output = _output(recipe, opened)
     source = read_source(opened.files(), progress)
+    _check_unharmed(opened, source)
     identity = text_digest({"request": request, "source": source.digests})
     if known and same and known.identity == identity:
         return _ended(target, "found", known, started)
@@ -215,6 +218,32 @@ def convert(
         record = _record(identity, request, source, finished, folder.relative_to(aside), opened)
         put_in_place(aside, folder, target, record)
     return _ended(target, "written", record, started)
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """Replacing a folder by what is made from it would lose it, --force or not."""
+    a, b = source.resolve(), target.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        rule = f"lies within the source, {source}, or the source within it"
+        raise UserError(Problem(str(target), rule, "give a folder elsewhere"))
+
+
+def _check_unharmed(opened: Opened, source: Source) -> None:
+    """Files that a conversion wrote are still those: a flipped bit has no other sign."""
+    record = read_record(opened.root)
+    known = record.files if record else {}
+    inside = opened.folder.relative_to(opened.root)
+    problems = [
+        Problem(
+            str(opened.folder / name),
+            f"is not the file that {RECORD} says was written",
+            f"make the folder anew; if the change is meant, remove {RECORD} from it",
+        )
+        for name, digest in source.digests.items()
+        if known.get(str(inside / name), [0, digest])[1] != digest
+    ]
+    if problems:
+        raise UserError(problems)
 
 
 def starting_folder(

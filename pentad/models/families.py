@@ -131,8 +131,18 @@ def read_config(source: ConfigLike) -> dict[str, Any]:
 def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:
     """The dimensions of a folder or config; `model` names the spec instead of its model_type."""
     config = read_config(source)
-    spec = spec_of(model or str(config.get("model_type")))
+    spec = spec_of(model or family_of(config))
     return replace(spec.read_dims(config), family=spec.family)
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """The `model_type` of a config. It is a name: a path in it would let a folder run its code."""
+    family = str(config.get("model_type"))
+    if not family.replace("-", "_").isidentifier():
+        rule = "is no name of a family"
+        remedy = "name a model file of your own where the model is loaded, not in config.json"
+        raise UserError(Problem(f"config.json: model_type = {family}", rule, remedy))
+    return family
 
 
 def map_of(dims: ModelDims) -> WeightMap:

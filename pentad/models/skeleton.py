@@ -84,6 +84,31 @@ FACTS = {
 }
 """Dimension -> the tensor whose presence tells it."""
 LAYER = "model.layers.{i}."
+READ = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "initializer_range", "hidden_act"),
+    *("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
+    *("original_max_position_embeddings",),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
+}
+"""Config keys that `dims_from_hf` reads."""
+WITHOUT_EFFECT = {
+    *("model_type", "use_cache", "pretraining_tp", "transformers_version", "attention_dropout"),
+    *(
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "_attn_implementation",
+    ),
+}
+"""Config keys that do not change what a model computes from its weights."""
+UNREAD = (
+    "# Config keys that nothing here reads; each that changes what the model computes needs code."
+)
+DEFAULTS_SAID = '"""What transformers takes for these keys where a config.json leaves them out."""'
 
 
 def draft(config: Mapping[str, Any]) -> str:
@@ -94,13 +119,16 @@ def draft(config: Mapping[str, Any]) -> str:
         raise UserError(Problem(f"model_type = {family}", rule, "write the file by hand"))
     always, ever = tensors_of(family, False), tensors_of(family, True)
     rules = _rules(always, ever)
+    keys = _unread_keys(family)
     unknown = [f"    # no rule yet: {name} {list(ever[name])}" for name in _unknown(ever)]
-    adapter = _adapter(config, always)
+    defaults = _defaults(family)
+    adapter = _adapter(config, always, bool(defaults))
     conditions = [name for name in CONDITIONS if any(f"when={name}," in r for r in rules)]
     functions = [_condition(name) for name in conditions] + ([adapter] if adapter else [])
     body = [
         *_imports("\n".join([*functions, *rules])),
         "",
+        *([_folded_defaults(defaults), DEFAULTS_SAID, ""] if defaults else []),
         *(f"\n{function}\n" for function in functions),
         *([""] if functions else []),
         f'LAYER = "{LAYER}"',
@@ -112,6 +140,8 @@ def draft(config: Mapping[str, Any]) -> str:
         "",
         *_spec(family, bool(adapter), any("{e}" in name for name in ever)),
     ]
+    if keys:
+        body = [UNREAD, *(f"# not read: {key} = {value!r}" for key, value in keys.items()), *body]
     title = f"{family}, drafted from its transformers config; say here what is special about it."
     return "\n".join([f'"""{title}"""', "", "from __future__ import annotations", "", *body]) + "\n"
 
@@ -201,8 +231,40 @@ def _condition(name: str) -> str:
     return f"def {name}(dims: ModelDims, layer: int) -> bool:\n    return {CONDITIONS[name]}"
 
 
-def _adapter(config: Mapping[str, Any], always: Mapping[str, Any]) -> str:
-    """A config adapter, if the tensors say something that reading the config does not."""
+def _unread_keys(family: str) -> dict[str, Any]:
+    """Config keys of the family, with its defaults, that neither we nor every model have."""
+    general = transformers.PretrainedConfig().to_dict().keys() | READ | WITHOUT_EFFECT
+    own = transformers.AutoConfig.for_model(family).to_dict()
+    return {k: v for k, v in own.items() if k not in general and not k.endswith("_token_id")}
+
+
+def _defaults(family: str) -> dict[str, Any]:
+    """What transformers takes for keys that a config leaves out, where we would take another."""
+    full = transformers.AutoConfig.for_model(family).to_dict()
+    dims, out = dims_from_hf(full), dict[str, Any]()
+    for key, value in full.items():
+        if key == "model_type":
+            continue
+        try:
+            same = dims_from_hf({k: v for k, v in full.items() if k != key}) == dims
+        except UserError:  # without it a config is refused
+            same = True
+        if not same:
+            is_rope = key == "rope_parameters"
+            out |= {"rope_theta": value["rope_theta"]} if is_rope else {key: value}
+    return out
+
+
+def _folded_defaults(defaults: Mapping[str, Any]) -> str:
+    items = [f'"{key}": {value!r}' for key, value in defaults.items()]
+    line = f"DEFAULTS = {{{', '.join(items)}}}"
+    if len(line) <= 100:
+        return line
+    return "\n".join(["DEFAULTS = {", *(f"    {item}," for item in items), "}"])
+
+
+def _adapter(config: Mapping[str, Any], always: Mapping[str, Any], has_defaults: bool) -> str:
+    """A config adapter, if something is to be said that reading the config does not tell."""
     dims = dims_from_hf({**config, **dict.fromkeys(SWITCHES, False)})
     read = {
         "qkv_bias": dims.qkv_bias,
@@ -214,13 +276,14 @@ def _adapter(config: Mapping[str, Any], always: Mapping[str, Any]) -> str:
     changes = "".join(f", {fact}={told[fact]}" for fact in FACTS if told[fact] != read[fact])
     window = config.get("sliding_window")
     remark = window and dims.sliding_window is None and not config.get("use_sliding_window")
-    if not changes and not remark:
+    if not changes and not remark and not has_defaults:
         return ""
     lines = ["def read_dims(hf: Mapping[str, Any]) -> ModelDims:"]
     if remark:
         lines.append(f"    # sliding_window = {window} is not read; set it and sliding_layers if")
         lines.append("    # the model's layers have a window")
-    body = f"replace(dims_from_hf(hf){changes})" if changes else "dims_from_hf(hf)"
+    call = "dims_from_hf({**DEFAULTS, **hf})" if has_defaults else "dims_from_hf(hf)"
+    body = f"replace({call}{changes})" if changes else call
     return "\n".join([*lines, f"    return {body}"])
 
 

@@ -7,7 +7,9 @@ the reader is a folder, a list in memory or a random generator, makes no differe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,7 +17,11 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, UserError
 from pentad.weights.map import Entry, Source, WeightMap
+from pentad.weights.pages import want_large_pages
 from pentad.weights.regions import Box, Region, Shape, clip_all, full_box
+
+NUM_READERS = 4
+"""Threads that read and sum files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +103,37 @@ def fill(
     """
     check(shards, weight_map, reader, has_heads=has_heads)
     check_tied(weight_map, reader)
-    direct = reader if isinstance(reader, DirectReader) else None
     used: set[str] = set()
+    blocks: list[tuple[Region, Tensor]] = []
     for name, entry in weight_map.entries.items():
         if name not in shards or _is_absent(entry, reader):
             continue
-        shard = shards[name]
-        for region in clip_all(entry.regions, shard.box):
-            block = target_block(shard.tensor, region)
-            if direct is not None and _is_in_order(region):
-                for dim in _extra_dims(region):
-                    block = block.unsqueeze(dim)
-                direct.read_into(region.source, region.source_box, block)
-            else:
-                piece = reader.read(region.source, region.source_box)
-                block.copy_(source_block(piece, _relative(region)))
+        tensor = shards[name].tensor.detach()
+        want_large_pages(tensor)
+        for region in clip_all(entry.regions, shards[name].box):
+            blocks.append((region, target_block(tensor, region)))
             used.add(region.source)
+    on_cpu = all(block.device.type == "cpu" for _, block in blocks)
+    if isinstance(reader, DirectReader) and on_cpu:
+        # Fresh memory is the bottleneck, and several threads are given it faster than one.
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            for _ in readers.map(partial(_read_block, reader), *zip(*blocks, strict=True)):
+                pass
+    else:
+        for region, block in blocks:
+            _read_block(reader, region, block)
     return len(used)
+
+
+def _read_block(reader: Reader, region: Region, block: Tensor) -> None:
+    """`block` is the region's elements in the target, its runs as dims."""
+    if isinstance(reader, DirectReader) and _is_in_order(region):
+        for dim in _extra_dims(region):
+            block = block.unsqueeze(dim)
+        reader.read_into(region.source, region.source_box, block)
+    else:
+        piece = reader.read(region.source, region.source_box)
+        block.copy_(source_block(piece, _relative(region)))
 
 
 def _is_in_order(region: Region) -> bool:
@@ -194,6 +214,11 @@ def _shape_problem(reader: Reader, name: str, shape: Shape) -> list[Problem]:
     if info.shape != shape:
         rule = f"shape {list(info.shape)}, but the config makes it {list(shape)}"
         return [Problem(f"{reader.where}: {name}", rule)]
+    if not info.dtype.is_floating_point:
+        rule = f"holds {info.dtype}, and weights are floating point"
+        return [
+            Problem(f"{reader.where}: {name}", rule, "give the model as it was before quantising")
+        ]
     return []
 
 

@@ -15,14 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.weights.files import DTYPE_NAMES, PIECE_BYTES, SafeFile, read_header
-from pentad.weights.flow import TensorInfo
+from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
+from pentad.weights.flow import NUM_READERS, TensorInfo
 from pentad.weights.regions import Box
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "copy_companions",
     "move_into_place",
     "plan_files",
-    "read_header",
     "save_folder",
     "write_file",
     "write_json",
@@ -48,7 +46,6 @@ METADATA = {"format": "pt"}
 SHARD_BYTES = 5 << 30
 """Where a new file begins, unless one tensor is larger."""
 FLUSH_BYTES = 128 << 20
-NUM_READERS = 4
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -84,9 +81,13 @@ class HfFolder:
 
     def _files(self) -> list[Path]:
         index = self._index()
-        if index is not None:
-            return [self.folder / name for name in sorted(set(index.values()))]
         single = self.folder / SINGLE
+        if index is not None:
+            names = sorted(set(index.values()))
+            if single.exists() and SINGLE not in names:
+                rule = f"{SINGLE} and {INDEX} are both there, and the index does not name that file"
+                raise UserError(Problem(self.where, rule, "remove the one that is not wanted"))
+            return [self.folder / name for name in names]
         if single.exists():
             return [single]
         rule = f"neither {SINGLE} nor {INDEX} is there"
@@ -101,10 +102,13 @@ class HfFolder:
         if not path.exists():
             return None
         try:
-            weight_map = json.loads(path.read_text())["weight_map"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            weight_map = dict(json.loads(path.read_text())["weight_map"])
+            for name, file in weight_map.items():
+                if Path(file).name != file:
+                    raise ValueError(f"{name}: {file} is no file of this folder")
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(Problem(str(path), f"is not a safetensors index ({error})")) from error
-        return {str(name): str(file) for name, file in weight_map.items()}
+        return weight_map
 
     def _check_index(self) -> None:
         index = self._index() or {name: SINGLE for name in self.infos}
@@ -128,9 +132,6 @@ class HfFolder:
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         """Fills `out` with that block, without a copy where dtype and order allow."""
         self.files[self.file_of[name]].read_into(name, box, out)
-
-    def checksum(self, name: str) -> int:
-        return self.files[self.file_of[name]].checksum(name)
 
 
 def plan_files(
@@ -172,10 +173,10 @@ def save_folder(
     aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     aside.mkdir()
     try:
-        checksums = _write_tensors(aside, iter(pairs), infos, shard_bytes)
+        _write_tensors(aside, iter(pairs), infos, shard_bytes)
         write_json(aside / "config.json", config)
         copy_companions(companions, aside)
-        _verify(aside, infos, checksums)
+        assert HfFolder(aside).infos == infos, f"{aside}: index and files disagree"
         move_into_place(aside, target)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -189,20 +190,17 @@ def _write_tensors(
     pairs: Iterable[tuple[str, Tensor]],
     infos: Mapping[str, TensorInfo],
     shard_bytes: int,
-) -> dict[str, int]:
-    """Returns the checksum of every tensor's bytes as they were handed over."""
+) -> None:
     stream = iter(pairs)
-    checksums: dict[str, int] = {}
     files = plan_files(infos, shard_bytes)
     for file, names in files.items():
-        checksums |= write_file(folder / file, stream, {name: infos[name] for name in names})
+        write_file(folder / file, stream, {name: infos[name] for name in names})
     assert next(stream, None) is None, "more tensors than were announced"
     if len(files) > 1:
         total = sum(info.size_bytes for info in infos.values())
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
-    return checksums
 
 
 def write_file(
@@ -210,22 +208,26 @@ def write_file(
     stream: Iterator[tuple[str, Tensor]],
     infos: Mapping[str, TensorInfo],
     metadata: Mapping[str, str] = METADATA,
-) -> dict[str, int]:
-    """One safetensors file from the next tensors of the stream, on disk; returns checksums.
+) -> None:
+    """One safetensors file from the next tensors of the stream, on disk, read back and compared.
 
-    The disk works while further tensors are written: waiting for it at the end would cost as
-    long again.
+    Nothing waits for the disk: it works while further tensors are summed and written, and while
+    they are read back.
     """
-    checksums: dict[str, int] = {}
+    sums: dict[str, int] = {}
     flushes: list[Future[None]] = []
-    with path.open("wb") as handle, ThreadPoolExecutor(1) as disk:
+    disk, others = ThreadPoolExecutor(1), ThreadPoolExecutor(NUM_READERS)
+    with path.open("wb") as handle, disk, others:
         _write_header(handle, infos, metadata)
         waiting = 0
         for expected, announced in infos.items():
             name, tensor = next(stream, ("nothing", torch.empty(0)))
             info = TensorInfo(tuple(tensor.shape), tensor.dtype)
             assert (name, info) == (expected, announced), f"{expected}: got {name} {info}"
-            checksums[name] = _write_summed(handle, bytes_of(tensor))
+            data = bytes_of(tensor)
+            own = others.submit(checksum, data)
+            handle.write(data)
+            sums[name] = own.result()
             waiting += info.size_bytes
             if waiting >= FLUSH_BYTES:
                 handle.flush()
@@ -233,18 +235,24 @@ def write_file(
                 waiting = 0
         handle.flush()
         flushes.append(disk.submit(os.fsync, handle.fileno()))
+        _check_back(path, infos, sums, others)
         for flush in flushes:
             flush.result()
-    return checksums
 
 
-def _write_summed(handle: BinaryIO, data: memoryview) -> int:
-    total = 0
-    for at in range(0, len(data), PIECE_BYTES):
-        piece = data[at : at + PIECE_BYTES]
-        total = crc32(piece, total)
-        handle.write(piece)
-    return total
+def _check_back(
+    path: Path,
+    infos: Mapping[str, TensorInfo],
+    sums: Mapping[str, int],
+    readers: ThreadPoolExecutor,
+) -> None:
+    """The file holds these names, shapes and dtypes, and the bytes that were handed over."""
+    file = SafeFile(path)
+    assert file.infos == infos, f"{path}: the header was not written as planned"
+    found = dict(zip(infos, readers.map(file.checksum, infos), strict=True))
+    wrong = [name for name in infos if found[name] != sums[name]]
+    if wrong:
+        raise RunError(f"{path}: {wrong[0]} does not read back as written; the disk is at fault")
 
 
 def _write_header(
@@ -277,17 +285,6 @@ def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
         found = [Path(folder) / name for folder in folders if (Path(folder) / name).is_file()]
         if found:
             shutil.copyfile(found[0], target / name)
-
-
-def _verify(folder: Path, infos: Mapping[str, TensorInfo], checksums: Mapping[str, int]) -> None:
-    """Reads the files back: same names, shapes, dtypes, and the bytes that were handed over."""
-    reader = HfFolder(folder)
-    wrong = [name for name in {*reader.infos, *infos} if reader.infos.get(name) != infos.get(name)]
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        sums = [] if wrong else list(readers.map(reader.checksum, infos))
-    wrong += [name for name, found in zip(infos, sums, strict=False) if found != checksums[name]]
-    if wrong:
-        raise RunError(f"{folder}: {wrong[0]} does not read back as written; the disk is at fault")
 
 
 def move_into_place(aside: Path, target: Path) -> None:

@@ -27,6 +27,10 @@ PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 """transformers' written-out arithmetic: its fused expert kernels refuse odd widths."""
 
 
+class Fault(Exception):
+    """A check's finding: one sentence naming the tensor and the rule."""
+
+
 @dataclass
 class Case:
     """One tiny config, a transformers model of it with random weights, and its folder."""

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
 from pentad.models.columns import MEGATRON_PLAN, padded_vocab
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.exchange import iter_hf, native_tensors
-from pentad.models.families import dims_of, map_of, path_of
-from pentad.models.proof.cases import NUM_TOKENS, PLAIN, Case, randomise, read_all
+from pentad.models.families import dims_of, map_of, path_of, read_config
+from pentad.models.proof.cases import NUM_TOKENS, PLAIN, Case, Fault, randomise, read_all
+from pentad.models.proof.declared import check_config, check_fresh, check_plan
 from pentad.models.proof.megatron_forward import MegatronForward
 from pentad.models.proof.shards import local_tensor, ranks_of, reshard_fault, round_trip_fault
 from pentad.models.proof.simulate import Layout
@@ -30,10 +32,6 @@ LOGITS_TOLERANCE = 1e-5
 """Of the largest logit: float32 rounding over a few layers."""
 GRADIENT_TOLERANCE = 1e-4
 """Of the tensor's largest gradient: sums over tokens cancel, so more rounding shows."""
-
-
-class Fault(Exception):
-    """A check's finding: one sentence naming the tensor and the rule."""
 
 
 def check_headers(folder: Path) -> str:
@@ -76,11 +74,27 @@ def check_round_trip(case: Case) -> str:
     for dtype in (torch.float32, torch.bfloat16):
         out = case.folder.parent / "out"
         save_model(case.load(dtype), out, source_folder=case.folder)
-        _same_bytes(f"saved as {dtype}", read_all(out), {n: t.to(dtype) for n, t in disk.items()})
+        kept = {n: t.to(_dtype_of(case, n) or dtype) for n, t in disk.items()}
+        _same_bytes(f"saved as {dtype}", read_all(out), kept)
+        _same_class(case.theirs, out)
         again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
         expected = {n: t.to(dtype) for n, t in case.theirs.state_dict().items()}
         _same_bytes(f"read by transformers as {dtype}", again.state_dict(), expected)
     return f"{len(disk)} tensors, float32 and bfloat16"
+
+
+def _dtype_of(case: Case, source: str) -> torch.dtype | None:
+    """That of the rule, where one keeps it whatever the model's."""
+    regions = case.weight_map.sources[source].regions if source in case.weight_map.sources else ()
+    kept = {case.weight_map.entries[region.source].rule.dtype for region in regions} - {""}
+    return DTYPES[kept.pop()] if kept else None
+
+
+def _same_class(theirs: nn.Module, folder: Path) -> None:
+    """What was saved names transformers' own class, which is what serving stacks go by."""
+    named, expected = read_config(folder)["architectures"], [type(theirs).__name__]
+    if named != expected:
+        raise Fault(f"architectures = {named} in the saved config.json, transformers' {expected}")
 
 
 def _same_bytes(what: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -211,26 +225,46 @@ def check_megatron(case: Case) -> str:
 def check_value_head(case: Case) -> str:
     """The scalar head: transformers' folder gives transformers' scores, and goes back whole."""
     config = transformers.AutoConfig.from_pretrained(case.folder, num_labels=1)
+    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return _own_value_head(case)
     theirs = transformers.AutoModelForSequenceClassification.from_config(config, **PLAIN)
     randomise(theirs)
     folder, out = case.folder.parent / "scalar", case.folder.parent / "scalar-out"
     theirs.save_pretrained(folder)
     ours = load_model(folder, value_head=True, model=path_of(case.spec.family))
-    hidden = ours(case.ids, torch.arange(NUM_TOKENS), causal_attend)
+    hidden = ours(case.ids, torch.arange(NUM_TOKENS), causal_attend)[-1:]
     score = theirs.eval()(case.ids[None]).logits[0]
-    _compare("score", ours.values(hidden)[-1:], score, LOGITS_TOLERANCE)
+    # One number that is a sum: its rounding is that of the terms, however small the sum is.
+    terms = (hidden * read_all(folder)["score.weight"]).abs().sum()
+    size = max(1.0, float(terms / score.abs().clamp_min(1e-30)))
+    _compare("score", ours.values(hidden), score, LOGITS_TOLERANCE * size)
     save_model(ours, out, source_folder=folder)
+    _same_class(theirs, out)
     again = transformers.AutoModelForSequenceClassification.from_pretrained(out)
     _same_bytes("with a scalar head", again.state_dict(), theirs.state_dict())
     return "loads, scores, saves"
 
 
+def _own_value_head(case: Case) -> str:
+    """Where transformers has no such model: a fresh head survives our own folder."""
+    out = case.folder.parent / "scalar-out"
+    family = path_of(case.spec.family)
+    ours = load_model(case.folder, value_head=True, lm_head=True, model=family, seed=1)
+    save_model(ours, out, source_folder=case.folder)
+    again = load_model(out, value_head=True, lm_head=True, model=family)
+    _same_bytes("with a scalar head", dict(iter_hf(again)), dict(iter_hf(ours)))
+    return "saves, loads; transformers has no such model to hold it against"
+
+
 CHECKS: dict[str, Callable[[Case], str]] = {
+    "config": check_config,
     "coverage": check_coverage,
     "logits and gradients": check_parity,
 }
 """For every case."""
 WEIGHT_CHECKS: dict[str, Callable[[Case], str]] = {
+    "plan and seams": check_plan,
+    "fresh weights": check_fresh,
     "round trip": check_round_trip,
     "pipeline stages": check_stages,
     "layouts, resharding": check_layouts,

@@ -1,6 +1,6 @@
 """Tiny configs that are hard on a weight map: what `verify-model` runs a family at.
 
-Every width differs from every other, head_dim is not hidden / heads, there are four key heads
+Every size differs from every other, head_dim is not hidden / heads, there are four key heads
 with three query heads each, vocabulary and ffn are odd, and dense and mixture layers alternate.
 Square or equal dims would let transposed, swapped and mis-cut weights pass. Constants are far from
 every default, so a config that is not read shows.
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 60,
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 }
 EXPERT_SIZES: dict[str, Any] = {
     "num_experts": 5,
-    "num_experts_per_tok": 3,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 27,
     "mlp_only_layers": [1],
 }
@@ -54,6 +54,14 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+TUNED_YARN = {
+    **YARN,
+    "beta_fast": 5.0,
+    "beta_slow": 0.3,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.2,
+    "truncate": False,
+}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
@@ -62,7 +70,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}},
     "llama3 rope": {"rope_parameters": LLAMA3},
     "yarn rope": {"rope_parameters": YARN},
-    "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "yarn rope, tuned": {"rope_parameters": TUNED_YARN},
+    "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "every second layer": {"decoder_sparse_step": 2, "mlp_only_layers": []},
     "top-k normalised": {"norm_topk_prob": True},
 }
 
@@ -90,5 +100,5 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         out |= {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
         out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
     if config.get("sliding_window"):
-        out |= {"sliding_window": 5, "max_window_layers": 2}
+        out |= {"sliding_window": 5, "max_window_layers": 1}
     return out

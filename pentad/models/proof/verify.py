@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from pentad.core.errors import Problem, UserError
-from pentad.models.families import read_config, spec_of
-from pentad.models.proof.cases import Case, build_case
-from pentad.models.proof.checks import CHECKS, WEIGHT_CHECKS, Fault, check_headers
+from pentad.models.families import family_of, read_config, spec_of
+from pentad.models.proof.cases import Case, Fault, build_case
+from pentad.models.proof.checks import CHECKS, WEIGHT_CHECKS, check_headers
 from pentad.models.proof.tiny import shrunk, variants_of
 from pentad.models.spec import ModelSpec
 
@@ -112,7 +112,7 @@ def subject_of(name_or_path: str) -> Subject:
         name_or_path = f"{path}:SPEC"
     elif path.exists():
         config = read_config(path)
-        spec = spec_of(str(config.get("model_type")))
+        spec = spec_of(family_of(config))
         return Subject(spec, {"as configured": shrunk(config)}, path if path.is_dir() else None)
     spec = spec_of(name_or_path)
     if spec.family not in transformers.CONFIG_MAPPING:

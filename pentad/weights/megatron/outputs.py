@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
-from zlib import crc32
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.weights.files import SafeFile
+from pentad.weights.files import checksum
 from pentad.weights.flow import Reader, TensorInfo, source_block, target_block
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
@@ -90,7 +89,7 @@ def _check_back(path: Path, written: Mapping[str, int], found: Mapping[str, int]
 
 
 def _sum(tensor: Tensor) -> int:
-    return crc32(bytes_of(tensor))
+    return checksum(bytes_of(tensor))
 
 
 def _sync(path: Path) -> None:
@@ -247,10 +246,7 @@ class HfOutput:
         infos = self.infos[name]
         path.parent.mkdir(parents=True, exist_ok=True)
         pairs = ((key, self._read(key, info)) for key, info in infos.items())
-        written = write_file(path, pairs, infos, self.plan[name].metadata)
-        back = SafeFile(path)
-        assert back.infos == infos, f"{path}: the header was not written as planned"
-        _check_back(path, written, {key: back.checksum(key) for key in infos})
+        write_file(path, pairs, infos, self.plan[name].metadata)
         return []
 
     def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:

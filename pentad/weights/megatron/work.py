@@ -28,6 +28,8 @@ from pentad.weights.megatron.outputs import Notes, Output
 RECORD = "pentad-convert.json"
 NOTES, LOCK = ".finished", ".lock"
 POLL_S = 0.2
+FULL_BYTES = 1 << 20
+"""A disk with less than that left is why a write failed."""
 
 Build = Callable[[Any], Output]
 """Makes the output from its recipe, in whatever process; importable by name."""
@@ -102,9 +104,11 @@ def read_record(folder: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        return Record(**json.loads(path.read_text()))
+        record = Record(**json.loads(path.read_text()))
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
         return None
+    parts = (record.request, record.source, record.files, record.extra)
+    return record if all(isinstance(part, dict) for part in parts) else None
 
 
 def is_whole(folder: Path, record: Record) -> bool:
@@ -246,7 +250,13 @@ def write_one(output: Output, folder: Path, name: str) -> Finished:
     """Writes one file under another name, verifies it, renames it, and leaves its note."""
     path, part = folder / name, _part(folder, name)
     part.parent.mkdir(parents=True, exist_ok=True)
-    notes = output.write(name, part)
+    try:
+        notes = output.write(name, part)
+    except (OSError, RuntimeError) as error:  # torch's writer says a full disk with the latter
+        is_full = shutil.disk_usage(part.parent).free < FULL_BYTES
+        reason = "the disk is full" if is_full else str(error).split("\n")[0]
+        rule = f"cannot be written ({reason}); run it again, and it goes on where it was"
+        raise RunError(f"{path}: {rule}") from error
     finished = Finished(part.stat().st_size, file_digest(part), notes)
     part.replace(path)
     note = _note_path(folder, name)

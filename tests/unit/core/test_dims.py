@@ -136,3 +136,71 @@ def test_flops_equal_a_plain_walk(name, causal):
     dims = dims_from_hf(raw)
     assert dims.train_flops(23, causal=causal) == plain_flops(dims, 23, causal=causal)
     assert dims.flops_per_token(23, causal=causal) == dims.train_flops(23, causal=causal) / 23
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"hidden_size": NAN},
+        {"rms_norm_eps": NAN},
+        {"rms_norm_eps": "small"},
+        {"rope_theta": -3},
+        {"rope_theta": float("inf")},
+        {"num_hidden_layers": 2.5},
+        {"num_hidden_layers": "two"},
+        {"num_key_value_heads": 4},
+        {"head_dim": 7},
+        {"vocab_size": True},
+        {"tie_word_embeddings": "false"},
+        {"initializer_range": NAN},
+        {"use_sliding_window": True, "sliding_window": -5},
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]},
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["linear"] * 5},
+        {"rope_scaling": "yarn"},
+        {"rope_scaling": {"rope_type": "linear", "factor": NAN}},
+        {"num_experts": 4, "num_experts_per_tok": 5},
+        {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": "1"},
+        {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": -1},
+    ],
+    ids=str,
+)
+def test_a_value_that_is_none_is_told_with_its_key(bad):
+    config = {"model_type": "qwen3", **ODD, **bad}
+    value = list(bad.values())[-1]
+    key, value = list(value.items())[-1] if isinstance(value, dict) else (list(bad)[-1], value)
+    with pytest.raises(UserError) as told:
+        dims_from_hf(config)
+    assert f"config.json: {key} = {value}: must " in str(told.value)
+
+
+def test_all_wrong_values_are_told_together():
+    with pytest.raises(UserError) as told:
+        dims_from_hf({"model_type": "qwen3", **ODD, "vocab_size": 0.5, "rms_norm_eps": NAN})
+    assert len(told.value.problems) == 2
+
+
+def test_a_quantised_model_is_refused():
+    config = {"model_type": "qwen3", **ODD, "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UserError, match="its weights are quantised"):
+        dims_from_hf(config)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_key_that_is_left_out_means_what_transformers_takes(name):
+    """Or is refused: a config never means another model silently."""
+    full = written(config_of(name))
+    kind = type(config_of(name))
+    for key in full.keys() - {"model_type"}:
+        rest = {k: v for k, v in full.items() if k != key}
+        try:
+            theirs = written(kind.from_dict(dict(rest)))
+        except Exception:  # each config class refuses in its own way
+            continue
+        try:
+            ours = dims_from_hf(rest)
+        except UserError:
+            continue
+        assert ours == dims_from_hf(theirs), key

@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_page_works_as_written(folder, capsys):
-    text, adapter, line, use = BLOCKS
+    text, adapter, use = BLOCKS
     run_new_model("phi3", "my_phi3.py")
     assert capsys.readouterr().out.splitlines() == [
         "my_phi3.py: 12 rules",
@@ -44,10 +44,9 @@ def test_the_page_works_as_written(folder, capsys):
     number = r"\d\.\de[+-]\d+"
     assert re.sub(number, "#", said) == re.sub(number, "#", promised)
 
-    imports, function = adapter.split("\n\n\n", 1)
-    text = text.replace("from pentad.models.spec", imports + "\nfrom pentad.models.spec", 1)
-    text = text.replace("\nLAYER =", f"\n\n{function}\n\nLAYER =", 1)
-    text = text.replace("    rules=RULES,\n", f"    rules=RULES,\n{line}")
+    imported, function = adapter.split("\n\n\n", 1)
+    text = text.replace("from typing", f"{imported}\nfrom typing", 1)
+    text = re.sub(r"def read_dims.*?\n\n\n", lambda _: f"{function}\n\n", text, flags=re.DOTALL)
     (folder / "my_phi3.py").write_text(text)
     families._load.cache_clear()
     report = verify("my_phi3.py")
@@ -87,7 +86,26 @@ def test_tensors_that_are_not_known_are_left_as_remarks():
     config = transformers.AutoConfig.for_model("olmo2").to_dict()
     text = draft(config)
     assert "# no rule yet: model.layers.{i}.post_feedforward_layernorm.weight [60]" in text
-    assert "replace(dims_from_hf(hf), qk_norm=True)" in text
+    assert "replace(dims_from_hf({**DEFAULTS, **hf}), qk_norm=True)" in text
+
+
+def test_a_draft_names_the_config_keys_that_it_does_not_read(folder, capsys):
+    run_new_model("granite", "mine.py")
+    assert "4 config keys that nothing reads" in capsys.readouterr().out
+    assert "\n# not read: residual_multiplier = 1.0\n" in (folder / "mine.py").read_text()
+
+
+def test_a_family_without_a_scalar_model_in_transformers_keeps_its_value_head(folder):
+    (folder / "mine.py").write_text(draft(transformers.AutoConfig.for_model("granite").to_dict()))
+    heads = [o for o in verify("mine.py").outcomes if o.check == "value head"]
+    assert heads and all(outcome.passed for outcome in heads)
+
+
+def test_a_draft_says_what_keys_mean_that_a_config_leaves_out(folder):
+    config = transformers.AutoConfig.for_model("phi3").to_dict()
+    (folder / "drafted.py").write_text(draft(config))
+    config = {k: v for k, v in config.items() if k != "rms_norm_eps"}
+    assert families.dims_of(config, "drafted.py:SPEC").norm_eps == 1e-5  # ours would be 1e-6
 
 
 def test_a_draft_never_replaces_a_file(folder):

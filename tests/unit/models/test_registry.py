@@ -130,11 +130,29 @@ def test_a_rule_can_keep_its_tensor_in_a_dtype_of_its_own(monkeypatch):
     monkeypatch.setitem(sys.modules, "precise", module)
     monkeypatch.setattr(families, "REGISTERED", {})
     config = transformers.Qwen3MoeConfig(
-        vocab_size=31, hidden_size=20, num_hidden_layers=1, num_experts=4, moe_intermediate_size=6
-    )
+        vocab_size=31, hidden_size=20, num_hidden_layers=1, num_experts=4, moe_intermediate_size=6,
+        num_attention_heads=5, num_key_value_heads=5, num_experts_per_tok=2,
+    )  # fmt: skip
     dims = dims_of(config, "precise:SPEC")
     assert dims.family == "precise"
     model = build_model(dims, device="meta", dtype=torch.bfloat16)
     kinds = {name: tensor.dtype for name, tensor in model.named_parameters()}
     assert kinds.pop("layers.0.ffn.router.weight") == torch.float32
     assert set(kinds.values()) == {torch.bfloat16}
+
+
+def test_a_config_cannot_name_code_to_run(folder, tmp_path):
+    """A folder from elsewhere is data: its model_type is a name, never a path."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nSPEC = 1\n")
+    config = {**CONFIG, "model_type": f"{tmp_path}/evil.py:SPEC"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="model_type = .*evil.py:SPEC: is no name of a family"):
+        load_model(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_integers_are_no_weights(folder):
+    table = load_file(folder / "model.safetensors")["model.norm.weight"]
+    edit(folder, **{"model.norm.weight": table.to(torch.int8)})
+    with pytest.raises(UserError, match="model.norm.weight: holds torch.int8, and weights are"):
+        load_model(folder)

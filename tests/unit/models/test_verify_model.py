@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from pentad.core.errors import UserError
+from pentad.core.seams import Seam
 from pentad.models import families
 from pentad.models.columns import MEGATRON
 from pentad.models.proof import checks, shards
@@ -97,6 +98,10 @@ class Reversed:
         ]
 
 
+def misread(spec, change):
+    return replace(spec, read_dims=lambda hf: change(spec.read_dims(hf), hf))
+
+
 def native_mutants():
     qwen3, moe = spec_of("qwen3"), spec_of("qwen3_moe")
     rules = qwen3.rules
@@ -166,6 +171,48 @@ def native_mutants():
         wrong(edited(moe.rules, L + "ffn.down.weight", when=lambda dims, i: False), moe),
     )
     yield (
+        "router dealt with the experts",
+        replace(moe, rules=edited(moe.rules, L + "ffn.router.weight", shape="E D")),
+    )
+    yield "router's rows cut", replace(moe, plan={**moe.plan, "R": "ep"})
+    no_gather = tuple(seam for seam in qwen3.seams if seam.module != "layers.{i}.attn")
+    yield "no seam before attention", replace(qwen3, seams=no_gather)
+    turned = [replace(s, kind="gather") if s.module.endswith("down") else s for s in qwen3.seams]
+    yield "a seam of the wrong kind", replace(qwen3, seams=tuple(turned))
+    idle = (*qwen3.seams, Seam("layers.{i}.attn_norm", "gather"))
+    yield "a seam where nothing is cut", replace(qwen3, seams=idle)
+    yield (
+        "a norm that begins at random",
+        wrong(edited(rules, L + "attn_norm.weight", init="normal")),
+    )
+    yield (
+        "a projection that begins at zero",
+        wrong(edited(rules, L + "attn.q.weight", init="zeros")),
+    )
+    yield "transformers' class misnamed", replace(qwen3, classes=("Qwen2ForCausalLM", ""))
+    yield "scalar class not named", replace(qwen3, classes=(qwen3.classes[0], ""))
+    for what, change in {
+        "initial range not read": lambda dims, hf: replace(dims, initializer_range=0.02),
+        "context length not read": lambda dims, hf: replace(dims, max_position=32768),
+        "layers taken for key heads": lambda dims, hf: replace(
+            dims, num_kv_heads=hf["num_hidden_layers"]
+        ),
+        "key heads taken for layers": lambda dims, hf: replace(
+            dims, num_layers=hf["num_key_value_heads"]
+        ),
+    }.items():
+        yield what, misread(qwen3, change)
+    old_keys = ("rope_theta", "rope_scaling")
+    yield (
+        "older rope keys not read",
+        replace(
+            qwen3,
+            read_dims=lambda hf: qwen3.read_dims(
+                {key: value for key, value in hf.items() if key not in old_keys}
+            ),
+        ),
+    )
+    yield (
         "router cut with the experts",
         replace(moe, rules=edited(moe.rules, L + "ffn.experts.gate_up", shape="R 2 M D")),
     )
@@ -174,6 +221,51 @@ def native_mutants():
 @pytest.mark.parametrize(("name", "spec"), [pytest.param(n, s, id=n) for n, s in native_mutants()])
 def test_a_wrong_model_file_is_caught(name, spec, monkeypatch):
     assert faults(spec, monkeypatch)
+
+
+TUNING = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "change"),
+    [
+        pytest.param(
+            "qwen3",
+            "yarn rope, tuned",
+            lambda dims, hf: replace(
+                dims,
+                rope_scaling={k: v for k, v in dims.rope_scaling.items() if k not in TUNING},
+            ),
+            id="yarn's tuning dropped",
+        ),
+        pytest.param(
+            "qwen3_moe",
+            "every second layer",
+            lambda dims, hf: replace(dims, moe_layers=(True,) * dims.num_layers),
+            id="sparse step not read",
+        ),
+        pytest.param(
+            "qwen3",
+            "window",
+            lambda dims, hf: replace(dims, sliding_window=dims.sliding_window + 1),
+            id="window one too wide",
+        ),
+    ],
+)
+def test_a_switch_that_is_misread_is_caught_by_its_variant(family, variant, change, monkeypatch):
+    assert faults(misread(spec_of(family), change), monkeypatch, variant)
+
+
+def test_key_and_value_biases_swapped_are_caught(monkeypatch):
+    spec = spec_of("qwen2")
+    rules = swapped(spec.rules, L + "attn.k.bias", L + "attn.v.bias")
+    assert "logits and gradients" in faults(replace(spec, rules=rules), monkeypatch)
+
+
+def test_a_tensor_kept_in_its_own_dtype_passes(monkeypatch):
+    spec = spec_of("qwen3")
+    kept = replace(spec, rules=edited(spec.rules, L + "attn_norm.weight", dtype="float32"))
+    assert not faults(kept, monkeypatch)
 
 
 def test_a_forgotten_tie_is_caught(monkeypatch):

@@ -3,22 +3,22 @@
 import json
 import resource
 import struct
-from zlib import crc32
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from pentad.core.errors import RunError, UserError
+from pentad.weights.files import SafeFile, checksum
 from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import (
     INDEX,
     SINGLE,
     HfFolder,
-    _verify,
+    _check_back,
     bytes_of,
     plan_files,
-    read_header,
     save_folder,
 )
 
@@ -124,14 +124,18 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
 def test_a_byte_that_changes_on_disk_is_noticed(tmp_path):
     given = tensors()
     save(tmp_path / "out", given)
-    sums = {name: crc32(bytes_of(tensor)) for name, tensor in given.items()}
-    _verify(tmp_path / "out", infos_of(given), sums)
+    sums = {name: checksum(bytes_of(tensor)) for name, tensor in given.items()}
     file = tmp_path / "out" / SINGLE
+    with ThreadPoolExecutor(2) as readers:
+        _check_back(file, infos_of(given), sums, readers)
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RunError, match="d does not read back as written"):
-        _verify(tmp_path / "out", infos_of(given), sums)
+    with (
+        ThreadPoolExecutor(2) as readers,
+        pytest.raises(RunError, match="d does not read back as written"),
+    ):
+        _check_back(file, infos_of(given), sums, readers)
 
 
 def test_companions_come_from_the_first_folder_that_has_them(tmp_path):
@@ -161,11 +165,22 @@ def write_shards(folder, index=None):
             {"b": "y.safetensors", "c": "x.safetensors"},
             "a: is in x.safetensors, but .* not list it",
         ),
+        ({"a": "../m/x.safetensors"}, "index .a: ../m/x.safetensors is no file of this folder"),
+        ({"a": 5}, "is not a safetensors index"),
+        ([1], "is not a safetensors index"),
+        (5, "is not a safetensors index"),
     ],
 )
 def test_an_index_that_lies_is_refused(tmp_path, index, sentence):
     write_shards(tmp_path / "m", index)
     with pytest.raises(UserError, match=sentence):
+        HfFolder(tmp_path / "m")
+
+
+def test_one_file_beside_an_index_of_others_is_refused(tmp_path):
+    write_shards(tmp_path / "m")
+    save_file({"a": torch.zeros(3)}, tmp_path / "m" / SINGLE)
+    with pytest.raises(UserError, match="are both there, and the index does not name that file"):
         HfFolder(tmp_path / "m")
 
 
@@ -191,7 +206,38 @@ def test_a_corrupt_header_is_refused(tmp_path):
     for header in [text.ljust(32) for text in texts]:
         file.write_bytes(struct.pack("<Q", 32) + header + b"\0" * 64)
         with pytest.raises(UserError, match="is not a safetensors file"):
-            read_header(file)
+            SafeFile(file)
+
+
+def header_of(**offsets):
+    entries = {n: {"dtype": "F32", "shape": [2], "data_offsets": o} for n, o in offsets.items()}
+    return json.dumps(entries)
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (header_of(a=[0, 8], b=[0, 8], c=[8, 16]), "b: its bytes begin at 0, but .* end at 8"),
+        (header_of(a=[0, 8], b=[4, 12], c=[8, 16]), "b: its bytes begin at 4, but .* end at 8"),
+        (header_of(a=[0, 8], c=[12, 16]), "c: its bytes begin at 12, but .* end at 8"),
+        (header_of(a=[0, 8])[:-1] + "," + header_of(a=[8, 16])[1:], "a is in it twice"),
+        (header_of(a=[0, 8], b=[8.0, 16.0]), "b: shape or offsets are"),
+        (header_of(a=[0, 8], b=[-8, 16]), "b: shape or offsets are"),
+        (header_of(a=[0, 8], b=[8, 16, 16]), "is not a safetensors file"),
+    ],
+)
+def test_a_header_whose_tensors_share_or_skip_bytes_is_refused(tmp_path, header, sentence):
+    """One tensor's bytes under another's name would load without a word."""
+    text = header.encode()
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(range(16)))
+    with pytest.raises(UserError, match=sentence):
+        HfFolder(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / SINGLE).mkdir()
+    with pytest.raises(UserError, match=f"{SINGLE}: cannot be read"):
+        HfFolder(tmp_path)
 
 
 def test_sizes_that_do_not_fit_the_shape_are_refused(tmp_path):
@@ -200,7 +246,7 @@ def test_sizes_that_do_not_fit_the_shape_are_refused(tmp_path):
     data = file.read_bytes().replace(b"[6]", b"[7]")
     file.write_bytes(data)
     with pytest.raises(UserError, match=r"a: 24 bytes are no F32 of shape \[7\]"):
-        read_header(file)
+        SafeFile(file)
 
 
 def test_folders_without_safetensors_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import io
+import json
 import os
 import pathlib
 import pickle
@@ -58,6 +59,7 @@ def change(folder, name, edit):
     content = rank_file(folder, name)
     edit(content)
     torch.save(content, folder / "release" / name / "model_optim_rng.pt")
+    (folder / work.RECORD).unlink(missing_ok=True)  # it would tell the change first
 
 
 def test_a_missing_rank_is_named_with_the_layout(legacy):
@@ -204,6 +206,7 @@ def test_a_truncated_distcp_file_is_told(dist):
 def test_a_damaged_block_is_told(dist):
     path = dist / "release" / "__0_0.distcp"
     path.write_bytes(b"\0" * path.stat().st_size)
+    (dist / work.RECORD).unlink()
     assert "__0_0.distcp: is not a whole torch file" in refusal(dist)
 
 
@@ -355,5 +358,7 @@ def test_an_index_that_torch_wrote_is_read(tmp_path):
 
 
 def test_a_damaged_record_is_as_good_as_none(legacy):
-    (legacy / work.RECORD).write_text("{")
-    assert run(legacy, legacy.parent / "out", "hf").status == "written"
+    forged = {"identity": 1, "request": 2, "source": 3, "files": 4, "extra": 5}
+    for number, text in enumerate(("{", "[]", json.dumps(forged))):
+        (legacy / work.RECORD).write_text(text)
+        assert run(legacy, legacy.parent / f"out{number}", "hf").status == "written"

@@ -196,3 +196,39 @@ def test_memory_needed_is_one_file(source, tmp_path, monkeypatch):
     monkeypatch.setattr(HfFolder, "read", counted)
     run(source, tmp_path / "mg", "legacy", tp=4)
     assert max(sizes) == 128 * 40  # a quarter of the padded vocabulary, the largest shard
+
+
+def test_the_source_is_never_replaced_by_what_is_made_from_it(source, tmp_path):
+    before = bytes_of_folder(source)
+    for target in (source, source / "inside", tmp_path):
+        with pytest.raises(UserError, match="lies within the source, .*, or the source within it"):
+            run(source, target, "legacy", force=True)
+    assert bytes_of_folder(source) == before
+
+
+def test_a_flipped_bit_in_a_converted_folder_is_told_when_it_is_read(source, tmp_path):
+    run(source, tmp_path / "mg", "legacy")
+    (file,) = (tmp_path / "mg").rglob("*.pt")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="is not the file that pentad-convert.json says"):
+        run(tmp_path / "mg", tmp_path / "back", "hf")
+    assert not (tmp_path / "back").exists()
+    (tmp_path / "mg" / "pentad-convert.json").unlink()
+    run(tmp_path / "mg", tmp_path / "back", "hf")
+
+
+@pytest.mark.parametrize("to", ["legacy", "torch_dist", "hf"])
+def test_a_disk_that_fills_up_is_told_and_the_next_run_goes_on(source, tmp_path, monkeypatch, to):
+    kind = {"legacy": LegacyOutput, "torch_dist": outputs.DistOutput, "hf": outputs.HfOutput}[to]
+
+    def full(self, name, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kind, "write", full)
+    with pytest.raises(RunError, match="cannot be written .*No space left on device"):
+        run(source, tmp_path / "mg", to)
+    assert not (tmp_path / "mg").exists()
+    monkeypatch.undo()
+    assert run(source, tmp_path / "mg", to).status == "written"
