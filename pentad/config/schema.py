@@ -508,6 +508,9 @@ class Config(Section):
     """Passes over the training prompts."""
     total_train_steps: Count | None = None
     """Ends the run earlier, after this many steps."""
+    model_files: tuple[str, ...] = ()
+    """Model files of your own, `package.module:SPEC` or `path/to/file.py:SPEC`: each makes the
+    `model_type` that it is for known to the run."""
     actor: ModelConfig = ModelConfig()
     """The model that is trained."""
     critic: ModelConfig = ModelConfig()

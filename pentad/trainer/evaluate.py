@@ -36,6 +36,7 @@ from pentad.trainer.translate import (
     compute_dtype,
     eval_params,
     executor_settings,
+    register_models,
     reward_settings,
     sampler_settings,
 )
@@ -74,6 +75,7 @@ def check_eval(config: Config) -> Subject:
     asked = Collector()
     path = config.actor.path
     assert path is not None, "checked with the config"
+    asked.ask(lambda: register_models(config))
     dims = asked.ask(lambda: dims_of(path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))

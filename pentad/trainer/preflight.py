@@ -18,7 +18,12 @@ from pentad.rl.settings import AlgorithmSettings
 from pentad.rollout.workflows import Workflow, load_workflow
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start
-from pentad.trainer.translate import algorithm_settings, prompt_settings, unbuilt_problems
+from pentad.trainer.translate import (
+    algorithm_settings,
+    prompt_settings,
+    register_models,
+    unbuilt_problems,
+)
 
 T = TypeVar("T")
 
@@ -63,6 +68,7 @@ def check_train(config: Config) -> Checked:
     path = config.actor.path
     assert path is not None, "checked with the config"
     algorithm = asked.ask(lambda: algorithm_settings(config))
+    asked.ask(lambda: register_models(config))
     dims = asked.ask(lambda: dims_of(path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))

@@ -23,6 +23,7 @@ from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.trainer.run import RunSummary, take_folder
+from pentad.trainer.translate import register_models
 
 Run = Callable[[Lead, Config, Sequence[str], bool], RunSummary]
 """A whole run as rank 0 sees it: the lead of its ranks, config, notes, whether to start anew."""
@@ -74,6 +75,8 @@ def run_over_ranks(
 def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
     """One rank of a run; rank 0's summary."""
     device = device_of(rank, payload["device"])
+    config = Config.model_validate(payload["config"])
+    register_models(config)
     if rank.rank > 0:
         if rank.board is not None:  # its log is a file of its own
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -81,7 +84,6 @@ def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
         return None
     run: Any = load_target(payload["run"])
     with Lead(rank, device) as lead:
-        config = Config.model_validate(payload["config"])
         summary = run(lead, config, payload["notes"], payload["fresh"])
     return asdict(summary) | {"records": str(summary.records), "model": str(summary.model)}
 

@@ -25,7 +25,12 @@ from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.start import check_start, start_run, weights_folder
 from pentad.trainer.stopping import StopFlag, stop_flag
-from pentad.trainer.translate import engine_settings, sft_settings, unbuilt_problems
+from pentad.trainer.translate import (
+    engine_settings,
+    register_models,
+    sft_settings,
+    unbuilt_problems,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +107,7 @@ def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]
     asked.problems += unbuilt_problems(config)
     path = config.actor.path
     assert path is not None, "checked with the config"
+    asked.ask(lambda: register_models(config))
     dims = asked.ask(lambda: dims_of(path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     found: dict[str, SftDataset | None] = {}

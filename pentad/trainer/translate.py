@@ -20,11 +20,18 @@ from pentad.data.sft import SftSettings
 from pentad.data.tokenizer import Tokenizer
 from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
 from pentad.infer.settings import SamplerSettings
+from pentad.models.families import register
 from pentad.rl.algorithms import settings_for
 from pentad.rl.settings import AlgorithmSettings, run_problems
 from pentad.rollout.executor import ExecutorSettings
 from pentad.rollout.rewards import RewardSettings
 from pentad.rollout.sandbox import SandboxSettings
+
+
+def register_models(config: Config) -> None:
+    """Makes the families of `model_files` known in this process; every rank calls it."""
+    for path in config.model_files:
+        register(path)
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.weights.hf import HfFolder
 
 
@@ -28,5 +28,10 @@ def push_to_hub(
     if repo.count("/") != 1:
         raise UserError(Problem(f"repo = {repo}", "a repository is named user/name"))
     api = HfApi(endpoint=endpoint, token=token)
-    api.create_repo(repo, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=folder, repo_id=repo, commit_message=message))
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        return str(api.upload_folder(folder_path=folder, repo_id=repo, commit_message=message))
+    except Exception as error:  # the hub's, the network's and the login's are of many kinds
+        reason = str(error).strip().split("\n")[0]
+        rule = f"{folder} was not uploaded to {repo} at {api.endpoint} ({reason})"
+        raise RunError(f"{rule}; check the network, the name and `hf auth login`") from error

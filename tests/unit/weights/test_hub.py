@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
 from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import SINGLE, save_folder
 from pentad.weights.hub import push_to_hub
@@ -88,3 +88,12 @@ def test_a_torn_folder_never_leaves_the_machine(tmp_path, hub):
     with pytest.raises(UserError, match="a repository is named user/name"):
         push_to_hub(saved(tmp_path / "n"), "model", token="secret", endpoint=hub.address)
     assert hub.seen == []
+
+
+def test_a_hub_that_is_not_there_is_told_in_a_sentence(tmp_path, hub):
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(
+        RunError, match="m was not uploaded to me/model at http.*; check the network"
+    ):
+        push_to_hub(saved(tmp_path / "m"), "me/model", token="secret", endpoint=hub.address)
