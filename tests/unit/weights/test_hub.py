@@ -94,6 +94,6 @@ def test_a_hub_that_is_not_there_is_told_in_a_sentence(tmp_path, hub):
     hub.shutdown()
     hub.server_close()
     with pytest.raises(
-        RunError, match="m was not uploaded to me/model at http.*; check the network"
+        RunError, match="was not uploaded to me/model at http.*; check"
     ):
         push_to_hub(saved(tmp_path / "m"), "me/model", token="secret", endpoint=hub.address)
