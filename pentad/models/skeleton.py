@@ -89,20 +89,16 @@ READ = {
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "initializer_range", "hidden_act"),
     *("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
-    *("original_max_position_embeddings",),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("original_max_position_embeddings", "use_sliding_window", "layer_types"),
+    *("sliding_window", "max_window_layers"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
 }
 """Config keys that `dims_from_hf` reads."""
 WITHOUT_EFFECT = {
     *("model_type", "use_cache", "pretraining_tp", "transformers_version", "attention_dropout"),
-    *(
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "_attn_implementation",
-    ),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    *("resid_pdrop", "embd_pdrop"),
 }
 """Config keys that do not change what a model computes from its weights."""
 UNREAD = (

@@ -235,8 +235,8 @@ def check_value_head(case: Case) -> str:
     hidden = ours(case.ids, torch.arange(NUM_TOKENS), causal_attend)[-1:]
     score = theirs.eval()(case.ids[None]).logits[0]
     # One number that is a sum: its rounding is that of the terms, however small the sum is.
-    terms = (hidden * read_all(folder)["score.weight"]).abs().sum()
-    size = max(1.0, float(terms / score.abs().clamp_min(1e-30)))
+    terms = (hidden.detach() * read_all(folder)["score.weight"]).abs().sum()
+    size = max(1.0, float(terms / score.detach().abs().clamp_min(1e-30)))
     _compare("score", ours.values(hidden), score, LOGITS_TOLERANCE * size)
     save_model(ours, out, source_folder=folder)
     _same_class(theirs, out)

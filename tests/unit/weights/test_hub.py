@@ -93,7 +93,5 @@ def test_a_torn_folder_never_leaves_the_machine(tmp_path, hub):
 def test_a_hub_that_is_not_there_is_told_in_a_sentence(tmp_path, hub):
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(
-        RunError, match="was not uploaded to me/model at http.*; check"
-    ):
+    with pytest.raises(RunError, match="was not uploaded to me/model at http.*; check"):
         push_to_hub(saved(tmp_path / "m"), "me/model", token="secret", endpoint=hub.address)
