@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,8 +224,9 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     """
     family = str(hf.get("model_type", ""))
     _refuse_unsupported(hf, family)
-    hf = {**_DEFAULTS.get(family, {}), **hf}
-    read = _Numbers(hf)
+    defaults = _DEFAULTS.get(family, {})
+    hf, left_out = {**defaults, **hf}, defaults.keys() - hf.keys()
+    read = _Numbers(hf, left_out)
     num_layers, num_heads = read.whole("num_hidden_layers"), read.whole("num_attention_heads")
     hidden = read.whole("hidden_size")
     num_kv_heads = read.whole("num_key_value_heads", num_heads)
@@ -277,13 +278,17 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
 class _Numbers:
     """The numbers of a config. Those that are none are collected, to be told together."""
 
-    def __init__(self, hf: Mapping[str, Any]) -> None:
+    def __init__(self, hf: Mapping[str, Any], left_out: Set[str] = frozenset()) -> None:
         self.hf = hf
+        self.left_out = left_out
         self.problems: list[Problem] = []
 
     def must(self, holds: bool, key: str, value: object, rule: str) -> None:
-        if not holds and not any(p.where == f"config.json: {key} = {value}" for p in self.problems):
-            self.problems.append(Problem(f"config.json: {key} = {value}", rule))
+        where = f"config.json: {key} = {value}"
+        if key in self.left_out:
+            where += " (transformers' value, as it is left out)"
+        if not holds and not any(problem.where == where for problem in self.problems):
+            self.problems.append(Problem(where, rule))
 
     def whole(self, key: str, default: int = 0, least: int = 1) -> int:
         """A count; null is the default."""

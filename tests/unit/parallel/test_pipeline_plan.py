@@ -15,6 +15,7 @@ DIMS = dims_from_hf(
         "intermediate_size": 40,
         "num_hidden_layers": 9,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "head_dim": 6,
     }
 )

@@ -221,6 +221,7 @@ def test_answers_fit_the_positions_of_the_model(tmp_path):
         "hidden_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
+        "num_key_value_heads": 1,
         "intermediate_size": 8,
         "max_position_embeddings": 100,
     }
