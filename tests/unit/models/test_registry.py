@@ -21,6 +21,7 @@ from pentad.models.registry import (
     save_model,
     spec_of,
 )
+from pentad.weights import flow
 
 CONFIG = {
     "model_type": "llama",
@@ -149,6 +150,17 @@ def test_a_config_cannot_name_code_to_run(folder, tmp_path):
     with pytest.raises(UserError, match="model_type = .*evil.py:SPEC: is no name of a family"):
         load_model(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_tied_tables_are_compared_to_their_last_row(folder, monkeypatch):
+    monkeypatch.setattr(flow, "TWIN_BYTES", 200)  # a few rows at a time
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit(folder, **{"lm_head.weight": table.clone()})
+    load_model(folder)
+    table[-1, -1] += 1
+    edit(folder, **{"lm_head.weight": table})
+    with pytest.raises(UserError, match="differs from model.embed_tokens.weight"):
+        load_model(folder)
 
 
 def test_integers_are_no_weights(folder):
