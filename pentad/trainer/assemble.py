@@ -37,7 +37,7 @@ from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
 from pentad.trainer.start import Role, start_run, weights_folder
 from pentad.trainer.state import RunState
-from pentad.trainer.stopping import StopFlag, stop_flag
+from pentad.trainer.stopping import StopFlag, stop_flag, stop_task_early
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     compute_dtype,
@@ -119,10 +119,11 @@ class Assembly:
         with ExitStack() as stepping:
             async with AsyncExitStack() as stack:
                 stack.callback(self.thread.close)
-                await self._open_samplers(stack)
-                reward = await self._reward(stack, self.config.train_dataset.answer_key)
-                evaluator = await self._evaluator(reward, stack)
-                await self._begin(evaluator)
+                with stop_task_early():
+                    await self._open_samplers(stack)
+                    reward = await self._reward(stack, self.config.train_dataset.answer_key)
+                    evaluator = await self._evaluator(reward, stack)
+                    await self._begin(evaluator)
                 # From here on what was trained is saved first, whoever asks to stop.
                 stepping.enter_context(stop_flag())
                 await self._scheduler(reward, evaluator, stack).run()

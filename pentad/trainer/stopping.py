@@ -33,8 +33,7 @@ class StopFlag:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Asked to stop where there is no step to finish. No plain exception, which an event loop would
-    take for the failure of whatever it was running."""
+    """Asked to stop where no step is under way. No plain exception, which somebody might catch."""
 
 
 @contextmanager
@@ -64,7 +63,11 @@ def stop_early() -> Iterator[None]:
         with hearing(stop):
             yield
     except Interrupted as asked:
-        raise RunError(f"stopped by {asked} before the first step; nothing was trained") from None
+        raise too_early(str(asked)) from None
+
+
+def too_early(reason: str) -> RunError:
+    return RunError(f"stopped by {reason} before the first step; nothing was trained")
 
 
 @contextmanager
@@ -108,3 +111,24 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         for number, earlier in before.items():
             loop.remove_signal_handler(number)  # which forgets who heard before
             signal.signal(number, earlier)  # type: ignore[arg-type]
+
+
+@contextmanager
+def stop_task_early() -> Iterator[None]:
+    """As `stop_early`, on an event loop: the task that is here is cancelled, and tidies up."""
+    task = asyncio.current_task()
+    assert task is not None, "called from a task"
+    reasons: list[str] = []
+
+    def stop(name: str) -> None:
+        reasons.append(name)
+        task.cancel()
+
+    try:
+        with stop_on_signals(stop):
+            yield
+    except asyncio.CancelledError:
+        if not reasons:
+            raise
+        task.uncancel()
+        raise too_early(reasons[0]) from None

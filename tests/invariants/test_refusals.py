@@ -163,16 +163,25 @@ MODULES = {"train": "assemble", "sft": "sft"}
 
 
 def test_a_signal_during_the_baseline_stops_an_rl_run_with_a_sentence(lab, task, monkeypatch):
-    """On the event loop, where an exception could be taken for that of any task."""
+    """On the event loop, and what was opened is closed."""
     generate = EmbeddedSampler.generate
 
     async def interrupted(self, request, on_token=None):
         signal.raise_signal(signal.SIGTERM)
         return await generate(self, request, on_token)
 
+    closed = []
+    close = EmbeddedSampler.close
+
+    async def noted(self):
+        closed.append(self)
+        await close(self)
+
     monkeypatch.setattr(EmbeddedSampler, "generate", interrupted)
+    monkeypatch.setattr(EmbeddedSampler, "close", noted)
     with pytest.raises(RunError, match="stopped by SIGTERM before the first step; nothing was"):
         lab.train(f"valid_dataset.path={task / 'valid.jsonl'}")
+    assert len(closed) == 1
 
 
 def test_a_workflow_that_holds_the_event_loop_is_named_and_ends_the_run(lab, tmp_path):
