@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import re
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,8 +37,8 @@ from pentad.trainer.preflight import check_train
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.selftest import FLOAT32, run_selftest
 from pentad.trainer.state import RunState
-from pentad.trainer.stopping import StopFlag
-from pentad.trainer.watchdog import Watchdog
+from pentad.trainer.stopping import StopFlag, stop_early
+from pentad.trainer.watchdog import Watchdog, held_loop
 
 PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
@@ -145,10 +147,24 @@ def failures(caplog):
     yield empty_batch()
     yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
     yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10))
+    yield end(stop_before_steps)
+    yield hold_the_loop()
     yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))
     yield end(lambda: asyncio.run(selftest(shift=-0.25, shift_alone=0.0)))
     yield end(lambda: asyncio.run(selftest(shift=0.0, shift_alone=-0.25)))
     yield end(run_out_of_memory)
+
+
+def stop_before_steps():
+    with stop_early():
+        signal.raise_signal(signal.SIGTERM)
+
+
+def hold_the_loop():
+    code = "\n" * 9 + "class Agent:\n  def run(self):\n    return sys._getframe()"
+    names = {"sys": sys}
+    exec(compile(code, "mine/agent.py", "exec"), names)
+    return held_loop(65.2, names["Agent"]().run())
 
 
 def stall(caplog):
