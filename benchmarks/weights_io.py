@@ -2,8 +2,9 @@
 
     python benchmarks/weights_io.py [--repeats 5] [--out benchmarks/weights_io.md]
 
-Loaded weights are read once in full, since a mapped file costs nothing until then. The page cache
-is warm for both. Saved files are forced to disk within the measured time for both; ours are also
+Loaded weights are read once in full, since a mapped file costs nothing until then; "and write" also
+writes each in place, as a first optimizer step does, since transformers' parameters are the mapped
+file until then and ours are memory of their own. The page cache is warm for both. Saved files are forced to disk within the measured time for both; ours are also
 read back and compared. Memory is the peak of the process above what it had before, as a whole (RSS)
 and without pages of mapped files (anonymous), which the kernel may drop.
 """
@@ -34,7 +35,14 @@ CONFIG = {
     "tie_word_embeddings": True,
     "architectures": ["Qwen3ForCausalLM"],
 }
-CASES = ("load ours", "load transformers", "save ours", "save transformers")
+CASES = (
+    "load ours",
+    "load transformers",
+    "load and write ours",
+    "load and write transformers",
+    "save ours",
+    "save transformers",
+)
 
 
 class Memory:
@@ -78,10 +86,10 @@ def run_case(case: str, folder: str, out: str) -> dict[str, float]:
     if model is not None:
         touch(model)
     memory, start, cpu = Memory(), time.perf_counter(), time.process_time()
-    if case == "load ours":
-        touch(load_model(folder, dtype=torch.bfloat16))
-    elif case == "load transformers":
-        touch(theirs.from_pretrained(folder, dtype=torch.bfloat16))
+    if case.startswith("load") and case.endswith("ours"):
+        touch(load_model(folder, dtype=torch.bfloat16), "write" in case)
+    elif case.startswith("load"):
+        touch(theirs.from_pretrained(folder, dtype=torch.bfloat16), "write" in case)
     elif case == "save ours":
         save_model(model, out, source_folder=folder)
     else:
@@ -95,12 +103,13 @@ def run_case(case: str, folder: str, out: str) -> dict[str, float]:
     return {"seconds": seconds, "cpu": cpu, "rss": rss, "anonymous": anonymous}
 
 
-def touch(model) -> None:
-    """Reads every byte of every parameter."""
+def touch(model, is_written: bool = False) -> None:
+    """Reads every byte of every parameter, or reads and writes it."""
     import torch
 
     for parameter in model.parameters():
-        parameter.detach().view(-1).view(torch.int64).sum()
+        words = parameter.detach().view(-1).view(torch.int64)
+        words.add_(0) if is_written else words.sum()
 
 
 def measure(repeats: int) -> tuple[int, dict[str, list[dict[str, float]]]]:

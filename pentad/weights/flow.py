@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, UserError
 from pentad.weights.map import Entry, Source, WeightMap
-from pentad.weights.pages import want_large_pages
 from pentad.weights.regions import Box, Region, Shape, clip_all, full_box
 
 NUM_READERS = 4
@@ -111,7 +110,6 @@ def fill(
         if name not in shards or _is_absent(entry, reader):
             continue
         tensor = shards[name].tensor.detach()
-        want_large_pages(tensor)
         for region in clip_all(entry.regions, shards[name].box):
             blocks.append((region, target_block(tensor, region)))
             used.add(region.source)
