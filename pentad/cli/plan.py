@@ -24,9 +24,10 @@ from pentad.config.plan import (
 )
 from pentad.config.ranks import inner_rows, span, stage_rows
 from pentad.config.remedies import Remedy, propose
-from pentad.config.rules import count_devices, layout_notes
+from pentad.config.rules import count_devices, layout_notes, uncounted
 from pentad.config.schema import Config, DatasetConfig
 from pentad.core.errors import UserError
+from pentad.core.layout import parse_allocation
 from pentad.data.rows import open_rows
 
 MAX_WIDTH = 120
@@ -40,6 +41,9 @@ def run_plan(
     config: Config, notes: list[str], gpu_memory: float | None = None, as_json: bool = False
 ) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not."""
+    if reason := uncounted(config):
+        show_places(config, [*notes, reason], as_json)
+        return 0
     device = choose_device(config, gpu_memory)
     num_rows, said = count_rows(config.train_dataset)
     plan = build_plan(config, device, num_rows)
@@ -55,6 +59,29 @@ def run_plan(
         # Tables pad their last column.
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if plan.fits else 1
+
+
+def show_places(config: Config, notes: list[str], as_json: bool) -> None:
+    """Who stands where, of a run whose memory is not known."""
+    assert config.allocation_mode is not None, "checked before"
+    allocation = parse_allocation(config.allocation_mode)
+    rows = [
+        {
+            "role": component.role,
+            "component": str(component),
+            "devices": list(allocation.devices(component)),
+        }
+        for component in allocation
+    ]
+    if as_json:
+        print(json.dumps({"components": rows, "memory": None, "notes": notes}, indent=2))
+        return
+    print(f"{config.actor.path}: {allocation.num_devices} devices, {config.allocation_mode}")
+    for component in allocation:
+        devices = span(list(allocation.devices(component)))
+        print(f"  {component.role}: {component} on {devices}")
+    for note in notes:
+        print(f"note: {note}")
 
 
 def make_console() -> Console:

@@ -107,6 +107,15 @@ def dims_of(path: str, where: str = "actor.path") -> ModelDims:
     raise UserError(Problem(f"{where} = {path}", rule, remedy))
 
 
+def model_type(path: str) -> str | None:
+    """What config.json of a folder says; None if there is none that can be read."""
+    try:
+        hf = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(hf.get("model_type")) if isinstance(hf, dict) else None
+
+
 def _read(config: Path, where: str) -> ModelDims:
     try:
         hf = json.loads(config.read_text(encoding="utf-8"))

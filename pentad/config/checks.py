@@ -107,6 +107,24 @@ def replay_needs_a_sampler_that_tells(config: Config) -> Problem | None:
     return Problem("rollout.replay_routes = true", rule, "use embedded in allocation_mode")
 
 
+@RULES.add("strict", "rollout.replay_routes", "allocation_mode")
+def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if not actor or actor.backend != "fsdp":
+        return []
+    rules = {
+        "strict": (config.strict, "equal log-probs bit for bit need a model file"),
+        "rollout.replay_routes": (config.rollout.replay_routes, "routes need a model file"),
+    }
+    remedy = "use archon, or leave it out"
+    return [
+        Problem(f"{key} = true", f"{rule}, and {actor} trains without one", remedy)
+        for key, (is_set, rule) in rules.items()
+        if is_set
+    ]
+
+
 @RULES.add("strict", "actor.archon.enable_compile")
 def strict_is_not_compiled(config: Config) -> Problem | None:
     if not config.strict or config.actor.archon.enable_compile is not True:

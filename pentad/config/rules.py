@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentad.config.catalog import dims_of
+from pentad.config.catalog import dims_of, model_type
 from pentad.config.machine import GpuQueryError, find_gpus
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
@@ -27,6 +27,8 @@ from pentad.core.stages import (
     takes_stages_per_rank,
 )
 
+COUNTED = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Families of which `ModelDims` tells all there is, so that memory can be counted."""
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
 ROLES = (*TRAINING_ROLES, "rollout")
 
@@ -84,13 +86,26 @@ def check_layout(
                 problems += context_fits(config, dims)
                 problems += routes_exist(config, dims)
         except UserError as error:
-            if command == "plan":  # a run complains about a missing folder by itself
+            # A run complains about a missing folder by itself.
+            if command == "plan" and uncounted(config) is None:
                 problems += problems_of(error)
     if command == "plan":
         problems += unknown_models(config, skip)
     if "allocation_mode" in skip:
         return problems
     return problems + layout_problems(config, dims, count_devices(config))
+
+
+def uncounted(config: Config) -> str | None:
+    """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
+    allocation, _ = read_allocation(config)
+    actor = allocation.find("actor") if allocation else None
+    if actor is None or actor.backend != "fsdp" or config.actor.path is None:
+        return None
+    family = model_type(config.actor.path)
+    if family is None or family in COUNTED:
+        return None
+    return f"memory unknown for this architecture (model_type = {family}): it is not counted"
 
 
 def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:

@@ -83,6 +83,8 @@ class ModelDims:
     moe_layers: tuple[bool, ...] = ()
     """Per layer, whether its ffn is a mixture; empty means nowhere."""
     initializer_range: float = 0.02
+    is_whole: bool = True
+    """False where a model has parts that are not told here: nothing may be counted then."""
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers) and self.moe_layers[layer]

@@ -31,7 +31,8 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """How fast training went. MFU is null where no peak is known; no device is guessed."""
+    """How fast training went. MFU is null where no peak is known, or not what the model is made
+    of; neither is guessed."""
 
     tokens_per_s: float
     mfu_causal: float | None
@@ -63,7 +64,7 @@ def measure_throughput(
     """Of training these sequences once, forward and backward; recomputation is not counted."""
 
     def mfu(causal: bool) -> float | None:
-        if peak_tflops is None:
+        if peak_tflops is None or not dims.is_whole:
             return None
         counts = {n: lengths.count(n) for n in set(lengths)}
         flops = sum(dims.train_flops(n, causal=causal) * k for n, k in counts.items())

@@ -71,7 +71,10 @@ def path_of(family: str) -> str:
         return REGISTERED[family]
     if _is_family(family):
         return f"{PACKAGE}.{family}:SPEC"
-    remedy = f"use one of {', '.join(known_families())}, or give a model file of your own"
+    remedy = (
+        f"use one of {', '.join(known_families())}, give a model file of your own, or train it "
+        "with the backend fsdp"
+    )
     raise UserError(Problem(f"model_type = {family}", "no such model family", remedy))
 
 

@@ -35,7 +35,7 @@ from pentad.trainer.saver import Saver
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
-from pentad.trainer.start import Role, start_run, weights_folder
+from pentad.trainer.start import Role, backend_of, start_run, weights_folder
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag, stop_flag, stop_task_early
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
@@ -272,6 +272,7 @@ class Assembly:
             seed=derive_seed(self.config.seed, "critic") if is_critic else self.config.seed,
             tokenizer_folder=path,
             weights=weights,
+            backend=backend_of(self.config, role),
         )
 
     async def _reward(self, stack: AsyncExitStack, answer_key: str) -> RewardScorer | None:

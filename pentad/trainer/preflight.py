@@ -13,11 +13,10 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
-from pentad.models.families import dims_of
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rollout.workflows import Workflow, load_workflow
 from pentad.trainer.samplers import server_problems
-from pentad.trainer.start import check_start
+from pentad.trainer.start import check_start, trained_dims
 from pentad.trainer.translate import (
     algorithm_settings,
     prompt_settings,
@@ -69,7 +68,7 @@ def check_train(config: Config) -> Checked:
     assert path is not None, "checked with the config"
     algorithm = asked.ask(lambda: algorithm_settings(config))
     asked.ask(lambda: register_models(config))
-    dims = asked.ask(lambda: dims_of(path))
+    dims = asked.ask(lambda: sampled_dims(config, path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = valid = None
@@ -86,6 +85,17 @@ def check_train(config: Config) -> Checked:
     asked.settle()
     assert dims and tokenizer and algorithm and stream and workflow, "a step failed without a word"
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
+
+
+def sampled_dims(config: Config, path: str) -> ModelDims:
+    """Of a model that is trained and sampled; the embedded sampler knows model files only."""
+    dims = trained_dims(config, path)
+    rollout = parse_allocation(config.allocation_mode or "").find("rollout")
+    if not dims.is_whole and rollout is not None and rollout.backend == "embedded":
+        rule = f"the embedded sampler has no model file for model_type = {dims.family}"
+        remedy = "sample with vllm or sglang, which run any HF model"
+        raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
+    return dims
 
 
 def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream:
@@ -180,7 +190,7 @@ def allocation_problems(config: Config, *, needs_sampler: bool) -> list[Problem]
         is_server = component.backend in ("vllm", "sglang")
         if component.is_inference and (is_server or not needs_sampler):
             continue
-        if component.backend not in ("embedded", "archon"):
+        if component.backend not in ("embedded", "archon", "fsdp"):
             rule = f"the {component.backend} backend is not built yet"
             remedy = "use embedded:d1" if component.is_inference else "use archon"
             problems.append(Problem(where, rule, remedy))

@@ -14,7 +14,6 @@ from pentad.core.types import Row
 from pentad.data.sft import SftDataset, open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import build_engine
-from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
 from pentad.telemetry.timing import PhaseTimer
@@ -23,7 +22,13 @@ from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
 from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
-from pentad.trainer.start import check_start, start_run, weights_folder
+from pentad.trainer.start import (
+    backend_of,
+    check_start,
+    start_run,
+    trained_dims,
+    weights_folder,
+)
 from pentad.trainer.stopping import StopFlag, stop_flag
 from pentad.trainer.translate import (
     engine_settings,
@@ -88,6 +93,7 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
             seed=config.seed,
             tokenizer_folder=config.actor.path,
             weights=weights,
+            backend=backend_of(config, "actor"),
         )
         probe = data.batch(0, min(NUM_PROBES, len(data)))
         packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
@@ -108,7 +114,7 @@ def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]
     path = config.actor.path
     assert path is not None, "checked with the config"
     asked.ask(lambda: register_models(config))
-    dims = asked.ask(lambda: dims_of(path))
+    dims = asked.ask(lambda: trained_dims(config, path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     found: dict[str, SftDataset | None] = {}
     if dims is not None and tokenizer is not None:

@@ -8,14 +8,38 @@ from typing import Literal
 import torch
 
 from pentad.config.schema import Config, ModelConfig
+from pentad.core.dims import ModelDims
+from pentad.core.layout import parse_allocation
 from pentad.models.conversion import starting_folder
 from pentad.models.exchange import native_shards
-from pentad.models.families import dims_of, map_of
+from pentad.models.families import dims_of, known_families, read_config
+from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model
 from pentad.models.sources import open_weights
 from pentad.weights import flow
 
 Role = Literal["actor", "critic"]
+
+
+def backend_of(config: Config, role: Role) -> Literal["archon", "fsdp"]:
+    """Whose models a role trains; a critic without a component of its own is as the actor."""
+    assert config.allocation_mode is not None, "the config is resolved"
+    allocation = parse_allocation(config.allocation_mode)
+    component = allocation.find(role) or allocation.find("actor")
+    return "fsdp" if component is not None and component.backend == "fsdp" else "archon"
+
+
+def trained_dims(config: Config, path: str) -> ModelDims:
+    """The dimensions of the actor's model: of its family where there is a model file."""
+    if backend_of(config, "actor") == "archon":
+        return dims_of(path)
+    family = str(read_config(path).get("model_type"))
+    if family in known_families():
+        return dims_of(path)
+    # Here and below, since transformers takes seconds to import.
+    from pentad.models.hf.config import dims_of_hf
+
+    return dims_of_hf(path)
 
 
 def weights_folder(config: Config, role: Role) -> Path | None:
@@ -69,11 +93,23 @@ def check_start(config: Config, role: Role) -> None:
 
 
 def check_weights(config: Config, role: Role) -> None:
-    """Raises UserError if its folder could not fill the role's model; reads metadata only."""
+    """Raises UserError if the role's model cannot be built or filled; reads metadata only."""
     folder = weights_folder(config, role)
     path = (config.critic.path if role == "critic" else None) or config.actor.path
-    if folder is None or path is None:
+    if path is None:
         return
-    dims = dims_of(path)
-    face = build_model(dims, device="meta", dtype=torch.float32, value_head=role == "critic")
-    flow.check(native_shards(face), map_of(dims), open_weights(folder, dims))
+    face = _face(path, backend_of(config, role), is_critic=role == "critic")
+    if folder is not None:
+        reader = open_weights(folder, face.dims)
+        flow.check(native_shards(face), face.map_for(reader.infos), reader)
+
+
+def _face(path: str, backend: str, *, is_critic: bool) -> LanguageModel:
+    """The model without memory."""
+    if backend == "archon":
+        dims = dims_of(path)
+        return build_model(dims, device="meta", dtype=torch.float32, value_head=is_critic)
+    from pentad.models.hf.config import read_hf_config
+    from pentad.models.hf.module import build_hf_model
+
+    return build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=is_critic)

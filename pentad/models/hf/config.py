@@ -14,6 +14,8 @@ from pentad.models.families import ConfigLike, read_config
 
 PACKABLE = {"full_attention", "sliding_attention"}
 """Kinds of layers (`layer_types`) in which tokens meet in attention only."""
+SHIFTING = {"dynamic", "longrope"}
+"""Kinds of rotary embeddings that look at how long the rows are."""
 UNBOUNDED = 1 << 20
 """Of positions, where a config names no limit."""
 
@@ -25,7 +27,7 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
     folder = source if isinstance(source, str | Path) else None
     try:
         config = AutoConfig.for_model(**given) if folder is None else _read_folder(folder)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # config classes check their fields in ways of their own
         rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
         raise UserError(Problem(where, rule, "give a model type it knows")) from error
     problems = [Problem(where, rule) for rule in _faults(config)]
@@ -36,7 +38,8 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
 
 def _read_folder(folder: str | Path) -> PretrainedConfig:
     path = Path(folder)
-    return AutoConfig.from_pretrained(path if path.is_dir() else path.parent)
+    place = path if path.is_dir() else path.parent
+    return AutoConfig.from_pretrained(place, trust_remote_code=False)
 
 
 def _faults(config: PretrainedConfig) -> list[str]:
@@ -51,6 +54,18 @@ def _faults(config: PretrainedConfig) -> list[str]:
         faults.append("it is an encoder with a decoder")
     if fields.get("quantization_config"):
         faults.append("its weights are quantised (quantization_config); give the full ones")
+    rope = fields.get("rope_parameters") or {}
+    nested = [part for part in rope.values() if isinstance(part, dict)]
+    shifting = sorted({str(part.get("rope_type")) for part in (rope, *nested)} & SHIFTING)
+    if shifting:
+        faults.append(
+            f"rotary frequencies of kind {', '.join(shifting)} depend on the longest row of a "
+            "batch, so a row's log-probs would depend on its neighbours"
+        )
+    try:
+        measure(config)
+    except AttributeError as error:
+        faults.append(f"it is no attention decoder: its config names no {error.name}")
     mixing = sorted(set(fields.get("layer_types") or ()) - PACKABLE)
     if mixing:
         faults.append(
@@ -90,4 +105,5 @@ def measure(config: PretrainedConfig) -> ModelDims:
         tie_embeddings=bool(fields.get("tie_word_embeddings")),
         max_position=number("max_position_embeddings", number("n_positions", UNBOUNDED)),
         initializer_range=float(fields.get("initializer_range") or 0.02),
+        is_whole=False,
     )

@@ -39,20 +39,23 @@ def build_hf_model(
     where = f"config.json: model_type = {config.model_type}"
     try:
         with torch.device("meta"):
-            causal = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+            causal = AutoModelForCausalLM.from_config(
+                config, attn_implementation=NAME, dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:  # classes without the interface fail in ways of their own
         rule = f"transformers cannot build it with an attention core of ours ({error!r})"
         raise UserError(Problem(where, rule)) from error
     causal.eval()  # dropout would give every pass other log-probs
-    check_packable(causal, where)
-    return HfModel(causal, where, value_head=value_head)
+    return HfModel(causal, where, check_packable(causal, where), value_head=value_head)
 
 
 class HfModel(LanguageModel):
     """Built by `build_hf_model`."""
 
-    def __init__(self, causal: PreTrainedModel, where: str, *, value_head: bool) -> None:
-        super().__init__(measure(causal.config))
+    def __init__(
+        self, causal: PreTrainedModel, where: str, head_dim: int, *, value_head: bool
+    ) -> None:
+        super().__init__(replace(measure(causal.config), head_dim=head_dim))
         self.hf_map = build_hf_map(causal, self.dims, where)
         self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
         """transformers' styles by module, * for numbers; of the head too."""
@@ -60,6 +63,8 @@ class HfModel(LanguageModel):
         self.body_name = causal.base_model_prefix
         self.add_module(self.body_name, causal.base_model)
         self.block_names = _block_names(causal)
+        if not self.block_names:
+            raise UserError(Problem(where, "transformers does not name the blocks of its model"))
         self.has_lm_head = not value_head
         self.head: nn.Linear | None = None
         if self.has_lm_head:
@@ -131,6 +136,9 @@ class HfModel(LanguageModel):
     def fill_tables(self) -> None:
         for module in self.modules():
             if module._non_persistent_buffers_set:
+                for parameter in module.parameters(recurse=False):
+                    # Its weights come from elsewhere.
+                    setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
                 self.causal._init_weights(module)
 
     @cached_property
@@ -173,20 +181,25 @@ def _name_of(causal: PreTrainedModel, wanted: nn.Module) -> str:
 
 
 class _Note:
-    """A core that computes nothing and counts how often it is asked."""
+    """A core that computes nothing and counts how often it is asked, for how wide heads."""
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.head_dim = 0
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
     ) -> Tensor:
         self.num_calls += 1
+        self.head_dim = max(self.head_dim, q_THd.shape[-1])
         return torch.zeros_like(q_THd)
 
 
-def check_packable(causal: PreTrainedModel, where: str) -> None:
-    """Whether tokens meet in our attention core and nowhere else, told by a pass without memory."""
+def check_packable(causal: PreTrainedModel, where: str) -> int:
+    """Whether tokens meet in our attention core and nowhere else, told by a pass without memory.
+
+    Returns the width of the heads that the core is given, the widest if they differ.
+    """
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     if causal._is_stateful or convolutions:
@@ -217,3 +230,4 @@ def check_packable(causal: PreTrainedModel, where: str) -> None:
     if rules:
         remedy = "rows cannot be packed; use a plain attention decoder"
         raise UserError([Problem(where, rule, remedy) for rule in rules])
+    return note.head_dim

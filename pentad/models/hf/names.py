@@ -40,7 +40,11 @@ def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> Weight
     value_shape = (1, dims.hidden_size)
     region = _whole(VALUE_HEAD_ON_DISK, value_shape)
     entries[VALUE_HEAD] = Entry(VALUE_HEAD, value_shape, (region,), rule, None)
-    twins = {name: entries[twin].regions[0].source for name, twin in tied.items()}
+    twins = {
+        source: entries[twin].regions[0].source
+        for name, twin in tied.items()
+        for source in {name, *revert_weight_conversion(causal, {name: held[name]})}
+    }
     return WeightMap(dims, {}, entries, sources_of(entries, dims), twins)
 
 

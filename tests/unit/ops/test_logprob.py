@@ -31,12 +31,14 @@ def bytes_for(tokens: int, itemsize: int) -> int:
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, T, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-def test_chunked_values_and_gradients_equal_the_plain_ones(tokens, temperature):
+@pytest.mark.parametrize("cap", [None, 2.5])
+def test_chunked_values_and_gradients_equal_the_plain_ones(tokens, temperature, cap):
     hidden, weight, labels = inputs()
     mix = torch.randn(2, T, dtype=torch.float64)
     budget = bytes_for(tokens, 8)
-    ours = token_logprobs(hidden, weight, labels, temperature=temperature, chunk_bytes=budget)
-    plain = reference_logprobs(hidden, weight, labels, temperature)
+    options = {"temperature": temperature, "cap": cap}
+    ours = token_logprobs(hidden, weight, labels, chunk_bytes=budget, **options)
+    plain = reference_logprobs(hidden, weight, labels, **options)
     ours_grads = torch.autograd.grad((torch.stack(ours) * mix).sum(), (hidden, weight))
     plain_grads = torch.autograd.grad((torch.stack(plain) * mix).sum(), (hidden, weight))
     # fp64 on both sides: only the order of sums differs.
