@@ -70,9 +70,10 @@ def sft(task, root, family, *overrides):
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
 def test_sft_trains_a_model_without_a_model_file(task, tmp_path, family):
-    config, summary = sft(task, tmp_path, family, "allocation_mode=fsdp:d1")
+    more = ["total_train_epochs=4", "total_train_steps=12"]
+    config, summary = sft(task, tmp_path, family, "allocation_mode=fsdp:d1", *more)
     losses = [record["loss"] for record in read_lines(summary.records / "steps.jsonl")]
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.2
     model, info = AutoModelForCausalLM.from_pretrained(
         summary.model, dtype=torch.float32, output_loading_info=True
     )
