@@ -10,13 +10,14 @@ from functools import partial
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import check_fit
+from pentad.core.layout import Layout
 from pentad.engine.held import Maker
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.wrap import present_cut
 from pentad.models.balance import BalanceSettings
 from pentad.models.families import ConfigLike
-from pentad.models.hf.config import measure, read_hf_config
+from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model
 from pentad.models.language_model import LanguageModel
 from pentad.parallel.blocks import apply_to_block
@@ -31,16 +32,7 @@ def transformers_maker(
 ) -> Maker:
     """Of models of transformers; what cannot be trained like that is refused here."""
     config = read_hf_config(source)
-    layout = meshes.layout
-    where = f"layout = {layout}"
     problems = []
-    if layout.pp > 1 or layout.ep > 1:
-        rule = "the backend fsdp cuts by d, t and c only"
-        problems.append(Problem(where, rule, "use archon"))
-    dims = measure(config)
-    if layout.tp > 1 and dims.num_kv_heads % layout.tp:
-        rule = f"t{layout.tp} must divide num_kv_heads = {dims.num_kv_heads}"
-        problems.append(Problem(where, rule, "use another t"))
     if settings.balance != BalanceSettings():
         rule = "losses and biases that balance experts need a model file"
         problems.append(Problem("backend = fsdp", rule, "leave them out, or use archon"))
@@ -49,7 +41,6 @@ def transformers_maker(
         problems.append(Problem("strict = true", rule, "leave it out, or use archon"))
     if problems:
         raise UserError(problems)
-    check_fit(layout, dims)
 
     def build(**stage: object) -> HfModel:
         assert not stage, "transformers' models are not cut into stages"
@@ -62,19 +53,32 @@ def transformers_maker(
     return Maker(build, wrap)
 
 
+def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
+    """How tp cuts the model's modules, by transformers' plan; UserError where it cannot."""
+    where = f"layout = {layout}"
+    if layout.pp > 1 or layout.ep > 1:
+        rule = "the backend fsdp cuts by d, t and c only"
+        raise UserError(Problem(where, rule, "use archon"))
+    check_fit(layout, model.dims)
+    if layout.tp == 1:
+        return {}
+    num_kv_heads = model.dims.num_kv_heads
+    if num_kv_heads % layout.tp:
+        rule = f"t{layout.tp} of fsdp must divide num_kv_heads = {num_kv_heads}"
+        raise UserError(Problem(where, rule, "use another t"))
+    # Tables and the head stay whole: a tied one is used at both ends.
+    whole = {name.removesuffix(".weight") for name in model.undecayed}
+    whole |= {model.head_name} if model.head is not None else set()
+    plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
+    return match_styles(model, plan, layout.tp, where)
+
+
 def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Predictor:
     """The steps of `parallel.apply`, by styles instead of seams; no expert parallelism."""
-    where = f"layout = {meshes.layout}"
+    styles = match_layout(model, meshes.layout)
     predictor = Predictor(model, settings.temperature, settings.logprob_bytes)
-    styles: dict[str, str] = {}
-    if meshes.tp.size > 1:
-        # Tables and the head stay whole: a tied one is used at both ends.
-        whole = {name.removesuffix(".weight") for name in model.undecayed}
-        whole |= {model.head_name} if model.head is not None else set()
-        plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
-        styles = match_styles(model, plan, where)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    cuts = plan_style_cuts(shapes, styles, meshes, where)
+    cuts = plan_style_cuts(shapes, styles, meshes)
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp)
     blocks = model.blocks

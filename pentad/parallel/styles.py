@@ -59,8 +59,8 @@ RUNS: dict[str, tuple[int, Callable[..., Tensor]]] = {
 """Style -> (dim of the weight that is cut, forward)."""
 
 
-def match_styles(model: nn.Module, plan: Styles, where: str) -> dict[str, str]:
-    """The plan's styles by the modules they name; UserError for what cannot be cut like that.
+def match_styles(model: nn.Module, plan: Styles, num: int, where: str) -> dict[str, str]:
+    """The plan's styles by the modules they name; UserError for what `num` ranks cannot cut so.
 
     In the plan * stands for a number.
     """
@@ -77,6 +77,7 @@ def match_styles(model: nn.Module, plan: Styles, where: str) -> dict[str, str]:
         is_known = style == PARTIAL or (style in RUNS and isinstance(modules.get(name), nn.Linear))
         if is_known:
             styles[name] = style
+            problems += _uneven(name, modules[name], style, num, where) if wanted in unused else []
         elif wanted in unused:
             rule = f"transformers cuts {wanted} as {style}, which is not built"
             problems.append(Problem(where, rule, "use t1"))
@@ -89,17 +90,24 @@ def match_styles(model: nn.Module, plan: Styles, where: str) -> dict[str, str]:
     return styles
 
 
-def plan_style_cuts(
-    shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes, where: str
-) -> dict[str, Cut]:
+def _uneven(name: str, module: nn.Module, style: str, num: int, where: str) -> list[Problem]:
+    if style not in RUNS or not isinstance(module, nn.Linear):
+        return []
+    size = module.weight.shape[RUNS[style][0]]
+    if size % num == 0:
+        return []
+    return [Problem(where, f"t{num} must divide the {size} features of {name}", "use another t")]
+
+
+def plan_style_cuts(shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes) -> dict[str, Cut]:
     """The cut of every named parameter. Every rank must call it."""
     return {
-        name: _cut(name, shape, styles.get(name.rpartition(".")[0], ""), meshes, where)
+        name: _cut(shape, styles.get(name.rpartition(".")[0], ""), meshes)
         for name, shape in shapes.items()
     }
 
 
-def _cut(name: str, shape: Shape, style: str, meshes: Meshes, where: str) -> Cut:
+def _cut(shape: Shape, style: str, meshes: Meshes) -> Cut:
     layout, tp = meshes.layout, meshes.tp
     box = [(0, size) for size in shape]
     dim = RUNS[style][0] if style in RUNS else None
@@ -107,9 +115,7 @@ def _cut(name: str, shape: Shape, style: str, meshes: Meshes, where: str) -> Cut
         dim = 0 if dim == 0 else None
     placement: Placement = Replicate()
     if dim is not None and tp.size > 1:
-        if shape[dim] % tp.size:
-            rule = f"t{tp.size} must divide the {shape[dim]} features of {name}"
-            raise UserError(Problem(where, rule, "use another t"))
+        assert shape[dim] % tp.size == 0, "checked when styles were matched"
         size = shape[dim] // tp.size
         box[dim] = (tp.rank * size, (tp.rank + 1) * size)
         placement = Shard(dim)

@@ -9,7 +9,7 @@ import torch
 
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
-from pentad.core.layout import parse_allocation
+from pentad.core.layout import Component, parse_allocation
 from pentad.models.conversion import starting_folder
 from pentad.models.exchange import native_shards
 from pentad.models.families import dims_of, known_families, read_config
@@ -23,10 +23,15 @@ Role = Literal["actor", "critic"]
 
 def backend_of(config: Config, role: Role) -> Literal["archon", "fsdp"]:
     """Whose models a role trains; a critic without a component of its own is as the actor."""
+    return "fsdp" if _component(config, role).backend == "fsdp" else "archon"
+
+
+def _component(config: Config, role: Role) -> Component:
     assert config.allocation_mode is not None, "the config is resolved"
     allocation = parse_allocation(config.allocation_mode)
     component = allocation.find(role) or allocation.find("actor")
-    return "fsdp" if component is not None and component.backend == "fsdp" else "archon"
+    assert component is not None, "checked with the config"
+    return component
 
 
 def trained_dims(config: Config, path: str) -> ModelDims:
@@ -98,18 +103,24 @@ def check_weights(config: Config, role: Role) -> None:
     path = (config.critic.path if role == "critic" else None) or config.actor.path
     if path is None:
         return
-    face = _face(path, backend_of(config, role), is_critic=role == "critic")
+    face = _face(config, path, role)
     if folder is not None:
         reader = open_weights(folder, face.dims)
         flow.check(native_shards(face), face.map_for(reader.infos), reader)
 
 
-def _face(path: str, backend: str, *, is_critic: bool) -> LanguageModel:
-    """The model without memory."""
-    if backend == "archon":
+def _face(config: Config, path: str, role: Role) -> LanguageModel:
+    """The role's model without memory."""
+    is_critic = role == "critic"
+    if backend_of(config, role) == "archon":
         dims = dims_of(path)
         return build_model(dims, device="meta", dtype=torch.float32, value_head=is_critic)
+    from pentad.engine.transformers_model import match_layout
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
 
-    return build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=is_critic)
+    model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=is_critic)
+    component = _component(config, role)
+    archon = config.critic.archon if is_critic else config.actor.archon
+    match_layout(model, component.layout(archon.dp_replicate))
+    return model
