@@ -244,6 +244,13 @@ BROKEN = [
         "vllm",
     ),
     (
+        "fsdp_trains_models_without_a_file",
+        "train",
+        ["rollout.replay_routes=true", "allocation_mode=embedded:d1|fsdp:d1"],
+        "rollout.replay_routes = true",
+        "fsdp:d1 trains without one; use archon",
+    ),
+    (
         "strict_is_not_compiled",
         "train",
         ["strict=true", "actor.archon.enable_compile=true"],
