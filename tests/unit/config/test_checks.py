@@ -246,8 +246,8 @@ BROKEN = [
     (
         "fsdp_trains_models_without_a_file",
         "train",
-        ["rollout.replay_routes=true", "allocation_mode=embedded:d1|fsdp:d1"],
-        "rollout.replay_routes = true",
+        ["strict=true", "allocation_mode=embedded:d1|fsdp:d1"],
+        "strict = true",
         "fsdp:d1 trains without one; use archon",
     ),
     (
