@@ -3,10 +3,11 @@
     python benchmarks/weights_io.py [--repeats 5] [--out benchmarks/weights_io.md]
 
 Loaded weights are read once in full, since a mapped file costs nothing until then; "and write" also
-writes each in place, as a first optimizer step does, since transformers' parameters are the mapped
-file until then and ours are memory of their own. The page cache is warm for both. Saved files are forced to disk within the measured time for both; ours are also
-read back and compared. Memory is the peak of the process above what it had before, as a whole (RSS)
-and without pages of mapped files (anonymous), which the kernel may drop.
+writes each in place, as a first optimizer step does: transformers' parameters are the mapped file
+until then, ours are memory of their own. The page cache is warm for both. Saved files are forced to
+disk within the measured time for both; ours are also read back and compared. Memory is the peak of
+the process above what it had before, as a whole (RSS) and without pages of mapped files
+(anonymous), which the kernel may drop.
 """
 
 from __future__ import annotations
