@@ -16,6 +16,7 @@ from run_cases import config_of, run_harmed, settings_of
 
 from pentad.core.errors import RunError
 from pentad.data.toy import write_model, write_task
+from pentad.models.conversion import Conversion, convert
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.weights.hf import HfFolder
@@ -82,6 +83,26 @@ def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_pat
         overrides=["total_train_steps=3", f"allocation_mode=archon:{layout}"],
     )
     check_equal(Path(summary["records"]), summary["model"], alone["sft"])
+
+
+def test_ranks_start_from_a_megatron_folder_of_another_layout(pool, task, tmp_path, alone):
+    source, folder = alone["sft"].model, tmp_path / "megatron"
+    convert(Conversion(source=str(source), target=str(folder), to="legacy", tp=2))
+    once = ["total_train_steps=1", "actor.init_from_scratch=false"]
+    config, notes = config_of(task, tmp_path, "sft", "hf", *once, f"actor.path={source}")
+    truth = run_sft(config, notes, device="cpu")
+    start = f"actor.checkpoint_load_path={folder}"
+    summary = pool.run(
+        2,
+        "run_cases",
+        "run_here",
+        command="sft",
+        task=task,
+        root=tmp_path,
+        trial="p2",
+        overrides=[*once, start, "allocation_mode=archon:p2"],
+    )
+    check_equal(Path(summary["records"]), summary["model"], truth)
 
 
 def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_path, alone):
