@@ -7,10 +7,11 @@ clipping at norm 1 and the same dtypes; each finds its microbatches by what fits
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -81,7 +82,7 @@ class Case:
     model: str
     config: dict[str, Any]
     length: int
-    """Of every sequence."""
+    """Of every sequence; where they are ragged, about the mean."""
     num_tokens: int
     """Of an optimizer step."""
     who: Who
@@ -91,12 +92,25 @@ class Case:
     """Dtype of the stored weights and of the optimizer's state; products are in bfloat16."""
     compiled: bool = True
     ac_mode: Literal["none", "selective", "full"] = "none"
+    """Of the engine; transformers recomputes nothing."""
+    is_ragged: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.who, "compiled" if self.compiled else "eager"]
         parts += [] if self.ac_mode == "none" else [f"ac {self.ac_mode}"]
-        return ", ".join(parts)
+        return ", ".join([*parts, "ragged"] if self.is_ragged else parts)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the sequences of a step."""
+        if not self.is_ragged:
+            return [self.length] * (self.num_tokens // self.length)
+        shares = itertools.cycle((0.47, 1.0, 0.31, 1.73, 0.9, 1.59))
+        found: list[int] = []
+        while (rest := self.num_tokens - sum(found)) > 0:
+            found.append(min(rest, int(next(shares) * self.length)))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +137,6 @@ class Measured:
         """Under which baselines hold it."""
         return f"train {self.model}, {self.name}, {self.masters} weights"
 
-    def figures(self) -> dict[str, Any]:
-        return {**asdict(self), "key": self.key}
-
 
 class WeightedNll:
     """-sum(weights * log p)."""
@@ -141,19 +152,24 @@ class WeightedNll:
 
 def gpu_cases() -> list[Case]:
     """The cases that a GPU of 80 GiB or more is asked for."""
-    small = {"model": "Qwen3-0.6B", "config": QWEN3_0_6B, "length": 2048, "num_tokens": 16384}
-    mixture = {"config": QWEN3_MOE_SLICE, "length": 2048, "num_tokens": 32768}
-    mixture["model"] = "Qwen3-30B-A3B, 8 layers"
-    middle = {"model": "Qwen3-4B", "config": QWEN3_4B, "length": 4096, "num_tokens": 32768}
+
+    def sized(model: str, config: dict[str, Any], length: int, num_tokens: int) -> dict[str, Any]:
+        return {"model": model, "config": config, "length": length, "num_tokens": num_tokens}
+
+    small = sized("Qwen3-0.6B", QWEN3_0_6B, 2048, 16384)
+    mixture = sized("Qwen3-30B-A3B, 8 layers", QWEN3_MOE_SLICE, 2048, 32768)
+    middle = sized("Qwen3-4B", QWEN3_4B, 4096, 32768)
     return [
-        Case(**small, who="transformers", microbatch=16384, compiled=False),  # type: ignore[arg-type]
-        Case(**small, who="transformers", microbatch=16384),  # type: ignore[arg-type]
-        Case(**small, who="pentad", microbatch=16384),  # type: ignore[arg-type]
-        Case(**small, who="transformers", microbatch=16384, masters="float32"),  # type: ignore[arg-type]
-        Case(**small, who="pentad", microbatch=16384, masters="float32"),  # type: ignore[arg-type]
-        Case(**mixture, who="transformers", microbatch=8192, compiled=False),  # type: ignore[arg-type]
-        Case(**mixture, who="pentad", microbatch=32768),  # type: ignore[arg-type]
-        Case(**middle, who="pentad", microbatch=8192, masters="float32"),  # type: ignore[arg-type]
+        Case(**small, who="transformers", microbatch=16384, compiled=False),
+        Case(**small, who="transformers", microbatch=16384),
+        Case(**small, who="pentad", microbatch=16384),
+        Case(**small, who="transformers", microbatch=16384, masters="float32"),
+        Case(**small, who="pentad", microbatch=16384, masters="float32"),
+        Case(**small, who="pentad", microbatch=16384, masters="float32", is_ragged=True),
+        Case(**small, who="pentad", microbatch=16384, masters="float32", ac_mode="selective"),
+        Case(**mixture, who="transformers", microbatch=8192, compiled=False),
+        Case(**mixture, who="pentad", microbatch=32768),
+        Case(**middle, who="pentad", microbatch=8192, masters="float32"),
     ]
 
 
@@ -186,7 +202,7 @@ def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3)
         synchronize(device)
         times.append(time.perf_counter() - start)
     seconds = sorted(times)[len(times) // 2]
-    lengths = [case.length] * (case.num_tokens // case.length)
+    lengths = case.lengths
     peak = detect_peak_tflops(device)
     speed = measure_throughput(dims_from_hf(case.config), lengths, seconds, peak_tflops=peak)
     is_gpu = device.type == "cuda"
@@ -233,8 +249,13 @@ def synchronize(device: torch.device) -> None:
 
 def make_ids(case: Case) -> Tensor:
     gen = torch.Generator().manual_seed(0)
-    shape = (case.num_tokens // case.length, case.length)
-    return torch.randint(0, case.config["vocab_size"], shape, generator=gen)
+    return torch.randint(0, case.config["vocab_size"], (case.num_tokens,), generator=gen)
+
+
+def make_row(ids: Tensor) -> Row:
+    weights = torch.ones(len(ids))
+    weights[0] = 0  # nothing predicts the first token
+    return Row(ids, {"weights": weights}, float(len(ids) - 1))
 
 
 def build_ours(case: Case, device: torch.device) -> Callable[[], float]:
@@ -249,9 +270,7 @@ def build_ours(case: Case, device: torch.device) -> Callable[[], float]:
         optimizer=OptimizerSettings(lr=LR, weight_decay=0.01),
     )
     engine = build_engine(case.config, settings, device=device, init_from_scratch=True, seed=1)
-    weights = torch.ones(case.length)
-    weights[0] = 0  # nothing predicts the first token
-    rows = [Row(ids, {"weights": weights}, float(case.length - 1)) for ids in make_ids(case)]
+    rows = [make_row(ids) for ids in make_ids(case).split(case.lengths)]
 
     def step() -> float:
         engine.begin_step()
@@ -275,24 +294,24 @@ def build_theirs(case: Case, device: torch.device) -> Callable[[], float]:
         kernels["experts_implementation"] = "grouped_mm"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels)
-    if case.ac_mode == "full":
-        model.gradient_checkpointing_enable()
     model.train()
     run = torch.compile(model) if case.compiled else model
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
-    parts = make_ids(case).to(device).split(case.microbatch // case.length)
+    assert not case.is_ragged, "transformers is given sequences of one length"
+    ids = make_ids(case).view(-1, case.length).to(device)
+    parts = ids.split(case.microbatch // case.length)
     autocast = torch.autocast(
         device.type, dtype=torch.bfloat16, enabled=is_gpu and dtype == torch.float32
     )
 
     def step() -> float:
         total = torch.zeros((), device=device)
-        for ids in parts:
+        for part in parts:
             with autocast:
-                loss = run(input_ids=ids, labels=ids, use_cache=False).loss / len(parts)
+                loss = run(input_ids=part, labels=part, use_cache=False).loss / len(parts)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -301,8 +320,3 @@ def build_theirs(case: Case, device: torch.device) -> Callable[[], float]:
         return float(total)
 
     return step
-
-
-def with_recomputation(case: Case) -> Case:
-    """The same with everything recomputed, for contestants that do not fit otherwise."""
-    return replace(case, ac_mode="full")

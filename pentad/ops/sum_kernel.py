@@ -1,6 +1,7 @@
-"""Sums of rows picked by place, as one Triton kernel: how a mixture's results come back to tokens.
+"""Sums as Triton kernels: rows picked by place (a mixture's results come back to tokens), and
+16-bit numbers added to wide ones (gradients to their masters').
 
-`ops.experts` holds the same in plain torch and decides which of the two runs.
+Whoever uses them holds the same in plain torch and decides which of the two runs.
 
 Shapes: T tokens, k rows a token, N = T * k rows, D width.
 """
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK = 2048
+ADD_BLOCK = 4096
 
 
 @torch.library.custom_op(
@@ -55,3 +57,22 @@ def _sum_places(
         place = tl.load(places_ptr + token * NUM_CHOSEN + j)
         total += tl.load(rows_ptr + place * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_into(total: Tensor, part: Tensor) -> None:
+    """total += part; torch's own sum of unequal dtypes reads one number at a time."""
+    assert total.is_contiguous() and part.is_contiguous() and total.shape == part.shape
+    num = total.numel()
+    if num:
+        _add_into[(triton.cdiv(num, ADD_BLOCK),)](total, part, num, BLOCK=ADD_BLOCK, num_warps=8)
+
+
+@triton.jit
+def _add_into(
+    total_ptr: tl.tensor, part_ptr: tl.tensor, num: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num
+    total = tl.load(total_ptr + at, mask=mask, other=0.0)
+    part = tl.load(part_ptr + at, mask=mask, other=0.0).to(total.dtype)
+    tl.store(total_ptr + at, total + part, mask=mask)

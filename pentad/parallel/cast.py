@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+try:
+    from pentad.ops.sum_kernel import add_into
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
 
 
 class CastWeights:
@@ -70,5 +77,13 @@ def _hand_over(master: nn.Parameter, copy: nn.Parameter) -> None:
     if master.grad is None:
         master.grad = copy.grad.to(master.dtype)
     else:
-        master.grad.add_(copy.grad)
+        _add(master.grad, copy.grad)
     copy.grad = None
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    is_plain = total.is_contiguous() and part.is_contiguous()
+    if HAS_TRITON and total.is_cuda and is_plain:
+        add_into(total, part)
+    else:
+        total.add_(part)

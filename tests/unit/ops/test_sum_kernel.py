@@ -35,6 +35,17 @@ def test_rows_are_summed_in_fp32_and_rounded_once(width, num_tokens, num_chosen)
     torch.testing.assert_close(found, wanted.to(dtype), rtol=2**-7, atol=1e-6)
 
 
+@needs_kernel
+@pytest.mark.parametrize("shape", [(3, 7), (sum_kernel.ADD_BLOCK,), (2, sum_kernel.ADD_BLOCK + 5)])
+def test_narrow_numbers_are_added_in_the_wide_dtype(shape):
+    torch.manual_seed(0)
+    total, part = torch.randn(2, *shape, device=DEVICE)
+    narrow = part.to(torch.bfloat16 if DEVICE == "cuda" else torch.float16)
+    wanted = total + narrow.float()
+    sum_kernel.add_into(total, narrow)
+    assert torch.equal(total, wanted)
+
+
 @pytest.mark.skipif(DEVICE == "cuda" or IS_INTERPRETED, reason="runs here")
 def test_the_kernel_passes_when_interpreted():
     result = subprocess.run(
