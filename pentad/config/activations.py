@@ -65,9 +65,10 @@ def layer_input(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
 def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
     """Everything the layer's backward reads: what is kept without checkpointing."""
     if keeping.is_compiled:
-        # The compiler keeps products and recomputes what is pointwise; of the two sums of the
-        # residual stream it keeps one besides the input.
-        return products(dims, layer, layout, keeping) - unread(dims, layer, layout, keeping)
+        # The compiler keeps nothing in float32, but what its products and the core read.
+        return products(dims, layer, layout, keeping) + read_by_products(
+            dims, layer, layout, keeping
+        )
     ffn = experts_kept if dims.is_moe(layer) else mlp_kept
     return attention_kept(dims, layout, keeping) + ffn(dims, layout, keeping)
 
@@ -84,6 +85,16 @@ def products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> f
     if dims.shared_expert_size:
         rows += 2 * dims.shared_expert_size + dims.hidden_size
     return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
+
+
+def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+    """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
+    c, tp, h = keeping.compute_bytes, layout.tp, dims.hidden_size
+    kept = c * (dims.q_dim / tp + kv_width(dims, tp) + h)
+    if dims.is_moe(layer):
+        rows = dims.num_experts_per_token * (h + dims.moe_intermediate_size)
+        return (kept + c * (h + rows + dims.shared_expert_size) / tp) / layout.cp
+    return (kept + c * (h + dims.intermediate_size / tp)) / layout.cp
 
 
 def unread(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
