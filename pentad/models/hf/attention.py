@@ -62,8 +62,9 @@ def attend_packed(
     if value_width < width:  # cores take one width for all three
         v_TKd = F.pad(v_TKd, (0, width - value_width))
     options: dict[str, Any] = {} if sliding_window is None else {"window": sliding_window}
-    layer: Any = module.layer_idx
-    o_THd = core(int(layer), q_THd, k_TKd, v_TKd, **options)
+    # Cores over packed rows do not ask for the layer, and reading its number would have each
+    # block compiled anew.
+    o_THd = core(0, q_THd, k_TKd, v_TKd, **options)
     return o_THd[None, ..., :value_width], None
 
 

@@ -14,10 +14,15 @@ from pentad.core.errors import UserError
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_model, write_task
+from pentad.engine.engine import build_engine
+from pentad.engine.settings import EngineSettings
+from pentad.models.hf.config import dims_of_hf
+from pentad.rollout.servers.sampler import check_weights
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.start import trained_dims
 from pentad.trainer.translate import sft_settings
+from pentad.weights.hf import HfFolder
 
 SMALL = {
     "hidden_size": 32,
@@ -133,6 +138,17 @@ def test_rl_samples_from_the_model_file_what_transformers_module_trains(task, tm
     assert summary.num_steps == 1
     with pytest.raises(UserError, match="no model file for model_type = olmo2; sample with vllm"):
         rl(task, tmp_path, "olmo2", "allocation_mode=embedded:d1|fsdp:d1")
+
+
+def test_servers_take_weights_of_models_without_a_model_file(task):
+    """Their names are those of the folder, each once."""
+    dims = dims_of_hf(task / "olmo2")
+    engine = build_engine(task / "olmo2", EngineSettings(optimizer=None), backend="fsdp")
+    pairs = list(engine.iter_weights())
+    check_weights(dims, pairs)
+    assert {name for name, _ in pairs} == set(HfFolder(task / "olmo2").infos)
+    with pytest.raises(UserError, match="given twice"):
+        check_weights(dims, [*pairs, pairs[0]])
 
 
 def test_refusals_come_before_anything_is_started(task, tmp_path):
