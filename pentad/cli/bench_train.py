@@ -1,7 +1,7 @@
 """What `pentad bench` measures of training: steps of this engine beside transformers' own.
 
 Every contestant gets a model of the same config with random weights, the same tokens, AdamW with
-clipping at norm 1 and the same dtypes; each finds its microbatches by what fits.
+clipping at norm 1 and the same dtypes. Microbatches are part of a case, and shown.
 """
 
 from __future__ import annotations
