@@ -2,8 +2,8 @@
 
 The checksum of a tensor is a 64-bit sum over its 32-bit words, each hashed together with its
 position: integer arithmetic only, so it does not depend on device, batches or thread count, while
-swapped rows, transposes and single flipped bits change it. On a GPU with Triton a tensor is hashed
-in one pass (`digest_kernel`), else many at once in a few; sums are fetched at the end.
+swapped rows, transposes and single flipped bits change it. Many tensors are hashed at once, on a
+GPU with Triton in one pass over the bytes (`digest_kernel`), and the sums are fetched at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ BATCH_WORDS = 1 << 24
 """Words hashed at once; the work space is about 40 bytes a word."""
 
 
+FUSED_WORDS = 1 << 26
+"""Words hashed at once by the kernel, which needs no work space."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -64,37 +66,24 @@ class _Hasher:
         self.num_words = 0
         self.sums: list[tuple[list[int], Tensor]] = []
         """Of each batch: which tensor a piece belongs to, and the sum of each piece."""
-        self.summed: list[tuple[int, Tensor]] = []
-        """Tensors whose whole sum is known, on the device."""
 
     def add(self, tensor: Tensor) -> None:
         words = _words(tensor)
-        if words.is_cuda and HAS_TRITON:
-            from pentad.core.digest_kernel import add_checksum
-
-            sum_1 = torch.zeros(1, dtype=torch.int64, device=words.device)
-            with torch.cuda.device(words.device):
-                add_checksum(words, sum_1)
-            self.summed.append((self.num_tensors, sum_1))
-            self.num_tensors += 1
-            return
-        for start in range(0, words.numel(), BATCH_WORDS):
-            piece = words[start : start + BATCH_WORDS]
+        limit = FUSED_WORDS if _is_fused(words) else BATCH_WORDS
+        size = max(words.numel(), 1) if _is_fused(words) else BATCH_WORDS
+        for start in range(0, words.numel(), size):
+            piece = words[start : start + size]
             if self.pieces and self.pieces[0][2].device != piece.device:
                 self._hash()
             self.pieces.append((self.num_tensors, start, piece))
             self.num_words += piece.numel()
-            if self.num_words >= BATCH_WORDS:
+            if self.num_words >= limit:
                 self._hash()
         self.num_tensors += 1
 
     def finish(self) -> list[int]:
         self._hash()
         totals = [0] * self.num_tensors
-        if self.summed:
-            device = self.summed[0][1].device
-            known = torch.cat([sum_1.to(device) for _, sum_1 in self.summed])
-            self.sums.append(([index for index, _ in self.summed], known))
         for owners, sums in self.sums:
             for owner, value in zip(owners, sums.tolist(), strict=True):
                 totals[owner] = (totals[owner] + value) & 0xFFFFFFFFFFFFFFFF
@@ -106,6 +95,11 @@ class _Hasher:
             return
         owners, starts, pieces = zip(*self.pieces, strict=True)
         self.pieces, self.num_words = [], 0
+        if _is_fused(pieces[0]):
+            from pentad.core.digest_kernel import checksums
+
+            self.sums.append((list(owners), checksums(pieces)))
+            return
         device = pieces[0].device
         lengths = torch.tensor([piece.numel() for piece in pieces])
         ends = lengths.cumsum(0)
@@ -120,10 +114,16 @@ class _Hasher:
         self.sums.append((list(owners), torch.diff(at_ends, prepend=at_ends.new_zeros(1))))
 
 
+def _is_fused(words: Tensor) -> bool:
+    return words.is_cuda and HAS_TRITON
+
+
 def _words(tensor: Tensor) -> Tensor:
     """The bytes as 32-bit words, filled up with zeros."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     rest = -flat.numel() % 4
+    if flat.storage_offset() % 4:  # part of a tensor of 16-bit numbers may begin in mid-word
+        flat = flat.clone()
     if rest:
         flat = torch.cat([flat, flat.new_zeros(rest)])
     return flat.view(torch.int32)

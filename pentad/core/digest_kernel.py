@@ -1,39 +1,53 @@
-"""The checksum of `digest` on a GPU: one pass over the words, one Triton kernel a tensor."""
+"""The checksums of `digest` on a GPU: one pass over the words, one kernel for many tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-BLOCKS_EACH = 8
-"""Blocks one program takes, so that large tensors do not queue up at the sum."""
+SPAN = 16 * BLOCK
+"""Words that one program takes."""
 
 
-def add_checksum(words: Tensor, sum_1: Tensor) -> None:
-    """Adds the checksum of contiguous 32-bit words to a 64-bit sum, modulo 2**64."""
-    num_words = words.numel()
-    if num_words:
-        grid = (triton.cdiv(num_words, BLOCK * BLOCKS_EACH),)
-        _add_checksum[grid](words, sum_1, num_words, BLOCK=BLOCK, EACH=BLOCKS_EACH, num_warps=4)
+def checksums(pieces: Sequence[Tensor]) -> Tensor:
+    """Of contiguous runs of 32-bit words on one device, int64 each, modulo 2**64."""
+    device = pieces[0].device
+    sizes = np.array([words.numel() for words in pieces], np.int64)
+    num_spans = -(-sizes // SPAN)
+    owner = np.repeat(np.arange(len(pieces)), num_spans)
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)) * SPAN
+    address = np.array([words.data_ptr() for words in pieces], np.int64)
+    table = np.stack([owner, first, sizes[owner], address[owner]])
+    sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
+    if len(owner):
+        with torch.cuda.device(device):
+            _add_checksums[(len(owner),)](
+                torch.from_numpy(table).to(device), sums, BLOCK=BLOCK, SPAN=SPAN, num_warps=4
+            )
+    return sums
 
 
 @triton.jit
-def _add_checksum(
-    words_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    num_words: tl.tensor,
-    BLOCK: tl.constexpr,
-    EACH: tl.constexpr,
+def _add_checksums(
+    table_ptr: tl.tensor, sums_ptr: tl.tensor, BLOCK: tl.constexpr, SPAN: tl.constexpr
 ) -> None:
-    first = tl.program_id(0).to(tl.int64) * BLOCK * EACH
+    program, num = tl.program_id(0), tl.num_programs(0)
+    owner = tl.load(table_ptr + program)
+    first = tl.load(table_ptr + num + program)
+    size = tl.load(table_ptr + 2 * num + program)
+    words_ptr = tl.load(table_ptr + 3 * num + program).to(tl.pointer_type(tl.int32))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
-    for i in range(EACH):
-        at = first + i * BLOCK + tl.arange(0, BLOCK)
-        is_in = at < num_words
+    for start in range(0, SPAN, BLOCK):
+        at = first + start + tl.arange(0, BLOCK)
+        is_in = at < size
         word = tl.load(words_ptr + at, mask=is_in, other=0).to(tl.int64)
         h = ((at + 1) * -7046029254386353131 ^ word) * -4658895280553007687
         h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * -7723592293110705685
         total += tl.where(is_in, h, 0)
-    tl.atomic_add(sum_ptr, tl.sum(total, 0))
+    tl.atomic_add(sums_ptr + owner, tl.sum(total, 0))
