@@ -75,6 +75,16 @@ class StrictRouter(Router):
         return route(logits_RE, self.rule, self.bias, chosen_Rk)[0]
 
 
+class StrictExperts(Experts):
+    def forward(self, x_ND: Tensor, sizes_E: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+        h_NG = invariant.grouped_linear(x_ND, self.gate_up.flatten(1, 2), ends_E)
+        a_NM = invariant.silu_mul(*h_NG.chunk(2, dim=-1))
+        if weights_N is not None:
+            a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
+        return invariant.grouped_linear(a_NM, self.down, ends_E)
+
+
 STRICT: dict[type[nn.Module], type[nn.Module]] = {
     Linear: StrictLinear,
     GateUp: StrictGateUp,
@@ -83,6 +93,7 @@ STRICT: dict[type[nn.Module], type[nn.Module]] = {
     SharedExpert: StrictSharedExpert,
     Rotary: StrictRotary,
     Router: StrictRouter,
+    Experts: StrictExperts,
 }
 
 
@@ -96,11 +107,7 @@ def dispatch_strict(
     """As `moe.dispatch_local`; a token's results are added in the order of its choice."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
-    gate_up_EGD = experts.gate_up.flatten(1, 2)
-    h_NG = invariant.grouped_linear(take_rows(x_TD, pairs), gate_up_EGD, pairs.ends_E)
-    a_NM = invariant.silu_mul(*h_NG.chunk(2, dim=-1))
-    a_NM = (a_NM * weights_N[:, None]).to(a_NM.dtype)
-    y_ND = invariant.grouped_linear(a_NM, experts.down, pairs.ends_E)
+    y_ND: Tensor = experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N)
     parts = y_ND.index_select(0, pairs.place_N).unflatten(0, chosen_Tk.shape).unbind(1)
     out_TD = parts[0]
     for part_TD in parts[1:]:
