@@ -61,9 +61,12 @@ class StrictRouter(Router):
         if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
             weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
         else:
+            wide_TR = logits_TR
+            if self.bias is None:  # experts that nobody chooses, and that weigh nothing
+                wide_TR = invariant.widened(logits_TR, float("-inf"))
             if chosen_Tk is None:
-                chosen_Tk = invariant.by_tiles(self._choose, logits_TR.detach())
-            weights_Tk = invariant.by_tiles(self._weigh, logits_TR, chosen_Tk)
+                chosen_Tk = invariant.by_tiles(self._choose, wide_TR.detach())
+            weights_Tk = invariant.by_tiles(self._weigh, wide_TR, chosen_Tk)
         if (self.aux_loss_coef or self.z_loss_coef) and torch.is_grad_enabled():
             weights_Tk = add_loss(weights_Tk, self.own_loss(logits_TR, chosen_Tk))
         return weights_Tk, chosen_Tk

@@ -41,6 +41,10 @@ VECTOR = 32
 """Tiles whose rows are multiples of this have no element that is computed apart."""
 BLOCK = 32
 """Keys that attention on a CPU takes at a time."""
+QUERIES = 4
+"""Queries of one sequence in a tile of attention on a CPU."""
+NO_LOGIT = -1e30
+"""Weighs nothing, and is finite: nothing times it is nothing."""
 LOGITS = 1 << 26
 """Most logits (rows x vocabulary) held at once."""
 
@@ -92,15 +96,24 @@ class _WithPlainGradient(torch.autograd.Function):
 
 
 def by_tiles(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-    """`fn`, which treats rows alike, over tiles of rows of one size; any device but a GPU."""
+    """`fn`, which treats rows alike, over tiles of rows of one size; any device but a GPU.
+
+    The width of the first one decides the size; `widened` makes it one that needs few tiles.
+    """
     num_rows = xs[0].shape[0]
     if num_rows == 0:
         return fn(*xs)
     width = xs[0][0].numel()
-    size = 1 if width % VECTOR else min(TILE, max(1, SERIAL // width))
+    size = 1 if width % VECTOR else max(1, SERIAL // width)
     padded = [filled_up(x, size) for x in xs]
     tiles = [fn(*(x[i : i + size] for x in padded)) for i in range(0, padded[0].shape[0], size)]
     return torch.cat(tiles)[:num_rows]
+
+
+def widened(x_TD: Tensor, value: float = 0.0) -> Tensor:
+    """With columns of `value` behind its own, up to a multiple of VECTOR."""
+    missing = -x_TD.shape[-1] % VECTOR
+    return F.pad(x_TD, (0, missing), value=value) if missing else x_TD
 
 
 def filled_up(x: Tensor, size: int) -> Tensor:
@@ -220,8 +233,15 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         if x.is_cuda:
             result: Tensor = kernels().norm(x.contiguous(), weight_D, eps)
             return result
-        rows = x.reshape(-1, x.shape[-1])
-        return by_tiles(lambda tile: plain(tile, weight_D), rows).view(x.shape)
+        width = x.shape[-1]
+
+        def scale(tile_RD: Tensor) -> Tensor:
+            wide = tile_RD.float()
+            mean = wide.pow(2).sum(-1, keepdim=True) / width
+            return (wide * torch.rsqrt(mean + eps)).to(x.dtype)
+
+        scaled = by_tiles(scale, widened(x.reshape(-1, width)))[:, :width]
+        return weight_D * scaled.reshape(x.shape)
 
     result: Tensor = _WithPlainGradient.apply(exact, plain, x, weight_D)
     return result
@@ -231,13 +251,15 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """silu(gate) * up. On a GPU elements are computed alike wherever they stand."""
     if gate_TF.is_cuda:
         return F.silu(gate_TF) * up_TF
-    return by_tiles(lambda gate, up: F.silu(gate) * up, gate_TF, up_TF)
+    width = gate_TF.shape[-1]
+    return by_tiles(F.silu, widened(gate_TF))[:, :width] * up_TF
 
 
 def cos_sin(angles_Td: Tensor) -> tuple[Tensor, Tensor]:
     if angles_Td.is_cuda:
         return angles_Td.cos(), angles_Td.sin()
-    return by_tiles(torch.cos, angles_Td), by_tiles(torch.sin, angles_Td)
+    width, wide = angles_Td.shape[-1], widened(angles_Td)
+    return by_tiles(torch.cos, wide)[:, :width], by_tiles(torch.sin, wide)[:, :width]
 
 
 # The head.
@@ -259,7 +281,8 @@ def label_logprobs(logits_TV: Tensor, labels_T: Tensor, scale_T: Tensor) -> tupl
         return torch.cat([x_RV.gather(1, label_R1) - lse_R1, lse_R1 - mean_R1], dim=1)
 
     labels_T1 = labels_T.clamp(min=0)[:, None]
-    logprobs_T, entropy_T = by_tiles(reduce, logits_TV, labels_T1, scale_T[:, None]).unbind(1)
+    wide_TV = widened(logits_TV, NO_LOGIT)
+    logprobs_T, entropy_T = by_tiles(reduce, wide_TV, labels_T1, scale_T[:, None]).unbind(1)
     return logprobs_T, entropy_T
 
 
@@ -321,10 +344,12 @@ class Spans:
     piece: int
     stride: int
 
-    def places(self, span: int, num: int) -> np.ndarray:
-        position = np.arange(num)
-        found: np.ndarray = self.table_SW[span, position // self.piece].astype(np.int64)
-        return found * self.stride + position % self.piece
+    def places(self, span_N: np.ndarray, first: int, num: int) -> np.ndarray:
+        """[N, num] of the positions from `first` on; anything behind the end of a sequence."""
+        end_N1 = (self.start_S + self.count_S)[span_N, None]
+        position = np.minimum(first + np.arange(num), end_N1 - 1)
+        piece: np.ndarray = self.table_SW[span_N[:, None], position // self.piece].astype(np.int64)
+        return piece * self.stride + position % self.piece
 
 
 def packed_spans(lengths: Sequence[int]) -> Spans:
@@ -336,61 +361,73 @@ def packed_spans(lengths: Sequence[int]) -> Spans:
 def attend_spans(
     q_THd: Tensor, k_PKd: Tensor, v_PKd: Tensor, spans: Spans, window: int | None
 ) -> Tensor:
-    """Causal attention of every query over its sequence, on a CPU; without gradient."""
-    num_heads, num_kv = q_THd.shape[1], k_PKd.shape[1]
-    size = min(TILE, max(1, SERIAL // (num_heads * BLOCK)))
+    """Causal attention of every query over its sequence, on a CPU; without gradient.
+
+    Each tile has QUERIES queries of one sequence, and as many tiles as the model's heads allow go
+    through every operation together.
+    """
+    num_together = max(1, SERIAL // (q_THd.shape[1] * QUERIES * BLOCK))
+    num_S = -(-spans.count_S // QUERIES)
+    span_N = np.repeat(np.arange(len(num_S)), num_S)
+    offset_N = np.arange(len(span_N)) - np.repeat(np.cumsum(num_S) - num_S, num_S)
+    offset_N *= QUERIES
+    # Tiles that need equally many blocks of keys go together.
+    order = np.argsort(spans.start_S[span_N] + offset_N, kind="stable")
     out_THd = torch.empty_like(q_THd)
-    for s in range(len(spans.first_S)):
-        first, start, count = (int(x[s]) for x in (spans.first_S, spans.start_S, spans.count_S))
-        places = torch.from_numpy(spans.places(s, start + count))
-        k_BKbd, v_BKbd = (_key_blocks(x.index_select(0, places)) for x in (k_PKd, v_PKd))
-        for offset in range(0, count, size):
-            num = min(size, count - offset)
-            tile_RHd = filled_up(q_THd[first + offset : first + offset + num], size)
-            q_KRd = tile_RHd.unflatten(1, (num_kv, -1)).transpose(0, 1).flatten(1, 2)
-            position_R = start + offset + torch.arange(size)
-            o_KRd = _attend_tile(q_KRd.contiguous(), k_BKbd, v_BKbd, position_R, num, window)
-            o_RHd = o_KRd.unflatten(1, (size, -1)).transpose(0, 1).flatten(1, 2)
-            out_THd[first + offset : first + offset + num] = o_RHd[:num]
+    for start in range(0, len(order), num_together):
+        some = order[start : start + num_together]
+        # Filled up with copies of the last one: the shape is always the same.
+        some = np.concatenate([some, np.repeat(some[-1:], num_together - len(some))])
+        _attend_tiles(
+            q_THd, k_PKd, v_PKd, spans, span_N[some], offset_N[some], window, out_THd
+        )  # fmt: skip
     return out_THd
 
 
-def _key_blocks(x_PKd: Tensor) -> Tensor:
-    return filled_up(x_PKd, BLOCK).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
-
-
-def _attend_tile(
-    q_KRd: Tensor,
-    k_BKbd: Tensor,
-    v_BKbd: Tensor,
-    position_R: Tensor,
-    num: int,
+def _attend_tiles(
+    q_THd: Tensor,
+    k_PKd: Tensor,
+    v_PKd: Tensor,
+    spans: Spans,
+    span_N: np.ndarray,
+    offset_N: np.ndarray,
     window: int | None,
-) -> Tensor:
+    out_THd: Tensor,
+) -> None:
     """Blocks of keys in their order, with a running maximum. A block that a query sees nothing of
-    changes no bit of it, so queries of one tile may need different numbers of blocks."""
-    scale = q_KRd.shape[-1] ** -0.5
-    group = q_KRd.shape[1] // len(position_R)
-    position = position_R.repeat_interleave(group)[None, :, None]
-    top = q_KRd.new_full((*q_KRd.shape[:2], 1), float("-inf"), dtype=torch.float32)
-    total = torch.zeros_like(top)
-    acc = q_KRd.new_zeros(q_KRd.shape, dtype=torch.float32)
-    last = int(position_R[num - 1])
-    begin = 0 if window is None else max(0, int(position_R[0]) - window + 1) // BLOCK
-    for b in range(begin, last // BLOCK + 1):
-        distance = position - (b * BLOCK + torch.arange(BLOCK))
-        sees = distance >= 0
-        if window is not None:
-            sees = sees & (distance < window)
-        scores = torch.bmm(q_KRd, k_BKbd[b].transpose(1, 2)).float() * scale
-        scores = scores.masked_fill(~sees, float("-inf"))
+    changes no bit of it, so queries may need different numbers of blocks."""
+    num_heads, num_kv, width = q_THd.shape[1], k_PKd.shape[1], q_THd.shape[2]
+    group, num = num_heads // num_kv, len(span_N)
+    inner_Q = np.minimum(np.arange(QUERIES), spans.count_S[span_N, None] - offset_N[:, None] - 1)
+    token_NQ = torch.from_numpy(spans.first_S[span_N, None] + offset_N[:, None] + inner_Q)
+    position_NQ = spans.start_S[span_N, None] + offset_N[:, None] + inner_Q
+    q_BRd = q_THd[token_NQ].view(num, QUERIES, num_kv, group, width).transpose(1, 2)
+    q_BRd = q_BRd.reshape(num * num_kv, QUERIES * group, width)
+    position_B1R1 = torch.from_numpy(np.repeat(position_NQ, group, axis=1))[:, None, :, None]
+    top = q_BRd.new_full((*q_BRd.shape[:2], 1), float("-inf"), dtype=torch.float32)
+    total, acc = torch.zeros_like(top), torch.zeros_like(q_BRd, dtype=torch.float32)
+    first = 0 if window is None else max(0, int(position_NQ.min()) - window + 1) // BLOCK
+    for b in range(first, int(position_NQ.max()) // BLOCK + 1):
+        places = torch.from_numpy(spans.places(span_N, b * BLOCK, BLOCK)).flatten()
+        k_Bbd, v_Bbd = (
+            x.index_select(0, places).view(num, BLOCK, num_kv, width).transpose(1, 2)
+            .reshape(num * num_kv, BLOCK, width) for x in (k_PKd, v_PKd)
+        )  # fmt: skip
+        distance = position_B1R1 - (b * BLOCK + torch.arange(BLOCK))
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = torch.bmm(q_BRd, k_Bbd.transpose(1, 2)).float() * width**-0.5
+        scores = scores.view(num, num_kv, -1, BLOCK).masked_fill(hidden, float("-inf"))
+        scores = scores.view(num * num_kv, -1, BLOCK)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == float("-inf"), 0.0)
         keep, weights = wide_of(torch.exp, top - base), torch.exp(scores - base)
         total = total * keep + weights.sum(-1, keepdim=True)
-        acc = acc * keep + torch.bmm(weights.to(v_BKbd.dtype), v_BKbd[b]).float()
+        acc = acc * keep + torch.bmm(weights.to(v_Bbd.dtype), v_Bbd).float()
         top = higher
-    return (acc / total.masked_fill(total == 0, 1.0)).to(q_KRd.dtype)
+    o_BRd = (acc / total).to(q_THd.dtype)
+    o_NQHd = o_BRd.view(num, num_kv, QUERIES, group, width).transpose(1, 2).flatten(2, 3)
+    # Queries that fill a tile up are copies of its last one: they write the same bits.
+    out_THd[token_NQ] = o_NQHd
 
 
 class PackedAttend:
