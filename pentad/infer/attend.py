@@ -101,13 +101,17 @@ class Bucket:
             self.real_T = torch.from_numpy(np.flatnonzero(is_real)).to(device)
         self.masks: dict[int | None, Tensor] = {}
 
-    def mask(self, window: int | None) -> Tensor:
-        """[S, 1, L, P]: which places a query may see."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[S, 1, L, P]: 0 for the places a query may see, else -inf. Of one step: booleans would
+        be made into this anew by every layer."""
         if window not in self.masks:
             place_P = torch.arange(self.num_places, device=self.position_SL.device)
             distance = self.position_SL[:, None, :, None] - place_P
-            sees = distance >= 0
-            self.masks[window] = sees if window is None else sees & (distance < window)
+            hidden = distance < 0
+            if window is not None:
+                hidden |= distance >= window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
         return self.masks[window]
 
     def attend(self, q_THd: Tensor, k_BbKd: Tensor, v_BbKd: Tensor, mask: Tensor) -> Tensor:
@@ -177,11 +181,11 @@ class PagedAttend:
         k_BbKd, v_BbKd = self.cache.k[layer], self.cache.v[layer]
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
-            return bucket.attend(q_THd, k_BbKd, v_BbKd, bucket.mask(window))
+            return bucket.attend(q_THd, k_BbKd, v_BbKd, bucket.mask(window, q_THd.dtype))
         o_THd = torch.empty_like(q_THd)
         for bucket in self.buckets:
             q_PHd = q_THd.index_select(0, bucket.token_P)
-            out = bucket.attend(q_PHd, k_BbKd, v_BbKd, bucket.mask(window))
+            out = bucket.attend(q_PHd, k_BbKd, v_BbKd, bucket.mask(window, q_THd.dtype))
             tokens = bucket.token_P
             if bucket.real_T is not None:
                 tokens = tokens.index_select(0, bucket.real_T)
