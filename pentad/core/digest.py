@@ -98,7 +98,8 @@ class _Hasher:
         if _is_fused(pieces[0]):
             from pentad.core.digest_kernel import checksums
 
-            self.sums.append((list(owners), checksums(pieces)))
+            with torch.cuda.device(pieces[0].device):
+                self.sums.append((list(owners), checksums(pieces)))
             return
         device = pieces[0].device
         lengths = torch.tensor([piece.numel() for piece in pieces])

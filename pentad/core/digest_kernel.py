@@ -16,7 +16,7 @@ SPAN = 16 * BLOCK
 
 
 def checksums(pieces: Sequence[Tensor]) -> Tensor:
-    """Of contiguous runs of 32-bit words on one device, int64 each, modulo 2**64."""
+    """Of contiguous runs of 32-bit words on the current device, int64 each, modulo 2**64."""
     device = pieces[0].device
     sizes = np.array([words.numel() for words in pieces], np.int64)
     num_spans = -(-sizes // SPAN)
@@ -26,10 +26,9 @@ def checksums(pieces: Sequence[Tensor]) -> Tensor:
     table = np.stack([owner, first, sizes[owner], address[owner]])
     sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
     if len(owner):
-        with torch.cuda.device(device):
-            _add_checksums[(len(owner),)](
-                torch.from_numpy(table).to(device), sums, BLOCK=BLOCK, SPAN=SPAN, num_warps=4
-            )
+        _add_checksums[(len(owner),)](
+            torch.from_numpy(table).to(device), sums, BLOCK=BLOCK, SPAN=SPAN, num_warps=4
+        )
     return sums
 
 
