@@ -16,6 +16,7 @@ from engine_toys import (
 )
 from torch import Tensor
 
+from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings
 from pentad.models import qwen3_moe
 from pentad.models.decoder import causal_attend
@@ -132,6 +133,17 @@ def test_weights_cast_whole_train_as_those_cast_by_block(no_process_group, is_mo
     by_block, whole = (engine.tensors for engine in engines)
     for name, weight in by_block.items():
         assert torch.equal(weight, whole[name]), name
+
+
+def test_a_model_of_transformers_is_cast_whole_too(no_process_group):
+    rows, results = make_rows(), []
+    for reshards in (True, False):
+        settings = EngineSettings(param_dtype="float64", reshard_after_forward=reshards)
+        engine = build_engine(CONFIG, settings, backend="fsdp", init_from_scratch=True)
+        results.append((train(engine, rows).grad_norm, engine.tensors))
+    assert results[0][0] == results[1][0] > 0
+    for name, weight in results[0][1].items():
+        assert torch.equal(weight, results[1][1][name]), name
 
 
 def test_a_failed_pass_leaves_the_masters_in_place(no_process_group):
