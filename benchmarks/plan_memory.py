@@ -1,10 +1,12 @@
 """What `plan` predicts against what one GPU measures: peak memory by phase over a grid.
 
-    python benchmarks/plan_memory.py                        # Qwen3-0.6B, 16k tokens, every mode
-    python benchmarks/plan_memory.py --tokens 8192 --compile off --json out.json
+    python benchmarks/plan_memory.py                        # the whole grid, about 8 minutes
+    python benchmarks/plan_memory.py --models 0.6b --tokens 16384 --compile off --json out.json
+    python benchmarks/plan_memory.py --toy                  # proves the script on a CPU, no more
 
 Allocated bytes are compared, so the constant for context and allocator slack is left out of both.
-Needs torch, numpy, safetensors and transformers; on a CPU it only says that it needs a GPU.
+Weights are random and made on the device: what they are does not change how much they take.
+Needs torch, numpy, safetensors and transformers. Exits 1 when a ratio is off by more than 10%.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_smoke import QWEN3_0_6B, MeanNll, make_engine, make_rows  # noqa: E402
+from engine_smoke import DEVICE, IS_GPU, QWEN3_0_6B, TOY, MeanNll, make_rows  # noqa: E402
 
 from pentad.config.activations import Keeping  # noqa: E402
 from pentad.config.memory import Training, training_phases  # noqa: E402
-from pentad.core.dims import ModelDims, dims_from_hf  # noqa: E402
+from pentad.core.dims import dims_from_hf  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
+from pentad.engine.engine import Engine  # noqa: E402
+from pentad.engine.held import HeldModel  # noqa: E402
+from pentad.engine.settings import EngineSettings, OptimizerSettings  # noqa: E402
+from pentad.parallel.cuts import local  # noqa: E402
+from pentad.parallel.mesh import build_meshes  # noqa: E402
 
 GIB = 2**30
-QWEN3_MOE_SLICE = {
-    **QWEN3_0_6B,
+LIMIT = 0.1
+QWEN3_4B = QWEN3_0_6B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+QWEN3_MOE_SLICE = QWEN3_0_6B | {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -43,101 +58,186 @@ QWEN3_MOE_SLICE = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
-MODELS = {"dense": QWEN3_0_6B, "moe": QWEN3_MOE_SLICE}
-MODES: list[tuple[str, str | int]] = [
-    ("none", "op"),
-    ("selective", "op"),
-    ("selective", 2),
-    ("full", "op"),
-]
+MODELS = {"0.6b": QWEN3_0_6B, "4b": QWEN3_4B, "moe": QWEN3_MOE_SLICE}
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "op": {"mode": "selective", "selective": "op"},
+    "stride 2": {"mode": "selective", "selective": 2},
+    "full": {"mode": "full"},
+    "budget 0.3": {"mode": "memory_budget", "budget": 0.3},
+    "budget 0.6": {"mode": "memory_budget", "budget": 0.6},
+}
+GRID = {
+    "0.6b": ((16384, 2048), (32768, 8192), (8192, 512)),
+    "4b": ((16384, 4096),),
+    "moe": ((16384, 2048), (32768, 4096)),
+}
+"""(tokens a microbatch, tokens a sequence) of each model."""
 
 
-def predict(
-    dims: ModelDims, tokens: int, mode: str, selective: str | int, is_compiled: bool
-) -> dict[str, float]:
-    keeping = Keeping(mode=mode, selective=selective, is_compiled=is_compiled)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tokens: int
+    length: int
+    compile: bool
+    mode: str
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    case: Case
+    phase: str
+    predicted_bytes: float
+    measured_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted_bytes / self.measured_bytes
+
+
+def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
+    keeping = Keeping(
+        **MODES[case.mode], is_compiled=case.compile, compute_bytes=2 if IS_GPU else 4
+    )
     training = Training(
-        dims=dims, layout=Layout(), keeping=keeping, microbatch_tokens=tokens, num_microbatches=2
+        dims=dims_from_hf(config),
+        layout=Layout(),
+        keeping=keeping,
+        microbatch_tokens=case.tokens,
+        num_microbatches=2,
+        offload=case.offload,
+        device=DEVICE.type,
     )
     phases = training_phases(training, 0)
     return {name: phase.device_bytes - phase.device["overhead"] for name, phase in phases.items()}
 
 
-def measure(
-    config: dict[str, Any],
-    tokens: int,
-    length: int,
-    mode: str,
-    selective: str | int,
-    compiles: bool,
-) -> dict[str, float]:
-    gc.collect()
-    torch.cuda.empty_cache()
-    engine = make_engine(
-        config,
-        ac_mode=mode,
-        ac_selective=selective,
-        compile=compiles,
-        max_tokens_per_mb=tokens,
+def make_engine(config: dict[str, Any], case: Case) -> Engine:
+    how = MODES[case.mode]
+    settings = EngineSettings(
+        compute_dtype="bfloat16" if IS_GPU else "float32",
+        optimizer=OptimizerSettings(lr=1e-5),
+        ac_mode=how["mode"],
+        ac_selective=how.get("selective", "op"),
+        ac_memory_budget=how.get("budget", 0.5),
+        compile=case.compile,
+        offload_params=case.offload,
+        max_tokens_per_mb=case.tokens,
     )
-    found = {"load": float(torch.cuda.memory_allocated())}
-    rows = make_rows([length] * (2 * tokens // length), config["vocab_size"])
-    peaks: dict[str, float] = {}
+    meshes = build_meshes(Layout(), DEVICE)
+    held = HeldModel(dims_from_hf(config), settings, meshes, value_head=False)
+    with torch.no_grad():
+        for name, parameter in held.parameters.items():
+            norm = name.endswith("norm.weight")
+            local(parameter).fill_(1.0) if norm else local(parameter).normal_(std=0.02)
+    return Engine(held, settings, meshes=meshes, hf_config=config)
 
-    def watch(name: str, call: Any) -> None:
-        torch.cuda.reset_peak_memory_stats()
+
+def allocated() -> float:
+    return float(torch.cuda.memory_allocated()) if IS_GPU else 1.0
+
+
+def peak_of(call: Callable[[], object]) -> float:
+    if not IS_GPU:
         call()
-        torch.cuda.synchronize()
-        peaks[name] = float(torch.cuda.max_memory_allocated())
+        return 1.0
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated())
 
-    for _ in range(2):  # the first round allocates the optimizer's state and compiles
+
+def measure(config: dict[str, Any], case: Case) -> dict[str, float]:
+    gc.collect()
+    if IS_GPU:
+        torch.cuda.empty_cache()
+    before = allocated()  # of compiled code and libraries, which count as overhead
+    engine = make_engine(config, case)
+    found = {"load": allocated()}
+    rows = make_rows([case.length] * (2 * case.tokens // case.length), config["vocab_size"])
+    for _ in range(2):  # the first round compiles
         engine.begin_step()
-        watch("backward", lambda: engine.accumulate(rows, MeanNll()))
-        watch("optimizer", engine.end_step)
-        watch("log-prob", lambda: engine.forward(rows))
-    return found | peaks
+        found["backward"] = peak_of(lambda: engine.accumulate(rows, MeanNll()))
+        found["optimizer"] = peak_of(lambda: _step(engine))
+        found["log-prob"] = peak_of(lambda: engine.forward(rows))
+    return {phase: size - before * IS_GPU for phase, size in found.items()}
+
+
+def _step(engine: Engine) -> None:
+    result = engine.end_step()
+    assert not result.skipped, result.reason
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    for model in args.models:
+        for tokens, length in GRID[model]:
+            if args.tokens and tokens not in args.tokens:
+                continue
+            for word in args.compile:
+                for mode in args.modes:
+                    if MODES[mode]["mode"] != "memory_budget" or word == "on":
+                        yield Case(model, tokens, length, word == "on", mode)
+        if args.offload:
+            yield Case(model, *GRID[model][0], False, "op", True)
+
+
+def show(found: Found) -> None:
+    case = found.case
+    what = f"{case.model:5}{case.tokens:7}{case.length:6} {'on' if case.compile else 'off':8}"
+    mode = case.mode + (" offload" if case.offload else "")
+    sizes = f"{found.predicted_bytes / GIB:10.2f}{found.measured_bytes / GIB:10.2f}"
+    mark = "" if abs(found.ratio - 1) <= LIMIT else "  <--"
+    print(f"{what}{mode:12}{found.phase:10}{sizes}{found.ratio:8.3f}{mark}", flush=True)
+
+
+def run_case(case: Case, toy: bool) -> list[Found]:
+    config = MODELS[case.model]
+    if toy:
+        config = config | {key: TOY[key] for key in ("vocab_size", "hidden_size", "head_dim")}
+        config = config | {"num_hidden_layers": 2, "intermediate_size": 128}
+        config = config | ({"moe_intermediate_size": 32} if case.model == "moe" else {})
+    try:
+        got = measure(config, case)
+    except RuntimeError as error:  # out of memory, or what does not compile: the grid goes on
+        print(f"{case}: {type(error).__name__}: {error}", flush=True)
+        return []
+    want = predict(config, case)
+    return [Found(case, phase, want[phase], size) for phase, size in got.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--tokens", nargs="+", type=int, help="of the grid's sizes only these")
     parser.add_argument("--compile", nargs="+", default=["off", "on"], choices=["off", "on"])
+    parser.add_argument("--offload", action="store_true", help="also offload_params, once a model")
+    parser.add_argument("--toy", action="store_true", help="tiny models; measures nothing")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    records = []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.tokens} tokens")
-    for name in args.model:
-        config = MODELS[name]
-        dims = dims_from_hf(config)
-        for compiles in [word == "on" for word in args.compile]:
-            for mode, selective in MODES:
-                got = measure(config, args.tokens, args.length, mode, selective, compiles)
-                want = predict(dims, args.tokens, mode, selective, compiles)
-                for phase, size in got.items():
-                    ratio = want[phase] / size
-                    print(
-                        f"{name:6} compile={compiles!s:5} {mode:9} {selective!s:3} {phase:10} "
-                        f"predicted {want[phase] / GIB:6.2f} measured {size / GIB:6.2f} "
-                        f"ratio {ratio:.3f}",
-                        flush=True,
-                    )
-                    records.append(
-                        {
-                            "model": name,
-                            "compile": compiles,
-                            "mode": mode,
-                            "selective": selective,
-                            "phase": phase,
-                            "predicted_bytes": want[phase],
-                            "measured_bytes": size,
-                        }
-                    )
-    if args.json:
-        Path(args.json).write_text(json.dumps(records, indent=1))
+    if not IS_GPU and not args.toy:
+        raise SystemExit("this benchmark needs a GPU; --toy runs it on the CPU, to no purpose")
+    name = torch.cuda.get_device_name() if IS_GPU else "CPU"
+    print(f"{name}, torch {torch.__version__}; bytes in GiB, without overhead")
+    print(f"{'model':5}{'tokens':>7}{'seq':>6} {'compile':8}{'mode':12}{'phase':10}", end="")
+    print(f"{'predicted':>10}{'measured':>10}{'ratio':>8}")
+    found: list[Found] = []
+    for case in cases(args):
+        if args.toy:
+            case = Case(case.model, 256, 64, False, case.mode, case.offload)
+        for one in run_case(case, args.toy):
+            show(one)
+            found.append(one)
+        if args.json:  # after every case: a run that is cut short leaves what it had
+            records = [asdict(one.case) | asdict(one) | {"ratio": one.ratio} for one in found]
+            head = {"device": name, "torch": torch.__version__, "records": records}
+            Path(args.json).write_text(json.dumps(head, indent=1))
+    off = [one for one in found if abs(one.ratio - 1) > LIMIT]
+    print(f"{len(found) - len(off)} of {len(found)} within {LIMIT:.0%}")
+    if off and IS_GPU:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

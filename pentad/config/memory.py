@@ -313,7 +313,8 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     # The actor's own weights are set aside while another tag is in place.
     put(after_load, tags_at, "tags", p * shard * (training.num_tags + bool(training.num_tags)))
     if training.with_optimizer:
-        put(after_load, where, "optimizer", OPTIMIZER_STATES * p * shard)
+        # It exists from the start (engine.optim), so a run that loads has room for it.
+        put(PHASES, where, "optimizer", OPTIMIZER_STATES * p * shard)
         put(("optimizer",), where, "gradients", p * shard)
     put(("log-prob", "backward"), "device", "gathered weights", gathered_weights(training, held))
     for part, size in forward_moment(training, pp_rank).items():
