@@ -177,6 +177,8 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
         draft.set(f"{key}.enable_compile", False, f"{schedule} splits the backward pass")
     elif archon.enable_compile == "auto" and ac_mode == "memory_budget":
         draft.set(f"{key}.enable_compile", True, "ac_mode = memory_budget needs it")
+    elif archon.enable_compile == "auto" and archon.ac_debug:
+        draft.set(f"{key}.enable_compile", False, "ac_debug = true looks at every operation")
     if ac_mode == "auto" and model.gradient_checkpointing:
         ac_mode = "selective"
         draft.set(f"{key}.ac_mode", ac_mode)

@@ -16,7 +16,13 @@ from pentad.config.machine import GpuQueryError, find_gpus
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.fit import expert_problems, head_problems, list_of, width_problems
+from pentad.core.fit import (
+    balance_problems,
+    expert_problems,
+    head_problems,
+    list_of,
+    width_problems,
+)
 from pentad.core.layout import Allocation, Component, divisors, parse_allocation
 from pentad.core.stages import (
     SCHEDULES,
@@ -325,6 +331,45 @@ def stages_have_layers(case: Case) -> Iterator[Problem]:
         yield Problem(case.where, rule, f"p can be at most {most}")
 
 
+def given_layers_are_all(case: Case) -> Iterator[Problem]:
+    given = case.model.archon.layers_per_stage
+    pp = case.component.size("p")
+    if given is None or pp == 1:
+        return
+    where = f"{case.key}.archon.layers_per_stage = {list(given)}"
+    stages = pp * case.stages_per_rank
+    if len(given) != stages:
+        rule = f"{len(given)} numbers for p{pp} x {case.stages_per_rank} stages a rank = {stages}"
+        yield Problem(where, rule, "give one for each stage, or leave it out")
+    elif case.dims is not None and sum(given) != case.dims.num_layers:
+        rule = f"sums to {sum(given)}, and the model has {case.dims.num_layers} layers"
+        yield Problem(where, rule, "leave it out to have them balanced")
+
+
+def kept_products_meet_experts(case: Case) -> Iterator[Problem]:
+    """Experts are gathered within their block, in backward but not in every forward."""
+    archon, has_experts = case.model.archon, case.dims is not None and case.dims.num_experts > 0
+    if case.component.size("p") == 1 or splits_backward(archon.pp_schedule) or not has_experts:
+        return
+    is_op = archon.ac_mode == "selective" and archon.ac_selective in ("op", None)
+    if archon.reshard_after_forward_policy == "always" and is_op:
+        where = f"{case.key}.archon.reshard_after_forward_policy = always"
+        rule = "experts of a pipeline would be gathered anew, which ac_selective = op cannot replay"
+        yield Problem(where, rule, "leave it out, or use ac_selective: 2 or ac_mode: full")
+
+
+def experts_are_balanced(case: Case) -> Iterator[Problem]:
+    archon = case.model.archon
+    if case.dims is None or case.component.role not in ("actor", "critic"):
+        return
+    given = {
+        f"{case.key}.archon.moe_aux_loss_coef": archon.moe_aux_loss_coef,
+        f"{case.key}.archon.moe_z_loss_coef": archon.moe_z_loss_coef,
+    }
+    key = f"{case.key}.archon.moe_bias_rate"
+    yield from balance_problems(case.dims, given, (key, archon.moe_bias_rate))
+
+
 def schedule_takes_stages(case: Case) -> Iterator[Problem]:
     archon = case.model.archon
     given = archon.stages_per_rank
@@ -384,8 +429,11 @@ TRAINING_RULES: tuple[Rule, ...] = (
     experts_divide,
     replicas_divide,
     stages_have_layers,
+    given_layers_are_all,
     schedule_takes_stages,
     zero_bubble_rules,
+    kept_products_meet_experts,
+    experts_are_balanced,
     microbatches_fit_rounds,
 )
 

@@ -151,6 +151,9 @@ class ArchonConfig(Section):
     """Pipeline schedule. Short names: I1F1B, IZB, ZBV."""
     stages_per_rank: Count | None = None
     """Pipeline stages each rank holds. null: 1 under 1F1B, else 2."""
+    layers_per_stage: tuple[Count, ...] | None = None
+    """How many layers each pipeline stage holds, first to last. null: balanced by cost, embedding
+    and head counted."""
     enable_compile: Literal["auto"] | bool = "auto"
     """torch.compile per block. auto: on for CUDA unless the schedule is a zero-bubble one."""
     ac_mode: Literal["auto", "none", "selective", "full", "memory_budget"] = "auto"
@@ -161,9 +164,11 @@ class ArchonConfig(Section):
     ac_memory_budget: Share = 0.5
     """For memory_budget: 0 recomputes most, 1 nothing. Needs compile."""
     ac_debug: bool = False
-    """Checks that recomputed activations match; slow."""
+    """Logs, once a layer, which operations are kept and which are computed again. Slow, and
+    without compile, which would hide them."""
     offload_params: bool = False
-    """Keeps sharded parameters, gradients and optimizer state in host memory."""
+    """Keeps parameters, gradients and optimizer state in host memory, where the optimizer then
+    runs; layers are brought to the device as they are used. On one device, too."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Whether parameters are sharded again between forward and backward. default: yes, but not
     in a pipeline and not on one rank, where that only costs time."""
@@ -171,6 +176,14 @@ class ArchonConfig(Section):
     """Bitwise repeatable training, or a refusal that names the operation."""
     dp_replicate: Count = 1
     """Replicas among the data-parallel ranks; the rest of `d` shards."""
+    moe_aux_loss_coef: NonNegative = 0.0
+    """Weight of the load-balancing loss of a mixture, which is 1 in each layer when all experts
+    are equally busy. A mean over each microbatch: the one loss that depends on how a step is cut."""
+    moe_z_loss_coef: NonNegative = 0.0
+    """Weight of the mean square of the routers' log-partition; as `moe_aux_loss_coef`."""
+    moe_bias_rate: NonNegative = 0.0
+    """How far the selection bias of an expert moves at each step, towards equal load. Needs a
+    family whose files have a place for it; Qwen3-MoE has none."""
 
 
 class ModelConfig(Section):
@@ -191,7 +204,8 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = True
     """Switches activation checkpointing as a whole; `archon.ac_mode` says which kind."""
     pad_to_maximum: Literal["auto"] | bool = "auto"
-    """Pads every microbatch to the largest. auto: no, lengths may differ."""
+    """Fills every microbatch up to `mb_spec.max_tokens_per_mb` with tokens that are never trained,
+    so that all have one shape. auto: no, shapes may differ."""
     enable_tree_training: bool = False
     """Accepted and without effect: a warning says so."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()

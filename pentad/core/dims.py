@@ -181,6 +181,8 @@ class ModelDims:
 
 _NO_OUT_BIAS = {"qwen2", "qwen2_moe"}
 """Families whose q, k, v have a bias (a switch of its own in qwen2_moe) and whose o has none."""
+_ROUTER_BIAS: frozenset[str] = frozenset()
+"""Families whose files have a place for a selection bias of experts; of those here, none."""
 _QK_NORM = {"qwen3", "qwen3_moe"}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -422,3 +424,8 @@ def _moe_layers(read: _Numbers, num_layers: int) -> tuple[bool, ...]:
     dense = set(given) if is_list else set()
     stride = read.whole("decoder_sparse_step", 1)
     return tuple(layer not in dense and (layer + 1) % stride == 0 for layer in range(num_layers))
+
+
+def has_router_bias(family: str) -> bool:
+    """Whether a saved model of the family can hold a selection bias of its experts."""
+    return family in _ROUTER_BIAS

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from pentad.core.dims import ModelDims
+from pentad.core.dims import ModelDims, has_router_bias
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Layout, divisors
 
@@ -86,6 +86,19 @@ def expert_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Pro
     if not dims.num_experts and layout.ep * layout.etp > 1:
         rule = f"e{layout.ep} and t{layout.etp} of ffn need experts, and the model has none"
         yield Problem(where, rule, "leave them out")
+
+
+def balance_problems(
+    dims: ModelDims, losses: Mapping[str, float], bias: tuple[str, float]
+) -> Iterator[Problem]:
+    """What keeps experts busy needs experts; a bias needs a place in the files of the family."""
+    key, rate = bias
+    for name, value in (*losses.items(), bias):
+        if value and not dims.num_experts:
+            yield Problem(f"{name} = {value:g}", "the model has no experts", "leave it out")
+    if rate and dims.num_experts and not has_router_bias(dims.family):
+        rule = f"a saved {dims.family} has no place for a bias, so it would route otherwise"
+        yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (aux_loss_coef)")
 
 
 def list_of(numbers: list[int]) -> str:

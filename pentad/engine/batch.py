@@ -5,8 +5,9 @@ predicts: position t of a sequence says something about token t + 1. So everythi
 to the left on the way in and back on the way out; the last position of a sequence predicts nothing
 (label -1, columns 0), and a sequence's first token gets 0 on the way out.
 
-Where tokens are dealt over ranks (cp, tp), a microbatch is filled up with one more sequence that
-is never trained; what is shifted is shifted before the tokens are dealt.
+Where tokens are dealt over ranks (cp, tp) or all microbatches are to have one size, a microbatch is
+filled up with sequences that are never trained; what is shifted is shifted before the tokens are
+dealt.
 
 Shapes: T packed tokens (of this rank's share), S sequences, C columns.
 """
@@ -94,7 +95,7 @@ class PackedRows:
     num_rows: int
     """0: nothing but filling, computed so that all ranks make the same calls."""
     lengths: list[int]
-    """Of all sequences of the microbatch, the filling one included."""
+    """Of all sequences of the microbatch, the filling ones included."""
     ids_T: Tensor
     positions_T: Tensor
     labels_T: Tensor
@@ -158,11 +159,17 @@ def check_routes(rows: Sequence[Row], dims: ModelDims) -> None:
             raise RunError(f"row {i}: routes give a token the same expert twice")
 
 
-def fill_up(lengths: Sequence[int], multiple: int) -> list[int]:
-    """The lengths with one more sequence where their sum is no positive multiple."""
+def fill_up(lengths: Sequence[int], multiple: int, at_least: int = 1) -> list[int]:
+    """The lengths, with more sequences where their sum is smaller than `at_least` or no multiple.
+
+    None of those is longer than the longest given: attention over filling must not cost most.
+    """
     total = sum(lengths)
-    missing = -total % multiple if total else multiple
-    return [*lengths, missing] if missing else list(lengths)
+    missing = -(-max(total, at_least) // multiple) * multiple - total
+    longest = max(lengths, default=missing)
+    pieces = [longest] * (missing // longest) if missing else []
+    rest = missing - sum(pieces)
+    return [*lengths, *pieces, *([rest] if rest else [])]
 
 
 def pack_rows(
@@ -171,10 +178,11 @@ def pack_rows(
     device: torch.device,
     *,
     multiple: int = 1,
+    at_least: int = 1,
     cp: Axis = ALONE,
 ) -> PackedRows:
-    """One microbatch, filled up to a multiple of tokens; of it, the share of this cp rank."""
-    lengths = fill_up([row.ids.numel() for row in rows], multiple)
+    """One microbatch, filled up as `fill_up` says; of it, the share of this cp rank."""
+    lengths = fill_up([row.ids.numel() for row in rows], multiple, at_least)
     length_S = np.asarray(lengths, dtype=np.int64)
     ends_S = np.cumsum(length_S)
     num_tokens, num_real = int(ends_S[-1]), sum(row.ids.numel() for row in rows)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pentad.core.errors import RunError
-from pentad.core.fit import check_fit
+from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError, UserError
+from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import Layout
 from pentad.core.roles import NamedTensors
 from pentad.core.types import Accumulated, Loss, Row, StepResult
@@ -37,7 +38,7 @@ from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.state import present_all, take_all
 from pentad.engine.step import OpenStep
 from pentad.engine.tags import WeightTags, copy_all
-from pentad.models.balance import measure_balance, move_biases, scale_losses
+from pentad.models.balance import BalanceSettings, measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
 from pentad.models.registry import save_model
@@ -83,6 +84,7 @@ def build_engine(
     else:
         dims = dims_of(source, family)
         check_fit(layout, dims)
+        check_balance(settings.balance, dims)
         meshes = build_meshes(layout, device)
         maker = decoder_maker(dims, settings, meshes, value_head=value_head)
     held = HeldModel(maker, meshes)
@@ -100,6 +102,14 @@ def build_engine(
         source_folder=source if isinstance(source, str | Path) else None,
         tokenizer_folder=tokenizer_folder,
     )
+
+
+def check_balance(balance: BalanceSettings, dims: ModelDims) -> None:
+    """Refuses what needs experts where there are none; the map says whether a bias has a place."""
+    losses = {"aux_loss_coef": balance.aux_loss_coef, "z_loss_coef": balance.z_loss_coef}
+    given = losses if dims.num_experts else losses | {"bias_rate": balance.bias_rate}
+    if problems := list(balance_problems(dims, given, ("bias_rate", 0.0))):
+        raise UserError(problems)
 
 
 class Engine:
@@ -159,7 +169,7 @@ class Engine:
     def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
         """The same on every rank."""
         predicted, plan = self._score(rows, tag)
-        return per_row(predicted, plan, rows, self.meshes)
+        return per_row(predicted, plan, rows, self.meshes, self.settings.min_tokens_per_mb)
 
     def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
         """The experts each token is sent to under the weights named `tag`, as `Row.routes`."""
@@ -171,7 +181,8 @@ class Engine:
         for chosen in noted:
             chosen_TLk = torch.stack([chosen[layer] for layer in sorted(chosen)], dim=1)
             recorded.append(gather_shared(chosen_TLk, self.meshes.tp))
-        return routes_per_row(recorded, plan, rows, self.meshes)
+        at_least = self.settings.min_tokens_per_mb
+        return routes_per_row(recorded, plan, rows, self.meshes, at_least)
 
     def _score(
         self, rows: Sequence[Row], tag: str, noted: list[Routes] | None = None
@@ -215,6 +226,7 @@ class Engine:
                 columns,
                 self.device,
                 multiple=self.meshes.token_multiple,
+                at_least=self.settings.min_tokens_per_mb,
                 cp=self.meshes.cp,
             )
 
@@ -252,7 +264,8 @@ class Engine:
         loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches, is_last=last)
-        outputs_per_row = per_row(predicted, plan, rows, self.meshes)
+        at_least = self.settings.min_tokens_per_mb
+        outputs_per_row = per_row(predicted, plan, rows, self.meshes, at_least)
         return Accumulated(loss_total, count, stats_total, outputs_per_row)
 
     def end_step(self) -> StepResult:
@@ -288,7 +301,7 @@ class Engine:
         """This rank's shards of the gradient, by name; what several ranks hold is added up."""
         self.held.tied.give_gradient()
         gradients = {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        sum_copies(gradients, self.cuts)
+        sum_copies(gradients, self.cuts, self.device)
         return gradients
 
     def _move(self, gradients: dict[str, Tensor], norm: float, count: float, lr: float) -> None:

@@ -24,7 +24,7 @@ from pentad.models.strict import apply_strict
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, plan_pipeline
-from pentad.parallel.storage import reshard
+from pentad.parallel.storage import give_memory, reshard
 from pentad.parallel.tied import TiedHead
 from pentad.weights import flow
 
@@ -41,6 +41,8 @@ class Maker:
     wrap: Callable[[LanguageModel], Predictor]
     """Laid out, still without memory."""
     pipeline: Pipeline | None = None
+    offloads: bool = False
+    """Whether parameters lie on the host."""
 
 
 def decoder_maker(
@@ -61,11 +63,13 @@ def decoder_maker(
         assert isinstance(model, Decoder)
         return wrap_model(model, settings, meshes.device, meshes)
 
-    return Maker(build, wrap, plan_pipeline(dims, meshes.layout, settings))
+    pipeline = plan_pipeline(dims, meshes.layout, settings)
+    return Maker(build, wrap, pipeline, settings.offload_params)
 
 
 class HeldModel:
-    """The parts of the model held here, in the order of their stages, on the device.
+    """The parts of the model held here, in the order of their stages, on the device (parameters
+    on the host where they are offloaded).
 
     Names are those of the whole model. The copy of a tied embedding is no parameter of its own:
     `tied` moves weights and gradients between the two.
@@ -77,9 +81,9 @@ class HeldModel:
         self.face = maker.build()
         """The whole model without memory: what is saved and published, by name and shape."""
         decoders = [self.face] if self.pipeline is None else _stages(maker, meshes)
-        self.parts: list[Predictor] = [
-            maker.wrap(decoder).to_empty(device=meshes.device) for decoder in decoders
-        ]
+        self.parts: list[Predictor] = [maker.wrap(decoder) for decoder in decoders]
+        for part in self.parts:
+            give_memory(part, meshes.device, offload=maker.offloads)
         self.decoders = [part.decoder for part in self.parts]
         for decoder in self.decoders:
             decoder.fill_tables()
@@ -95,7 +99,8 @@ class HeldModel:
         if self.pipeline is not None and is_tied:
             held = {name: p for name, p, _ in named}
             ends = held.get("embed.weight"), held.get(TIED)
-            self.tied = TiedHead(*ends, meshes.pp, first=0, last=self.pipeline.last_rank)
+            last = self.pipeline.last_rank
+            self.tied = TiedHead(*ends, meshes.pp, first=0, last=last, device=meshes.device)
             named = [item for item in named if item[0] != TIED]
         self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
@@ -147,7 +152,7 @@ class HeldModel:
             if stage in streams:
                 got, tensor = next(streams[stage])
                 assert got == name, f"stage {stage} gave {got} for {name}"
-                tensor = tensor.contiguous()
+                tensor = tensor.to(self.meshes.device).contiguous()
             else:
                 tensor = torch.empty(info.shape, dtype=info.dtype, device=self.meshes.device)
             source = pipeline.rank_of(stage)

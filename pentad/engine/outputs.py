@@ -40,34 +40,39 @@ def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
 
 
 def per_row(
-    predicted: Sequence[Predicted], plan: Plan, rows: Sequence[Row], meshes: Meshes
+    predicted: Sequence[Predicted],
+    plan: Plan,
+    rows: Sequence[Row],
+    meshes: Meshes,
+    at_least: int = 1,
 ) -> list[dict[str, Tensor]]:
     """Gives each row its own, token-aligned, on the CPU; after all work was sent to the device.
 
-    `predicted` are this rank's microbatches; `plan` says what those of the others hold.
+    `predicted` are this rank's microbatches, of `at_least` so many tokens; `plan` says what those
+    of the others hold.
     """
     outputs: list[dict[str, Tensor]] = [{} for _ in rows]
     for k, name in enumerate(NAMES):
         mine = [x_T for parts in predicted if (x_T := parts[k]) is not None]
-        for indices, lengths, x_T in _of_all(mine, plan, rows, meshes):
+        for indices, lengths, x_T in _of_all(mine, plan, rows, meshes, at_least):
             for i, piece in zip(indices, split_out(x_T, lengths), strict=False):
                 outputs[i][name] = piece
     return outputs
 
 
 def routes_per_row(
-    recorded: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes
+    recorded: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes, at_least: int = 1
 ) -> list[Tensor]:
     """Of each row the experts its tokens were sent to, [L, mixture layers, k], on the CPU."""
     outputs: dict[int, Tensor] = {}
-    for indices, lengths, routes_TLk in _of_all(recorded, plan, rows, meshes):
+    for indices, lengths, routes_TLk in _of_all(recorded, plan, rows, meshes, at_least):
         pieces = routes_TLk.split(list(lengths))
         outputs |= {i: piece.clone() for i, piece in zip(indices, pieces, strict=False)}
     return [outputs[i] for i in range(len(rows))]
 
 
 def _of_all(
-    mine: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes
+    mine: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes, at_least: int
 ) -> Iterator[tuple[list[int], list[int], Tensor]]:
     """(rows, lengths with filling, numbers of all tokens) of every microbatch of every rank.
 
@@ -77,7 +82,7 @@ def _of_all(
         return
     cp = meshes.cp.size
     lengths = [
-        [fill_up([rows[i].ids.numel() for i in mb], meshes.token_multiple) for mb in mbs]
+        [fill_up([rows[i].ids.numel() for i in mb], meshes.token_multiple, at_least) for mb in mbs]
         for mbs in plan
     ]
     totals = [sum(map(sum, mbs)) // cp for mbs in lengths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -70,18 +71,29 @@ class EngineSettings:
     """Most tokens of one forward pass; None: all rows of a call in one."""
     n_mbs: int = 1
     """Microbatches a call is cut into, at least."""
+    pad_to_maximum: bool = False
+    """Fills every microbatch up to `max_tokens_per_mb` with tokens that are never trained, so that
+    all have one shape."""
     logprob_bytes: int | None = None
     """Room for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
     gradient_checkpointing: bool = True
     """Switches activation checkpointing as a whole."""
-    ac_mode: Literal["none", "selective", "full"] = "none"
+    ac_mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """memory_budget leaves the choice to the compiler, within `ac_memory_budget`."""
     ac_selective: Literal["op"] | int = "op"
     """What selective does: `op` keeps the results of matrix products and attention; n recomputes
     every n-th block whole."""
+    ac_memory_budget: float = 0.5
+    """For memory_budget: the share of what could be kept that is kept."""
+    ac_debug: bool = False
+    """Logs, once for each block, what is kept and what is computed again."""
     compile: bool = False
     """torch.compile per block; on CUDA only."""
     reshard_after_forward: bool = True
     """Whether blocks give up their gathered weights between forward and backward."""
+    offload_params: bool = False
+    """Parameters, gradients and optimizer state lie in host memory, and the optimizer runs there;
+    blocks are brought to the device when they are used."""
     pp_schedule: str = "Interleaved1F1B"
     """Of `core.stages.SCHEDULES`; read where the layout has several pipeline ranks."""
     stages_per_rank: int | None = None
@@ -112,8 +124,32 @@ class EngineSettings:
         if self.ac_selective != "op" and self.ac_selective < 1:
             rule = "must be op or a stride of at least 1"
             problems.append(Problem(f"ac_selective = {self.ac_selective}", rule))
+        problems += self._recomputation_problems()
+        if self.pad_to_maximum and self.max_tokens_per_mb is None:
+            rule = "the maximum is max_tokens_per_mb, which is not set"
+            problems.append(Problem("pad_to_maximum = True", rule, "give it"))
+        if self.pad_to_maximum and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
+            rule = "the router's own losses would be trained on what is padded"
+            problems.append(Problem("pad_to_maximum = True", rule, "set their weights to 0"))
         if problems:
             raise UserError(problems)
+
+    def _recomputation_problems(self) -> Iterator[Problem]:
+        where = f"ac_mode = {self.ac_mode}"
+        is_budget = self.ac_mode == "memory_budget" and self.gradient_checkpointing
+        if is_budget and not self.compile:
+            yield Problem(where, "the compiler keeps to it, and compile = False", "use full")
+        if not 0 <= self.ac_memory_budget <= 1:
+            where = f"ac_memory_budget = {self.ac_memory_budget}"
+            yield Problem(where, "must lie between 0 and 1")
+        if self.ac_debug and self.compile:
+            rule = "compile = True hides the operations that it would look at"
+            yield Problem("ac_debug = True", rule, "set one of the two to False")
+
+    @property
+    def min_tokens_per_mb(self) -> int:
+        """What every microbatch is filled up to."""
+        return (self.max_tokens_per_mb or 1) if self.pad_to_maximum else 1
 
     @property
     def is_mixed(self) -> bool:

@@ -33,8 +33,10 @@ class FlatCopy:
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies pairwise; on return both sides may be used."""
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
     devices = {x.device for x in (*targets, *sources) if x.is_cuda}
+    if not devices and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # offloaded weights may still be on their way to a pass
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
     if devices and any(not x.is_cuda for x in (*targets, *sources)):
         for device in devices:  # copies to and from pinned memory run behind the caller's back
             torch.cuda.synchronize(device)

@@ -20,7 +20,7 @@ from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model
 from pentad.models.language_model import LanguageModel
-from pentad.parallel.blocks import apply_to_block
+from pentad.parallel.blocks import apply_to_blocks
 from pentad.parallel.cuts import cut_parameters
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.storage import apply_storage
@@ -50,7 +50,7 @@ def transformers_maker(
         assert isinstance(model, HfModel)
         return lay_out_hf(model, settings, meshes)
 
-    return Maker(build, wrap)
+    return Maker(build, wrap, offloads=settings.offload_params)
 
 
 def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
@@ -82,8 +82,7 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp)
     blocks = model.blocks
-    for index, block in blocks.items():
-        apply_to_block(block, index, settings, meshes.device)
+    apply_to_blocks(blocks, settings, meshes.device)
     apply_storage(predictor, model, blocks.values(), cuts, {}, settings, meshes)
     predictor.cuts = cuts
     if meshes.layout.world > 1:

@@ -125,7 +125,8 @@ def gather_whole(tensor: Tensor) -> Tensor:
                 rows_of(size, dim, [*cuts[:axis], (placement, num, rank)]) for rank in range(num)
             ]
             lengths = [stop - start for start, stop in ends]
-            whole = _gather_rows(whole.movedim(dim, 0), lengths, mesh.get_group(axis))
+            rows = whole.movedim(dim, 0).to(mesh.device_type)  # from the host, where offloaded
+            whole = _gather_rows(rows, lengths, mesh.get_group(axis))
             whole = whole.movedim(0, dim)
     return whole
 

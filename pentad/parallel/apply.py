@@ -23,7 +23,7 @@ from typing import Protocol
 from torch import nn
 
 from pentad.core.seams import Seam
-from pentad.parallel.blocks import BlockSettings, apply_to_block
+from pentad.parallel.blocks import BlockSettings, apply_to_blocks
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
 from pentad.parallel.experts import CellDispatch
 from pentad.parallel.mesh import Meshes
@@ -62,8 +62,7 @@ def lay_out(parts: ModelParts, settings: LayoutSettings, meshes: Meshes) -> dict
     apply_seams(parts.model, parts.seams, dims, cuts, meshes.tp)
     if meshes.cell.size > 1:
         parts.set_dispatch(CellDispatch(meshes.cell, meshes.layout.etp, dims.num_experts))
-    for index, block in parts.blocks.items():
-        apply_to_block(block, index, settings, meshes.device)
+    apply_to_blocks(parts.blocks, settings, meshes.device)
     entries = parts.weight_map.entries
     own_dtypes = {name: entries[name].rule.dtype for name in named if entries[name].rule.dtype}
     blocks = parts.blocks.values()

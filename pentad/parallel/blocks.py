@@ -6,8 +6,8 @@ names stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +18,9 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from pentad.core.errors import Problem, UserError
+from pentad.parallel.recompute_log import RecomputeLog
 
 KEPT_OPS = {
     "aten.mm.default",
@@ -55,25 +58,81 @@ class BlockSettings(Protocol):
     @property
     def ac_selective(self) -> Literal["op"] | int: ...
     @property
+    def ac_memory_budget(self) -> float: ...
+    @property
+    def ac_debug(self) -> bool: ...
+    @property
     def compile(self) -> bool: ...
+    @property
+    def pad_to_maximum(self) -> bool: ...
+
+
+def apply_to_blocks(
+    blocks: Mapping[int, nn.Module], settings: BlockSettings, device: torch.device
+) -> None:
+    has_budget = settings.ac_mode == "memory_budget" and settings.gradient_checkpointing
+    if has_budget and device.type != "cuda":
+        rule = f"the compiler keeps to it, and blocks are compiled on CUDA only, not on {device}"
+        raise UserError(Problem("ac_mode = memory_budget", rule, "use selective or full"))
+    watch = RecomputeLog() if settings.ac_debug else None
+    for index, block in blocks.items():
+        apply_to_block(block, index, settings, device, watch)
 
 
 def apply_to_block(
-    block: nn.Module, index: int, settings: BlockSettings, device: torch.device
+    block: nn.Module,
+    index: int,
+    settings: BlockSettings,
+    device: torch.device,
+    watch: RecomputeLog | None = None,
 ) -> None:
-    run: Callable[..., Tensor] | None = None
-    if settings.gradient_checkpointing and settings.ac_mode != "none":
-        if settings.ac_mode == "full":
-            run = _run_recomputed
-        elif settings.ac_selective == "op":
-            run = _run_keeping_products
-        elif index % settings.ac_selective == 0:
-            run = _run_recomputed
+    run = _recomputing(index, settings)
+    if watch is not None:
+        if run is None:
+            watch.tell_kept(index)
+        else:
+            contexts = _keep_products if run is _run_keeping_products else None
+            run = partial(_run_watched, watch, index, contexts)
     if settings.compile and device.type == "cuda":
-        # One function for all blocks, the block an argument: they share one compiled graph.
-        run = torch.compile(run or _run_plain, dynamic=True)
+        has_budget = settings.gradient_checkpointing and settings.ac_mode == "memory_budget"
+        budget = settings.ac_memory_budget if has_budget else None
+        # One function for all blocks, the block an argument: they share one compiled graph. Shapes
+        # that never change are compiled as they are.
+        run = torch.compile(
+            run or _run_plain,
+            dynamic=None if settings.pad_to_maximum else True,
+            backend="inductor" if budget is None else _inductor_within(budget),
+        )
     if run is not None:
         block.forward = partial(run, block)
+
+
+def _recomputing(index: int, settings: BlockSettings) -> Callable[..., Tensor] | None:
+    """How a block runs so that it keeps less; None: as it is."""
+    if not settings.gradient_checkpointing or settings.ac_mode in ("none", "memory_budget"):
+        return None
+    if settings.ac_mode == "full":
+        return _run_recomputed
+    if settings.ac_selective == "op":
+        return _run_keeping_products
+    return _run_recomputed if index % settings.ac_selective == 0 else None
+
+
+@cache
+def _inductor_within(budget: float) -> Callable[..., Any]:
+    """The default backend, with the choice of what is kept left to it.
+
+    One for each budget: graphs are shared only among blocks with the same backend.
+    """
+
+    def compile_within(graph: Any, inputs: Any) -> Any:
+        from torch._functorch import config  # both are slow to import, and not for all
+        from torch._inductor import compile_fx
+
+        with config.patch(activation_memory_budget=budget):
+            return compile_fx.compile_fx(graph, inputs)
+
+    return compile_within
 
 
 def _run_plain(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -97,6 +156,26 @@ def _run_keeping_products(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=_keep_products,
+        **kwargs,
+    )
+    return result
+
+
+def _run_watched(
+    watch: RecomputeLog,
+    layer: int,
+    contexts: Callable[[], Any] | None,
+    block: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    result: Tensor = checkpoint(
+        _run_plain,
+        block,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(watch.contexts, layer, contexts),
         **kwargs,
     )
     return result

@@ -25,10 +25,13 @@ another share of the heads gives far above."""
 
 
 @torch.no_grad()
-def sum_copies(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
+def sum_copies(
+    gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], device: torch.device
+) -> None:
     """Adds up, in place, what ranks with the same parameter contributed; once a step.
 
-    All ranks of an axis must have the same gradients, which equal calls give them.
+    All ranks of an axis must have the same gradients, which equal calls give them. Gradients on
+    the host travel by way of the device.
     """
     by_axis: dict[tuple[Axis, torch.dtype, bool], list[Tensor]] = {}
     for name, gradient in gradients.items():
@@ -37,7 +40,7 @@ def sum_copies(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None
             key = (cut.copies, gradient.dtype, cut.sees_all)
             by_axis.setdefault(key, []).append(gradient)
     for (axis, _, sees_all), parts in by_axis.items():
-        total = reduce_ranks(_flatten_dense_tensors(parts), axis)
+        total = reduce_ranks(_flatten_dense_tensors(parts).to(device), axis).to(parts[0].device)
         if sees_all:  # the mean of equals, so that rounding does not drive the copies apart
             total = total / axis.size
             check_equal(parts, list(_unflatten_dense_tensors(total, parts)))
@@ -72,4 +75,5 @@ def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     # Norms of 16-bit gradients would be 16-bit numbers. One array first: a launch each costs more.
     wide = functools.reduce(torch.promote_types, {x.dtype for x in parts}, torch.float32)
-    return torch.stack(torch._foreach_norm(list(parts), dtype=wide)).double().square().sum()
+    norms = torch.stack(torch._foreach_norm(list(parts), dtype=wide))
+    return norms.double().square().sum().to(device)

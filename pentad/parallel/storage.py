@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from pentad.core.dtypes import DTYPES
@@ -29,20 +36,24 @@ class StorageSettings(Protocol):
     def is_mixed(self) -> bool: ...
     @property
     def reshard_after_forward(self) -> bool: ...
+    @property
+    def offload_params(self) -> bool: ...
 
 
 def needs_storage(settings: StorageSettings, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
-    """Whether anything is sharded, replicated or cast; if not, parameters stay plain tensors."""
+    """Whether anything is sharded, replicated, cast or kept elsewhere; if not, parameters stay
+    plain tensors."""
     layout = meshes.layout
     num_dense = layout.dp * layout.cp
     has_experts = any(cut.is_expert for cut in cuts.values())
     num_expert = layout.dp_replicate * layout.efsdp if has_experts else 1
-    return settings.is_mixed or num_dense > 1 or num_expert > 1
+    return settings.is_mixed or settings.offload_params or num_dense > 1 or num_expert > 1
 
 
 def is_cast_whole(settings: StorageSettings, meshes: Meshes) -> bool:
     """Whether there is nothing to gather and room for all weights in compute dtype at once."""
-    return meshes.layout.world == 1 and not settings.reshard_after_forward
+    is_here = meshes.layout.world == 1 and not settings.offload_params
+    return is_here and not settings.reshard_after_forward
 
 
 def apply_storage(
@@ -72,6 +83,9 @@ def apply_storage(
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(dims[id(parameter)])
 
+    pins = meshes.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pins) if settings.offload_params else OffloadPolicy()
+
     def shard(module: nn.Module, dtype: str, *, experts: bool = False) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[dtype],
@@ -82,6 +96,7 @@ def apply_storage(
             module,
             mesh=meshes.storage(experts),
             mp_policy=policy,
+            offload_policy=offload,
             shard_placement_fn=place,
             reshard_after_forward=settings.reshard_after_forward if module is not root else None,
         )
@@ -99,6 +114,16 @@ def apply_storage(
     for block in blocks:
         shard(block, settings.compute_dtype)
     shard(root, settings.compute_dtype)
+
+
+def give_memory(root: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Memory, not yet filled, for everything that has none: on the device, or parameters on the
+    host where they are offloaded."""
+    root.to_empty(device="cpu" if offload else device)
+    if offload:
+        for module in root.modules():
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, key, buffer.to(device))
 
 
 def units(root: nn.Module) -> Iterable[FSDPModule]:

@@ -27,6 +27,7 @@ class TiedHead:
     first: int = 0
     last: int = 0
     """Pipeline ranks of the two ends."""
+    device: torch.device = torch.device("cpu")
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -34,11 +35,9 @@ class TiedHead:
         if self.embedding is not None and self.copy is not None:
             local(self.copy).copy_(local(self.embedding))
         elif self.embedding is not None:
-            dist.send(local(self.embedding).contiguous(), group=self.pp.group, group_dst=self.last)
+            self._send(local(self.embedding), self.last)
         elif self.copy is not None:
-            weights = torch.empty_like(local(self.copy), memory_format=torch.contiguous_format)
-            dist.recv(weights, group=self.pp.group, group_src=self.first)
-            local(self.copy).copy_(weights)
+            local(self.copy).copy_(self._receive(local(self.copy), self.first))
 
     @torch.no_grad()
     def give_gradient(self) -> None:
@@ -46,12 +45,20 @@ class TiedHead:
         if self.embedding is not None and self.copy is not None:
             _gradient(self.embedding).add_(_gradient(self.copy))
         elif self.embedding is not None:
-            part = torch.empty_like(_gradient(self.embedding))
-            dist.recv(part, group=self.pp.group, group_src=self.last)
-            _gradient(self.embedding).add_(part)
+            gradient = _gradient(self.embedding)
+            gradient.add_(self._receive(gradient, self.last).to(gradient.device))
         elif self.copy is not None:
-            gradient = _gradient(self.copy).contiguous()
-            dist.send(gradient, group=self.pp.group, group_dst=self.first)
+            self._send(_gradient(self.copy), self.first)
+
+    # By way of the device, which the group is made for; offloaded weights lie on the host.
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        dist.send(tensor.to(self.device).contiguous(), group=self.pp.group, group_dst=to)
+
+    def _receive(self, like: Tensor, source: int) -> Tensor:
+        got = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        dist.recv(got, group=self.pp.group, group_src=source)
+        return got
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 import torch
 
 from pentad.config.memory import default_microbatch_tokens
 from pentad.config.plan import reshards
-from pentad.config.schema import Config, DatasetConfig, ModelConfig
+from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
@@ -20,6 +19,7 @@ from pentad.data.sft import SftSettings
 from pentad.data.tokenizer import Tokenizer
 from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
 from pentad.infer.settings import SamplerSettings
+from pentad.models.balance import BalanceSettings
 from pentad.models.families import register
 from pentad.rl.algorithms import settings_for
 from pentad.rl.settings import AlgorithmSettings, run_problems
@@ -83,14 +83,24 @@ def engine_settings(
         max_tokens_per_mb=budget,
         n_mbs=model.mb_spec.n_mbs,
         gradient_checkpointing=model.gradient_checkpointing,
-        ac_mode=_block_ac_mode(archon.ac_mode),
+        pad_to_maximum=model.pad_to_maximum is True,
+        ac_mode="selective" if archon.ac_mode == "auto" else archon.ac_mode,
         ac_selective=archon.ac_selective or "op",
+        ac_memory_budget=archon.ac_memory_budget,
+        ac_debug=archon.ac_debug,
         compile=archon.enable_compile is True
         or (archon.enable_compile == "auto" and is_cuda and not strict),
         strict=strict,
         reshard_after_forward=reshards(policy, pp, world),
+        offload_params=archon.offload_params,
         pp_schedule=archon.pp_schedule,
         stages_per_rank=archon.stages_per_rank,
+        layers_per_stage=archon.layers_per_stage,
+        balance=BalanceSettings(
+            aux_loss_coef=archon.moe_aux_loss_coef,
+            z_loss_coef=archon.moe_z_loss_coef,
+            bias_rate=archon.moe_bias_rate,
+        ),
         deterministic=archon.use_deterministic_algorithms,
         tag_memory="host" if saves_memory else "device",
         optimizer=OptimizerSettings(
@@ -108,22 +118,31 @@ def engine_settings(
     )
 
 
-def _block_ac_mode(mode: str) -> Literal["none", "selective", "full"]:
-    assert mode in ("none", "selective", "full"), "resolved, and memory_budget is refused"
-    return mode  # type: ignore[return-value]
+def device_problems(config: Config, device: torch.device) -> list[Problem]:
+    """Values that the device cannot honour; known only when it is."""
+    if device.type == "cuda":
+        return []
+    models = {"actor": config.actor}
+    if config.algorithm.name in WITH_CRITIC:
+        models["critic"] = config.critic
+    problems = []
+    for role, model in models.items():
+        rule = f"blocks are compiled on CUDA only, and this run computes on {device}"
+        if model.archon.ac_mode == "memory_budget":
+            where = f"{role}.archon.ac_mode = memory_budget"
+            rule = f"the compiler keeps to it: {rule}"
+            problems.append(Problem(where, rule, "use selective or full"))
+        elif model.archon.enable_compile is True:
+            problems.append(Problem(f"{role}.archon.enable_compile = true", rule, "leave it out"))
+    return problems
 
 
 def unbuilt_problems(config: Config) -> list[Problem]:
     """Values that the schema knows and this version cannot honour: refused, never ignored."""
-    archon = config.actor.archon
     found: dict[str, tuple[object, object, str]] = {
         "balance_data": (config.balance_data, False, "rows are always spread by cost"),
         "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
         "saver.mode": (config.saver.mode, "async", "exports are written while training waits"),
-        "actor.pad_to_maximum": (config.actor.pad_to_maximum, True, "nothing is padded"),
-        "actor.archon.ac_mode": (archon.ac_mode, "memory_budget", "is not built yet"),
-        "actor.archon.ac_debug": (archon.ac_debug, True, "is not built yet"),
-        "actor.archon.offload_params": (archon.offload_params, True, "is not built yet"),
     }
     return [
         Problem(f"{key} = {str(value).lower()}", rule, "leave it out")

@@ -115,7 +115,7 @@ def train_step(
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Every gradient whole, summed over ranks as `end_step` would do; leaves them as they are."""
     parts = {n: local(p.grad).clone() for n, p in engine.parameters.items() if p.grad is not None}
-    sum_copies(parts, engine.cuts)
+    sum_copies(parts, engine.cuts, engine.device)
     return {name: whole(engine.cuts[name].present(part)) for name, part in parts.items()}
 
 
@@ -151,7 +151,7 @@ def expert_norms(layout: Layout, routes: list[Tensor]) -> dict[str, float]:
     engine.begin_step()
     engine.accumulate(rows, LOSSES["token"])
     parts = {n: local(p.grad) for n, p in engine.parameters.items() if p.grad is not None}
-    sum_copies(parts, engine.cuts)
+    sum_copies(parts, engine.cuts, engine.device)
     picked = {
         "experts": {n: g for n, g in parts.items() if "experts" in n},
         "routers": {n: g for n, g in parts.items() if "router" in n},

@@ -157,6 +157,17 @@ CORNERS = {
     ),
     "gathered weights kept": ("moe", Layout(dp_shard=4), {"reshard_after_forward": False}),
     "masters in another dtype": ("moe", Layout(dp_shard=2, tp=2, ep=2), {"param_dtype": "float64"}),
+    "filled up to one size": (
+        "moe",
+        Layout(dp_shard=2, cp=2, tp=2, ep=2),
+        {"max_tokens_per_mb": 90, "pad_to_maximum": True},
+    ),
+    "parameters on the host": ("moe", Layout(dp_shard=2, tp=2, ep=2), {"offload_params": True}),
+    "parameters on the host, many microbatches": (
+        "dense",
+        Layout(dp_replicate=2, cp=2),
+        {"offload_params": True, "calls": 2, "max_tokens_per_mb": 40},
+    ),
     "temperature, small chunks of the vocabulary": (
         "dense",
         Layout(tp=4),

@@ -213,3 +213,10 @@ def test_gradients_computed_in_bfloat16_add_up_in_float32_where_backward_is_spli
         assert whole.dtype == torch.float32 and whole.norm() > 0
         for other in split:
             assert (other - whole).norm() / whole.norm() < 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_parameters_on_the_host(pool, schedule):
+    """The ends of a tie meet by way of the device, on one rank and on two."""
+    layout = Layout(pp=2, dp_shard=2)
+    check(pool, "tied5", layout, schedule=schedule, calls=2, offload_params=True)

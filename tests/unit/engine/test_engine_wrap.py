@@ -208,7 +208,7 @@ def test_compiled_blocks_share_one_graph_over_layers_and_lengths(monkeypatch):
     compile_ = torch.compile
     # The default backend needs a GPU to be worth its minutes; the graphs are the same.
     monkeypatch.setattr(
-        torch, "compile", lambda f, **kw: compile_(f, backend=backend, fullgraph=True, **kw)
+        torch, "compile", lambda f, **kw: compile_(f, **kw | {"backend": backend}, fullgraph=True)
     )
     torch._dynamo.reset()
     eager, compiled = make_engine().decoder, make_engine().decoder

@@ -1,0 +1,116 @@
+"""Offloaded parameters: everything an engine does gives the numbers of one that keeps them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_toys import PolicyLoss, make_engine, make_rows, train
+
+from pentad.core.layout import Layout
+from pentad.engine.engine import build_engine
+from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.parallel.mesh import build_meshes
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_process_group():
+    """Storage makes a process group of one; leave none behind."""
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on(device: str, **settings):
+    """An engine of the toy model on the device, all in fp32 so that the two can be compared."""
+    if device == "cpu":
+        return make_engine(max_tokens_per_mb=60, **settings)
+    from engine_toys import CONFIG
+
+    optimizer = OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
+    given = EngineSettings(max_tokens_per_mb=60, optimizer=optimizer, **settings)
+    return build_engine(CONFIG, given, device=device, init_from_scratch=True, seed=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_training_gives_the_same_numbers(device, tmp_path):
+    rows = make_rows()
+    plain, away = on(device), on(device, offload_params=True)
+    assert {x.device.type for x in away.masters.values()} == {"cpu"}
+    plain.save_tag("ref")
+    away.save_tag("ref")
+    for _ in range(3):
+        one, two = train(plain, rows, PolicyLoss(0.2)), train(away, rows, PolicyLoss(0.2))
+        assert two.loss == pytest.approx(one.loss, rel=1e-5)
+        assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+        assert two.grad_norm > 0.5, "so the step was clipped"
+    weights = {name: tensor.cpu() for name, tensor in plain.iter_weights()}
+    given = dict(away.iter_weights())
+    assert given.keys() == weights.keys()
+    for name, tensor in given.items():
+        # Sums in another order through AdamW's first steps, which scale rounding up.
+        torch.testing.assert_close(tensor.cpu(), weights[name], rtol=1e-3, atol=5e-4)
+    for tag in ("actor", "ref"):
+        a, b = away.forward(rows, tag), plain.forward(rows, tag)
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x["logprobs"], y["logprobs"], rtol=1e-3, atol=5e-3)
+    away.save_hf(str(tmp_path / "out"))
+    again = build_engine(
+        str(tmp_path / "out"), EngineSettings(offload_params=True), device=away.device
+    )
+    for x, y in zip(again.forward(rows), away.forward(rows), strict=True):
+        torch.testing.assert_close(x["logprobs"], y["logprobs"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_state_comes_back_bit_by_bit(device):
+    rows = make_rows()
+    engine = on(device, offload_params=True)
+    train(engine, rows, steps=2)
+    state = copy.deepcopy(engine.state_dict())
+    train(engine, rows)
+    after = {name: tensor.clone() for name, tensor in engine.masters.items()}
+    engine.load_state_dict(state)
+    train(engine, rows)
+    for name, tensor in engine.masters.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_passes_read_the_memory_that_the_optimizer_steps(device):
+    """FSDP2 may pin host memory anew, and would go on with a copy that nobody trains."""
+    engine, rows = on(device, offload_params=True), make_rows()
+    train(engine, rows)
+    for name, parameter in engine.parameters.items():
+        assert parameter.to_local().data_ptr() == engine.masters[name].data_ptr(), name
+    before = engine.forward(rows)[0]["logprobs"]
+    train(engine, rows)
+    assert (engine.forward(rows)[0]["logprobs"] - before).abs().max() > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+def test_little_stays_on_the_device_between_steps():
+    """What stays is what a pass of the other kind would have needed anyway."""
+    rows = make_rows()
+    engine = on("cuda", offload_params=True, compute_dtype="bfloat16")
+    train(engine, rows)
+    torch.cuda.synchronize()
+    held = sum(x.numel() * x.element_size() for x in engine.masters.values())
+    assert build_meshes(Layout(), engine.device) is engine.meshes
+    del rows
+    on_device = [x for x in engine.tensors.values() if x.is_cuda]
+    assert sum(x.numel() for x in on_device) == 0 and held > 0

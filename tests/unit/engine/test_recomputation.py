@@ -1,0 +1,125 @@
+"""memory_budget is kept to, and ac_debug says what is kept and what is computed again."""
+
+import logging
+
+import pytest
+import torch
+import torch._dynamo
+from engine_toys import CONFIG, PolicyLoss, make_engine, make_rows, train
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch._inductor import compile_fx
+
+from pentad.core.errors import UserError
+from pentad.engine.settings import EngineSettings
+from pentad.models.decoder import causal_attend
+from pentad.parallel.blocks import apply_to_block
+
+CUDA = torch.device("cuda")
+
+
+def kept_and_gradients(budget: float | None) -> tuple[int, list[Tensor]]:
+    """Elements that blocks compiled as for a GPU keep for backward, and all gradients."""
+    decoder = make_engine().decoder
+    settings = EngineSettings(compile=True)
+    if budget is not None:
+        settings = EngineSettings(compile=True, ac_mode="memory_budget", ac_memory_budget=budget)
+    for i, block in decoder.layers.items():
+        apply_to_block(block, int(i), settings, CUDA)
+    kept: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, torch.nn.Parameter):
+            kept.append(x.numel())
+        return x
+
+    ids = torch.arange(24)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = decoder(ids, ids, causal_attend).square().sum()
+    loss.backward()
+    return sum(kept), [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+
+
+def test_a_smaller_budget_keeps_less_and_changes_nothing(monkeypatch):
+    """With torch's own partitioner, which is where the budget is read; code generation, which
+    takes a GPU or minutes, is left out."""
+    compile_ = torch.compile
+    monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda f, *, backend, **kw: compile_(
+            f, backend=aot_eager_decomp_partition if backend == "inductor" else backend, **kw
+        ),
+    )
+    torch._dynamo.reset()
+    # All in one process without a reset: blocks of another budget must not share its graphs.
+    plain, true = kept_and_gradients(None)
+    sizes = {}
+    for budget in (1.0, 0.5, 0.0):
+        sizes[budget], gradients = kept_and_gradients(budget)
+        for mine, expected in zip(gradients, true, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+    assert sizes[1.0] == plain
+    assert sizes[0.0] < sizes[0.5] < sizes[1.0]
+    torch._dynamo.reset()
+
+
+def test_a_budget_is_refused_where_nothing_is_compiled():
+    with pytest.raises(UserError, match=r"memory_budget: the compiler keeps to it.*compile = F"):
+        EngineSettings(ac_mode="memory_budget")
+    with pytest.raises(UserError, match="on CUDA only, not on cpu; use selective or full"):
+        make_engine(ac_mode="memory_budget", compile=True)
+    with pytest.raises(UserError, match="ac_memory_budget = 1.5: must lie between 0 and 1"):
+        EngineSettings(ac_memory_budget=1.5)
+    assert make_engine(ac_mode="memory_budget", gradient_checkpointing=False)
+
+
+def rows_of(text: str) -> dict[str, tuple[int, int]]:
+    """Operation -> (calls, calls again) of a logged table."""
+    lines = [line.split() for line in text.splitlines()[2:-1]]
+    return {line[0]: (int(line[1]), int(line[3])) for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("how", "again"),
+    [
+        # Of six products the last of a layer is read by nobody in its backward.
+        ({"ac_mode": "full"}, 5),
+        ({"ac_mode": "selective", "ac_selective": "op"}, 0),
+    ],
+    ids=["full", "op"],
+)
+def test_ac_debug_tells_what_each_layer_computes_again(caplog, how, again):
+    rows = make_rows()
+    true = make_engine(**how)
+    with caplog.at_level(logging.INFO, logger="pentad.parallel.recompute_log"):
+        engine = make_engine(ac_debug=True, **how)
+        engine.forward(rows)  # keeps nothing, tells nothing
+        assert not caplog.messages
+        for one in (engine, true):
+            train(one, rows, PolicyLoss(0.1), steps=2)
+    for name, weight in engine.masters.items():
+        assert torch.equal(weight, true.masters[name]), name
+    assert len(caplog.messages) == CONFIG["num_hidden_layers"], "once a layer"
+    table = rows_of(caplog.messages[0])
+    products = [n for n in table if n in ("aten.mm.default", "aten.addmm.default")]
+    assert sum(table[n][1] for n in products) == again
+    assert table["aten.silu.default"] == (1, 1)
+    assert caplog.messages[1:] == ["ac_debug: layer 1 as layer 2", "ac_debug: layer 0 as layer 2"]
+
+
+def test_ac_debug_names_layers_that_keep_everything(caplog):
+    with caplog.at_level(logging.INFO, logger="pentad.parallel.recompute_log"):
+        engine = make_engine(ac_debug=True, ac_mode="selective", ac_selective=2)
+        train(engine, make_rows())
+    assert caplog.messages[0] == "ac_debug: layer 1 keeps everything"
+    assert [m.split("\n")[0] for m in caplog.messages[1:]] == [
+        "ac_debug: layer 2",
+        "ac_debug: layer 0 as layer 2",
+    ]
+
+
+def test_ac_debug_cannot_look_into_compiled_blocks():
+    with pytest.raises(UserError, match="ac_debug = True: compile = True hides the operations"):
+        EngineSettings(ac_debug=True, compile=True)
