@@ -312,10 +312,11 @@ def microbatches(case: Case, layout: Layout, batch: Batch, device: Device) -> tu
     stages = layout.pp * case.stages_per_rank if layout.pp > 1 else 1
     budget = spec.max_tokens_per_mb or default_microbatch_tokens(length, device.kind, stages)
     each = min(max(1, budget // length), math.ceil(rows / spec.n_mbs))
+    is_padded = case.model.pad_to_maximum is True
     number = max(math.ceil(rows / each), spec.n_mbs)
     if layout.pp > 1 and is_interleaved(case.model.archon.pp_schedule):
         number = -(-number // layout.pp) * layout.pp
-    return number, each * length
+    return number, max(budget, length) if is_padded else each * length
 
 
 def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Device) -> TrainPlan:

@@ -97,7 +97,9 @@ def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     pp = actor_of(config).size("p")
     is_split = pp > 1 and splits_backward(archon.pp_schedule)
     if archon.reshard_after_forward_policy != "always" and not is_split:
-        yield {"actor.archon.reshard_after_forward_policy": "always"}
+        changes: Changes = {"actor.archon.reshard_after_forward_policy": "always"}
+        yield changes
+        yield {**changes, "actor.archon.ac_selective": 2}  # where op and experts exclude it
 
 
 def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:

@@ -178,7 +178,7 @@ class ArchonConfig(Section):
     """Replicas among the data-parallel ranks; the rest of `d` shards."""
     moe_aux_loss_coef: NonNegative = 0.0
     """Weight of the load-balancing loss of a mixture, which is 1 in each layer when all experts
-    are equally busy. A mean over each microbatch: the one loss that depends on how a step is cut."""
+    are equally busy. A mean over each microbatch, so it depends on how a step is cut."""
     moe_z_loss_coef: NonNegative = 0.0
     """Weight of the mean square of the routers' log-partition; as `moe_aux_loss_coef`."""
     moe_bias_rate: NonNegative = 0.0

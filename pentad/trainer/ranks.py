@@ -23,7 +23,7 @@ from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.trainer.run import RunSummary, take_folder
-from pentad.trainer.translate import register_models
+from pentad.trainer.translate import check_device, register_models
 
 Run = Callable[[Lead, Config, Sequence[str], bool], RunSummary]
 """A whole run as rank 0 sees it: the lead of its ranks, config, notes, whether to start anew."""
@@ -41,6 +41,7 @@ def run_over_ranks(
 
     Under torchrun every rank comes here, and rank 0 alone returns.
     """
+    check_device(config, pick_device(device))
     world = learner_component(config).world
     own = rank_from_environment()
     if world == 1 and (own is None or own.world == 1):

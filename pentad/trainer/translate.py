@@ -118,10 +118,10 @@ def engine_settings(
     )
 
 
-def device_problems(config: Config, device: torch.device) -> list[Problem]:
-    """Values that the device cannot honour; known only when it is."""
+def check_device(config: Config, device: torch.device) -> None:
+    """Refuses what the device cannot honour, before anything is made."""
     if device.type == "cuda":
-        return []
+        return
     models = {"actor": config.actor}
     if config.algorithm.name in WITH_CRITIC:
         models["critic"] = config.critic
@@ -134,7 +134,8 @@ def device_problems(config: Config, device: torch.device) -> list[Problem]:
             problems.append(Problem(where, rule, "use selective or full"))
         elif model.archon.enable_compile is True:
             problems.append(Problem(f"{role}.archon.enable_compile = true", rule, "leave it out"))
-    return problems
+    if problems:
+        raise UserError(problems)
 
 
 def unbuilt_problems(config: Config) -> list[Problem]:

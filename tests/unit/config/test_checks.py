@@ -458,6 +458,13 @@ BROKEN = [
         "switches checkpointing off",
     ),
     (
+        "the_actor_engine_agrees",
+        "train",
+        ["actor.archon.ac_debug=true", "actor.archon.ac_mode=memory_budget"],
+        "actor.archon.ac_debug = true",
+        "which ac_mode = memory_budget needs, hides what it would look at",
+    ),
+    (
         "the_critic_engine_agrees",
         "train",
         [

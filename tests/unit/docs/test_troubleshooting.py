@@ -81,7 +81,6 @@ def starts():
     yield from trained("gconfig.n_samples=1")
     yield from trained("max_staleness=2")
     yield from trained("reward.fn=gsm")
-    yield from trained("actor.pad_to_maximum=true")
     devices = ["allocation_mode=sglang:d1+archon:d2", "cluster.n_gpus_per_node=3"]
     yield from trained(*devices, "scheduler.type=ray")
     Path("model/config.json").write_text(json.dumps({"model_type": "gpt2"}))

@@ -106,6 +106,19 @@ RED = [
         "use 8 or 12",
     ),
 ]
+RESHARD = "actor.archon.reshard_after_forward_policy=always"
+RED += [
+    ("given", DENSE, ["archon:p2", "actor.archon.layers_per_stage=[18,18]"], None,
+     "2 numbers for p2 x 2 stages a rank = 4", "one for each stage"),
+    ("given", DENSE, ["archon:p2", "actor.archon.layers_per_stage=[9,9,9,8]"], None,
+     "sums to 35, and the model has 36 layers", "balanced"),
+    ("experts", MOE, ["archon:p2", RESHARD], None,
+     "which ac_selective = op cannot replay", "ac_selective: 2 or ac_mode: full"),
+    ("balance", DENSE, ["archon:d1", "actor.archon.moe_z_loss_coef=0.1"], None,
+     "the model has no experts", "leave it out"),
+    ("balance", MOE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
+     "a saved qwen3_moe has no place for a bias", "aux_loss_coef"),
+]  # fmt: skip
 for schedule in ("IZB", "ZBV"):
     base = ["archon:p2", f"actor.archon.pp_schedule={schedule}"]
     RED += [
@@ -146,6 +159,11 @@ def test_rule_refuses(case):
         # Without a pipeline the schedule is not used, so nothing conflicts with it.
         ("archon:d2", DENSE, ["actor.archon.pp_schedule=ZBV", "actor.archon.enable_compile=true"]),
         ("vllm[rollout]:d1+archon[actor]:d1+archon[critic]:d1", DENSE, []),
+        ("archon:p2", DENSE, ["actor.archon.layers_per_stage=[10,10,10,6]"]),
+        ("archon:d1", DENSE, ["actor.archon.layers_per_stage=[10,10]"]),  # not read without p
+        ("archon:p2", DENSE, [RESHARD]),
+        ("archon:p2", MOE, [RESHARD, "actor.archon.ac_mode=full"]),
+        ("archon:d1", MOE, ["actor.archon.moe_aux_loss_coef=0.01"]),
     ],
 )
 def test_lawful_layouts_pass(allocation, dims, overrides):

@@ -5,7 +5,13 @@ import torch
 
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
-from pentad.trainer.translate import algorithm_settings, engine_settings, unbuilt_problems
+from pentad.core.errors import UserError
+from pentad.trainer.translate import (
+    algorithm_settings,
+    check_device,
+    engine_settings,
+    unbuilt_problems,
+)
 
 
 def config_of(*overrides):
@@ -18,10 +24,6 @@ def config_of(*overrides):
         "balance_data=false",
         "offload_train=true",
         "saver.mode=async",
-        "actor.pad_to_maximum=true",
-        "actor.archon.ac_mode=memory_budget",
-        "actor.archon.ac_debug=true",
-        "actor.archon.offload_params=true",
     ],
 )
 def test_what_is_not_built_is_refused_by_name(override):
@@ -54,6 +56,48 @@ def test_engine_settings_follow_the_config():
     assert (made.ac_mode, made.ac_selective) == ("selective", 2)
     assert made.deterministic and made.temperature == 0.7
     assert made.compute_dtype == "float32" and not made.compile
+
+
+def test_memory_settings_reach_the_engine():
+    config = config_of(
+        "actor.archon.ac_mode=memory_budget",
+        "actor.archon.ac_memory_budget=0.3",
+        "actor.archon.offload_params=true",
+        "actor.archon.layers_per_stage=[3,5]",
+        "actor.archon.moe_aux_loss_coef=0.01",
+        "actor.archon.moe_z_loss_coef=0.002",
+        "actor.archon.moe_bias_rate=0.003",
+        "critic.archon.ac_debug=true",
+        "critic.pad_to_maximum=true",
+        "algorithm.name=ppo",
+    )
+    how = {"temperature": 1.0, "total_steps": 10, "max_row_tokens": 50}
+    made = engine_settings(config.actor, torch.device("cuda"), **how)
+    assert (made.ac_mode, made.ac_memory_budget, made.compile) == ("memory_budget", 0.3, True)
+    assert made.offload_params and made.layers_per_stage == (3, 5)
+    balance = made.balance
+    assert (balance.aux_loss_coef, balance.z_loss_coef, balance.bias_rate) == (0.01, 0.002, 0.003)
+    critic = engine_settings(config.critic, torch.device("cuda"), **how)
+    assert critic.ac_debug and not critic.compile
+    assert critic.pad_to_maximum and critic.min_tokens_per_mb == 32768
+
+
+def test_what_needs_a_gpu_is_refused_where_there_is_none():
+    config = config_of(
+        "actor.archon.ac_mode=memory_budget",
+        "critic.archon.enable_compile=true",
+        "algorithm.name=ppo",
+    )
+    check_device(config, torch.device("cuda"))
+    with pytest.raises(UserError) as error:
+        check_device(config, torch.device("cpu"))
+    said = [str(problem) for problem in error.value.problems]
+    assert said == [
+        "actor.archon.ac_mode = memory_budget: the compiler keeps to it: blocks are compiled on "
+        "CUDA only, and this run computes on cpu; use selective or full.",
+        "critic.archon.enable_compile = true: blocks are compiled on CUDA only, and this run "
+        "computes on cpu; leave it out.",
+    ]
 
 
 @pytest.mark.parametrize(
