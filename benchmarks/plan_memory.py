@@ -30,9 +30,10 @@ from engine_smoke import DEVICE, IS_GPU, QWEN3_0_6B, TOY, MeanNll, make_rows  # 
 from pentad.config.activations import Keeping  # noqa: E402
 from pentad.config.memory import Training, training_phases  # noqa: E402
 from pentad.core.dims import dims_from_hf  # noqa: E402
+from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.engine.engine import Engine  # noqa: E402
-from pentad.engine.held import HeldModel  # noqa: E402
+from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
 from pentad.engine.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
@@ -108,6 +109,7 @@ def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
         microbatch_tokens=case.tokens,
         num_microbatches=2,
         offload=case.offload,
+        reshard=case.offload,
         device=DEVICE.type,
     )
     phases = training_phases(training, 0)
@@ -124,10 +126,12 @@ def make_engine(config: dict[str, Any], case: Case) -> Engine:
         ac_memory_budget=how.get("budget", 0.5),
         compile=case.compile,
         offload_params=case.offload,
+        reshard_after_forward=case.offload,  # as on one rank by default
         max_tokens_per_mb=case.tokens,
     )
     meshes = build_meshes(Layout(), DEVICE)
-    held = HeldModel(dims_from_hf(config), settings, meshes, value_head=False)
+    maker = decoder_maker(dims_from_hf(config), settings, meshes, value_head=False)
+    held = HeldModel(maker, meshes)
     with torch.no_grad():
         for name, parameter in held.parameters.items():
             norm = name.endswith("norm.weight")
@@ -188,7 +192,7 @@ def show(found: Found) -> None:
     what = f"{case.model:5}{case.tokens:7}{case.length:6} {'on' if case.compile else 'off':8}"
     mode = case.mode + (" offload" if case.offload else "")
     sizes = f"{found.predicted_bytes / GIB:10.2f}{found.measured_bytes / GIB:10.2f}"
-    mark = "" if abs(found.ratio - 1) <= LIMIT else "  <--"
+    mark = "" if abs(found.ratio - 1) <= LIMIT or not IS_GPU else "  <--"
     print(f"{what}{mode:12}{found.phase:10}{sizes}{found.ratio:8.3f}{mark}", flush=True)
 
 
@@ -200,7 +204,7 @@ def run_case(case: Case, toy: bool) -> list[Found]:
         config = config | ({"moe_intermediate_size": 32} if case.model == "moe" else {})
     try:
         got = measure(config, case)
-    except RuntimeError as error:  # out of memory, or what does not compile: the grid goes on
+    except (RuntimeError, RunError) as error:  # no memory, no compiled form: the grid goes on
         print(f"{case}: {type(error).__name__}: {error}", flush=True)
         return []
     want = predict(config, case)
@@ -226,6 +230,8 @@ def main() -> None:
     found: list[Found] = []
     for case in cases(args):
         if args.toy:
+            if MODES[case.mode]["mode"] == "memory_budget":
+                continue
             case = Case(case.model, 256, 64, False, case.mode, case.offload)
         for one in run_case(case, args.toy):
             show(one)

@@ -26,7 +26,7 @@ from pentad.config.memory import (
     training_phases,
 )
 from pentad.config.rules import Case, cases, rows_per_step
-from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.config.schema import WITH_CRITIC, ArchonConfig, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.stages import is_interleaved
@@ -343,7 +343,7 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
         microbatch_tokens=tokens,
         param_bytes=BYTES[model.param_dtype],
         reduce_bytes=BYTES[model.reduce_dtype],
-        reshard=reshards(archon.reshard_after_forward_policy, layout.pp, layout.world),
+        reshard=reshards(archon, layout.pp, layout.world),
         offload=archon.offload_params,
         num_tags=num_tags(config, allocation) if case.key == "actor" else 0,
         tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
@@ -357,9 +357,11 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
     return TrainPlan(role, component, devices, training, per_rank, phases)
 
 
-def reshards(policy: str, pp: int, world: int) -> bool:
-    """A pipeline would gather too often, and one rank has nothing to gather."""
-    return pp == 1 and world > 1 if policy == "default" else policy == "always"
+def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
+    """A pipeline would gather too often; one rank has nothing to gather but from the host."""
+    policy = archon.reshard_after_forward_policy
+    gathers = world > 1 or archon.offload_params
+    return pp == 1 and gathers if policy == "default" else policy == "always"
 
 
 def num_tags(config: Config, allocation: Allocation) -> int:

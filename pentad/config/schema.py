@@ -171,7 +171,7 @@ class ArchonConfig(Section):
     runs; layers are brought to the device as they are used. On one device, too."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Whether parameters are sharded again between forward and backward. default: yes, but not
-    in a pipeline and not on one rank, where that only costs time."""
+    in a pipeline and not on one rank (unless offloaded), where that only costs time."""
     use_deterministic_algorithms: bool = False
     """Bitwise repeatable training, or a refusal that names the operation."""
     dp_replicate: Count = 1

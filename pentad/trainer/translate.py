@@ -70,7 +70,6 @@ def engine_settings(
     `pp` counts the pipeline ranks of the layout, `world` all of them.
     """
     archon, optimizer = model.archon, model.optimizer
-    policy = archon.reshard_after_forward_policy
     is_cuda = device.type == "cuda"
     budget = model.mb_spec.max_tokens_per_mb
     budget = budget or default_microbatch_tokens(max_row_tokens, device.type)
@@ -91,7 +90,7 @@ def engine_settings(
         compile=archon.enable_compile is True
         or (archon.enable_compile == "auto" and is_cuda and not strict),
         strict=strict,
-        reshard_after_forward=reshards(policy, pp, world),
+        reshard_after_forward=reshards(archon, pp, world),
         offload_params=archon.offload_params,
         pp_schedule=archon.pp_schedule,
         stages_per_rank=archon.stages_per_rank,

@@ -86,6 +86,7 @@ def engine_refuses(config, dims: ModelDims) -> str:
             total_steps=1,
             max_row_tokens=8,
             pp=layout.pp,
+            world=layout.world,
         )
         check_fit(layout, dims)
         plan_pipeline(dims, layout, settings)
