@@ -26,6 +26,7 @@ from pentad.core.layout import Layout
 from pentad.core.roles import NamedTensors
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
+from pentad.engine.explain import explain
 from pentad.engine.held import HeldModel, decoder_maker
 from pentad.engine.optim import build_adamw, clip_scale, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
@@ -46,6 +47,7 @@ from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
+from pentad.runtime.environment import set_deterministic_environment
 
 log = logging.getLogger(__name__)
 
@@ -87,21 +89,22 @@ def build_engine(
         check_balance(settings.balance, dims)
         meshes = build_meshes(layout, device)
         maker = decoder_maker(dims, settings, meshes, value_head=value_head)
-    held = HeldModel(maker, meshes)
-    if init_from_scratch:
-        held.initialise(seed)
-    else:
-        folder = source if weights is None else weights
-        assert isinstance(folder, str | Path), "weights are loaded from a folder"
-        held.load(folder, seed)
-    return Engine(
-        held,
-        settings,
-        meshes=meshes,
-        hf_config=read_config(source),
-        source_folder=source if isinstance(source, str | Path) else None,
-        tokenizer_folder=tokenizer_folder,
-    )
+    with explain("loading", settings):
+        held = HeldModel(maker, meshes)
+        if init_from_scratch:
+            held.initialise(seed)
+        else:
+            folder = source if weights is None else weights
+            assert isinstance(folder, str | Path), "weights are loaded from a folder"
+            held.load(folder, seed)
+        return Engine(
+            held,
+            settings,
+            meshes=meshes,
+            hf_config=read_config(source),
+            source_folder=source if isinstance(source, str | Path) else None,
+            tokenizer_folder=tokenizer_folder,
+        )
 
 
 def check_balance(balance: BalanceSettings, dims: ModelDims) -> None:
@@ -136,6 +139,7 @@ class Engine:
         self.source_folder = source_folder
         self.tokenizer_folder = tokenizer_folder
         if settings.deterministic:
+            set_deterministic_environment()
             torch.use_deterministic_algorithms(True)
         self.pipeline = held.pipeline
         self.passes: Passes = (
@@ -279,7 +283,8 @@ class Engine:
         reason = step.why_skipped(norm)
         loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
         if not reason:
-            self._move(gradients, norm, step.count, lr)
+            with explain("the optimizer step", self.settings):
+                self._move(gradients, norm, step.count, lr)
             for decoder in self.held.decoders:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
         self._drop_gradients()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from pentad.core.errors import RunError
 from pentad.core.types import Attend, Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
+from pentad.engine.explain import explain
 from pentad.engine.outputs import Sums
 from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
@@ -65,7 +65,7 @@ class WholePasses:
         try:
             for packed in microbatches:
                 routes: Routes | None = None if noted is None else {}
-                with explain_memory("scoring", packed):
+                with explain("scoring", self.settings, packed.num_tokens):
                     logprobs_T, _, values_T = self._predict(packed, routes)
                 predicted.append((logprobs_T, None, values_T))
                 if noted is not None and routes is not None:
@@ -81,7 +81,7 @@ class WholePasses:
         sums: list[Sums] = []
         try:
             for packed in microbatches:
-                with explain_memory("forward and backward", packed):
+                with explain("forward and backward", self.settings, packed.num_tokens):
                     routes: Routes = {}
                     loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
                     self.loads.add(without_filling(routes, packed, self.meshes))
@@ -175,17 +175,3 @@ def _no_loss(predicted: Predicted) -> Sums:
 def detach_all(predicted: Predicted) -> Predicted:
     logprobs_T, entropy_T, values_T = (None if x is None else x.detach() for x in predicted)
     return logprobs_T, entropy_T, values_T
-
-
-@contextmanager
-def explain_memory(phase: str, packed: PackedRows) -> Iterator[None]:
-    """Says where memory ran out, how much was asked for, and what would help."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
-        raise RunError(
-            f"out of device memory in {phase} of a microbatch of {packed.num_tokens} tokens"
-            + (f", asking for {asked} more" if asked else "")
-            + "; lower max_tokens_per_mb, or recompute more (ac_mode)"
-        ) from error

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pentad.core.types import Loss
 from pentad.engine.batch import PackedRows
+from pentad.engine.explain import explain
 from pentad.engine.outputs import NAMES, Sums
 from pentad.engine.passes import (
     apply_loss,
     detach_all,
-    explain_memory,
     run_part,
     without_filling,
 )
@@ -61,7 +61,7 @@ class PipelinedPasses:
         predicted: dict[int, Predicted] = {}
 
         def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
-            with explain_memory("scoring", packed[mb]):
+            with explain("scoring", self.settings, packed[mb].num_tokens):
                 out = self._run(position, packed[mb], hidden_TD, routes[mb])
             if isinstance(out, Tensor):
                 return out
@@ -82,7 +82,7 @@ class PipelinedPasses:
         sums: dict[int, Sums] = {}
 
         def compute(position: int, mb: int, hidden_TD: Tensor | None) -> Tensor:
-            with explain_memory("forward and backward", packed[mb]):
+            with explain("forward and backward", self.settings, packed[mb].num_tokens):
                 routes: Routes = {}
                 out = self._run(position, packed[mb], hidden_TD, routes)
                 self.loads.add(without_filling(routes, packed[mb], self.meshes))
@@ -114,7 +114,8 @@ class PipelinedPasses:
         share, width = self.meshes.token_multiple, self.dims.hidden_size
         shapes = [(mb.num_tokens // share, width) for mb in packed]
         dtype = DTYPES[self.settings.compute_dtype]
-        self.pipeline.run(compute, shapes, dtype, backward=backward, reduces=reduces)
+        with explain("forward and backward" if backward else "scoring", self.settings):
+            self.pipeline.run(compute, shapes, dtype, backward=backward, reduces=reduces)
 
     def _all_layers(self, known: Routes, packed: PackedRows) -> Routes:
         """The choices of all mixture layers, of which each rank made those of its stages."""

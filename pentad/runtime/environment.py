@@ -9,8 +9,16 @@ DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "TORCH_COMPILE_DETERMINISTIC": "1",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
 """What bitwise repeatable runs need besides torch's own switch."""
+
+
+def set_deterministic_environment() -> None:
+    """In a process that nobody started as a rank; before its first product on a GPU and its first
+    compilation, when they are read. What the user set stays: torch refuses what does not do."""
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
 
 
 def rank_environment(

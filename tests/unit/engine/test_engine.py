@@ -222,18 +222,3 @@ def test_entropy_moves_the_gradient_only_where_the_loss_asks():
         grads.append(engine.parameters["norm.weight"].grad.clone())
     assert torch.equal(grads[0], grads[1])
     assert not torch.allclose(grads[0], grads[2], rtol=1e-2)
-
-
-def test_running_out_of_memory_says_where_and_what_helps():
-    class Greedy(PolicyLoss):
-        def __call__(self, outputs, columns):
-            raise torch.OutOfMemoryError("Out of memory. Tried to allocate 2.50 GiB. GPU 0")
-
-    engine, rows = make_engine(), make_rows(3)
-    engine.begin_step()
-    tokens = sum(len(row.ids) for row in rows)
-    with pytest.raises(RunError) as error:
-        engine.accumulate(rows, Greedy())
-    assert f"forward and backward of a microbatch of {tokens} tokens" in str(error.value)
-    assert "asking for 2.50 GiB more; lower max_tokens_per_mb" in str(error.value)
-    assert not train(engine, rows).skipped

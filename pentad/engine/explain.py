@@ -1,0 +1,58 @@
+"""What torch refuses in the middle of a run, in a sentence: memory, and operations that vary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pentad.core.errors import RunError
+from pentad.engine.settings import EngineSettings
+
+VARIES = " does not have a deterministic implementation"
+"""How torch ends the name of an operation that it refuses."""
+
+
+@contextmanager
+def explain(deed: str, settings: EngineSettings, num_tokens: int | None = None) -> Iterator[None]:
+    """Says in which deed memory ran out, how much was asked for and what would help; or which
+    operation cannot be repeated bit by bit. `num_tokens` of the microbatch, if one is at work."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        where = deed if num_tokens is None else f"{deed} of a microbatch of {num_tokens} tokens"
+        sizes = _sizes(str(error))
+        remedies = _remedies(settings, has_tokens=deed not in ("loading", "the optimizer step"))
+        raise RunError(f"out of device memory in {where}{sizes}; {remedies}") from error
+    except RuntimeError as error:
+        if VARIES not in str(error):
+            raise
+        name = str(error).partition(VARIES)[0].splitlines()[-1]
+        raise RunError(
+            f"archon.use_deterministic_algorithms = true: {name} has no deterministic form on this "
+            f"device, and {deed} uses it; set it to false, or do without the operation"
+        ) from error
+
+
+def _sizes(said: str) -> str:
+    """What the allocator says of how much was asked for, and of what is held."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
+    device = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", said)
+    held = re.search(r"([\d.]+ \w+) is allocated by PyTorch", said)
+    text = f", asking for {asked[1]} more" if asked else ""
+    text += f"; {device[2]} of {device[1]} are free" if device else ""
+    return text + (f", tensors hold {held[1]}" if held else "")
+
+
+def _remedies(settings: EngineSettings, *, has_tokens: bool) -> str:
+    """Keys that are not yet what they could be."""
+    found = []
+    if has_tokens:
+        found.append("lower mb_spec.max_tokens_per_mb")
+        if settings.ac_mode != "full" or not settings.gradient_checkpointing:
+            found.append("set archon.ac_mode: full")
+    if not settings.offload_params:
+        found.append("set archon.offload_params: true")
+    return ", ".join([*found, "or use more devices (allocation_mode)"])
