@@ -14,6 +14,7 @@ from pentad.core.errors import Problem, RunError, UserError
 def describe(rank, payload):
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     keys += ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCH_COMPILE_DETERMINISTIC")
+    keys += ("TORCHINDUCTOR_DETERMINISTIC",)
     return {
         "payload": payload,
         "rank": [rank.rank, rank.world, rank.local_rank],
