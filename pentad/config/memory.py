@@ -325,7 +325,9 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     largest = largest_tensor(training.dims)
     # Loading reads one tensor's region at a time, in the 2 bytes of a released checkpoint.
     put(("load",), "host", "file region", 2 * largest)
-    put(("publish",), "device", "snapshot", snapshot_bytes(training, largest))
+    # A single rank hands out its weights from where they are; several gather on the device.
+    snapshot_at = where if training.layout.world == 1 else "device"
+    put(("publish",), snapshot_at, "snapshot", snapshot_bytes(training, largest))
     staged = (1 + OPTIMIZER_STATES * training.with_optimizer) * p * shard
     put(("checkpoint",), "host", "staged copy", staged)
     return phases
