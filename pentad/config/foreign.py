@@ -48,3 +48,6 @@ SPELLED = {
     "total_epochs": "total_train_epochs",
 }
 """Key elsewhere -> key here, where the nearest name would not find it."""
+
+HALF = ("fp16", "float16", "half")
+"""A number format that other systems train in."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pentad.config.checks import check
 from pentad.config.describe import choices, fields, join_or, nearest_keys, section_of, show, takes
-from pentad.config.foreign import NOT_BUILT, SPELLED
+from pentad.config.foreign import HALF, NOT_BUILT, SPELLED
 from pentad.config.resolve import resolve
 from pentad.config.rule import Command
 from pentad.config.schema import Config
@@ -136,6 +136,9 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     near = difflib.get_close_matches(str(value), choices(field), n=1, cutoff=0.5)
     remedy = f"did you mean {near[0]}?" if near else ""
     expected = takes(field)
+    if value in HALF and "bfloat16" in expected:
+        rule = "fp16 overflows without loss scaling, which is not built"
+        return Problem(_where(key, value, tree), rule, f"use bfloat16; it must be {expected}")
     if expected.startswith("a list") and isinstance(value, str | int):
         remedy = f"write [{show(value)}]"
     elif expected.startswith("text") and isinstance(value, bool | dict | list):

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from pentad.config.describe import fields, nearest_keys, section_of, takes
 from pentad.config.foreign import NOT_BUILT, SPELLED
-from pentad.config.load import dump_config, load_config, prepare
+from pentad.config.load import dump_config, load_config, prepare, read_config
 from pentad.config.resolve import resolve
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
@@ -255,3 +255,11 @@ def test_any_config_survives_dump_resolve_and_load(tmp_path_factory, values):
 def test_words_of_yes_and_no_are_booleans_where_a_boolean_is_wanted(word, value):
     assert load_config(None, [f"balance_data={word}"]).balance_data is value
     assert load_config(None, [f"experiment_name={word}"]).experiment_name == str(word)
+
+
+@pytest.mark.parametrize("key", ["actor.dtype", "actor.param_dtype", "critic.reduce_dtype"])
+def test_fp16_is_refused_with_its_reason(key):
+    (problem,) = read_config(None, [f"{key}=fp16"]).problems
+    assert f"{key} = fp16" in problem.where
+    assert problem.rule == "fp16 overflows without loss scaling, which is not built"
+    assert problem.remedy.startswith("use bfloat16; it must be ")
