@@ -45,7 +45,7 @@ class StrictMlp(Mlp):
 
 class StrictSharedExpert(SharedExpert):
     def forward(self, x_TD: Tensor) -> Tensor:
-        weight_T1 = invariant.wide_of(torch.sigmoid, self.gate(x_TD))
+        weight_T1 = invariant.sigmoid(self.gate(x_TD))
         y_TD: Tensor = weight_T1 * self.down(invariant.silu_mul(*self.gate_up(x_TD)))
         return y_TD
 

@@ -255,6 +255,12 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     return by_tiles(F.silu, widened(gate_TF))[:, :width] * up_TF
 
 
+def sigmoid(x_T1: Tensor) -> Tensor:
+    if x_T1.is_cuda:
+        return x_T1.sigmoid()
+    return by_tiles(torch.sigmoid, x_T1.expand(-1, VECTOR))[:, :1]
+
+
 def cos_sin(angles_Td: Tensor) -> tuple[Tensor, Tensor]:
     if angles_Td.is_cuda:
         return angles_Td.cos(), angles_Td.sin()
