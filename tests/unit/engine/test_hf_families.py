@@ -8,9 +8,11 @@ from engine_toys import CONFIG, PolicyLoss, make_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pentad.core.errors import UserError
+from pentad.core.layout import Layout
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.engine.transformers_model import match_layout
 from pentad.models.balance import BalanceSettings
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.head import LogitRule, read_logit_rule
@@ -279,6 +281,23 @@ def test_what_cannot_be_packed_or_scored_is_refused(family, more, said):
 def test_configs_that_cannot_be_trained_are_refused(config, said):
     with pytest.raises(UserError, match=said):
         read_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "layout", "said"),
+    [
+        ("qwen3", {}, Layout(pp=2), "cuts by d, t and c only; use archon"),
+        ("qwen3", {}, Layout(tp=4), "t4 of fsdp must divide num_kv_heads = 2"),
+        ("qwen3", {}, Layout(tp=3), "t3 . c1 = 3 must divide num_heads = 4"),
+        ("qwen3_moe", {}, Layout(tp=2), "experts as moe_tp_experts, which is not built; use t1"),
+        ("gpt2", {}, Layout(tp=2), "no tensor-parallel plan for this model; use t1"),
+        ("starcoder2", {"intermediate_size": 47}, Layout(tp=2), "must divide intermediate_size"),
+    ],
+)
+def test_layouts_that_cannot_cut_a_model_are_refused(family, more, layout, said):
+    model = build_hf_model(config_of(family, **more), dtype=torch.float32)
+    with pytest.raises(UserError, match=said):
+        match_layout(model, layout)
 
 
 def test_settings_that_need_a_model_file_are_refused():
