@@ -68,7 +68,7 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
         raise UserError(Problem(where, rule, "use another t"))
     # Tables and the head stay whole: a tied one is used at both ends.
     whole = {name.removesuffix(".weight") for name in model.undecayed}
-    whole |= {model.head_name} if model.head is not None else set()
+    whole.add(model.head_name)
     plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
     return match_styles(model, plan, layout.tp, where)
 

@@ -55,7 +55,8 @@ def attend_packed(
     if core is None:
         raise NoCoreError(type(module).__name__)
     _refuse_unknown(module, attention_mask, is_causal, others)
-    q_THd, k_TKd, v_TKd = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Models make them as [T, heads, d] and turn them around, so nothing is copied.
+    q_THd, k_TKd, v_TKd = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     width, value_width = q_THd.shape[-1], v_TKd.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q_THd = q_THd * (scaling * width**0.5)  # cores scale by the width

@@ -66,7 +66,8 @@ class HfModel(LanguageModel):
         if not self.block_names:
             raise UserError(Problem(where, "transformers does not name the blocks of its model"))
         self.has_lm_head = not value_head
-        self.head: nn.Linear | None = None
+        self.head_name = ""
+        """Of a head that is not the embedding."""
         if self.has_lm_head:
             rule = read_logit_rule(causal, where)
             self.logit_scale, self.logit_cap = rule.scale, rule.cap
@@ -74,7 +75,6 @@ class HfModel(LanguageModel):
             if head.weight is not causal.get_input_embeddings().weight:
                 self.head_name = _name_of(causal, head)
                 self.add_module(self.head_name, head)
-                self.head = head
         else:
             if self.dims.family not in SCALAR_CLASSES:
                 rule_ = "transformers has no class of it with a scalar head, so no critic"
@@ -107,8 +107,8 @@ class HfModel(LanguageModel):
     @property
     def head_weight(self) -> Tensor:
         assert self.has_lm_head, "this model is built without a language-model head"
-        owner = self.head if self.head is not None else self.causal.get_input_embeddings()
-        weight: Tensor = owner.weight
+        owner = self.causal.get_output_embeddings() if self.head_name else None
+        weight: Tensor = (owner or self.causal.get_input_embeddings()).weight
         return weight
 
     def forward(
