@@ -121,10 +121,8 @@ def vllm_subject(folder: Path, address: str, **changes) -> Subject:
 
 
 def write_folder(folder: Path) -> Path:
-    """config.json and a tokenizer for DIMS, whose texts are those of `decode`."""
-    tokenizer = Tokenizer(WordLevel({decode([i]): i for i in range(DIMS.vocab_size)}, "A"))
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    """config.json and a tokenizer for DIMS."""
+    write_tokenizer(folder)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -144,6 +142,13 @@ def write_folder(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One whose texts are those of `decode`."""
+    tokenizer = Tokenizer(WordLevel({decode([i]): i for i in range(DIMS.vocab_size)}, "A"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def start_vllm(folder: Path, python: str) -> tuple[str, Callable[[], None]]:
