@@ -454,6 +454,11 @@ def layout_notes(
     many = [str(c) for c in allocation if c.backend == "embedded" and c.world > 1]
     if many:
         notes.append(f"{', '.join(many)}: planned here; train takes embedded:d1, vllm or sglang")
+    actor = allocation.find("actor")
+    for component in allocation:
+        is_server = component.backend in ("vllm", "sglang")
+        if actor and is_server and min(allocation.devices(actor)) > 0:
+            notes.append(f"{component}: on one machine training has the first GPUs all the same")
     if config.scheduler.type != "local":
         notes.append(f"scheduler.type = {config.scheduler.type}: planned here, refused by train")
     return notes

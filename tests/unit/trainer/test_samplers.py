@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pentad.config.load import prepare
+from pentad.config.rules import layout_notes
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.data.toy import write_model
@@ -184,3 +185,9 @@ def test_the_environment_of_the_command_on_the_path_is_taken(monkeypatch, tmp_pa
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent))
     assert server_python(None, "vllm") == str(tmp_path / "env" / "bin" / "python")
+
+
+def test_plan_says_where_servers_stand_if_it_draws_them_first(config):
+    note = "vllm:d1: on one machine training has the first GPUs all the same"
+    assert note in layout_notes(config("allocation_mode=vllm:d1+archon:d1"), None)
+    assert note not in layout_notes(config("allocation_mode=archon:d1+vllm:d1"), None)
