@@ -14,6 +14,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -127,10 +128,11 @@ class Sglang:
             meta = self._read(answer, ids, logprobs)
         else:
             meta = Meta(completion_tokens=0)
-            async for event in self.wire.events("/generate", body):
-                known = len(ids)
-                meta = self._read(event, ids, logprobs)
-                call.on_piece(ids[known:], logprobs[known:])
+            async with aclosing(self.wire.events("/generate", body)) as events:
+                async for event in events:
+                    known = len(ids)
+                    meta = self._read(event, ids, logprobs)
+                    call.on_piece(ids[known:], logprobs[known:])
         finish = finish_of(self.where, meta.finish_reason.type if meta.finish_reason else None)
         if finish == "abort" and not ids:
             return Generation([], [], [], finish)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,11 @@ class Vllm:
             last = self._read(answer, ids, logprobs)
         else:
             last = Choice()
-            async for event in self.wire.events(GENERATE, {**body, "stream": True}):
-                known = len(ids)
-                last = self._read(event, ids, logprobs)
-                call.on_piece(ids[known:], logprobs[known:])
+            async with aclosing(self.wire.events(GENERATE, {**body, "stream": True})) as events:
+                async for event in events:
+                    known = len(ids)
+                    last = self._read(event, ids, logprobs)
+                    call.on_piece(ids[known:], logprobs[known:])
         finish = finish_of(self.where, last.finish_reason)
         versions = versions_of(self.where, last.weight_versions, len(ids))
         return Generation(ids, logprobs, versions, finish)

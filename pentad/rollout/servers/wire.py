@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class Wire:
     ) -> Any:
         return await self._call("POST", path, body=body, timeout_s=timeout_s, params=params)
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The server-sent events of an answer, parsed; ends at its [DONE]."""
         async with self._failing(path):
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
