@@ -117,7 +117,7 @@ def vllm_subject(folder: Path, address: str, **changes) -> Subject:
     def start() -> AbstractAsyncContextManager[Sampler]:
         return attached(vllm.attach, address, server_settings(folder, **changes))
 
-    return Subject(start, long=900)
+    return Subject(start, long=400)
 
 
 def write_folder(folder: Path) -> Path:

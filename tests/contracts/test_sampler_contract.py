@@ -1,6 +1,8 @@
 """What every Sampler promises, asked of each implementation (see `subjects`)."""
 
 import asyncio
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,10 @@ from pentad.models.exchange import iter_hf
 ATOL = 2e-5  # fp32 rounding over two layers, by whatever kernels
 
 
+class Missed(Exception):
+    """On a busy machine a request may be over before the next call reaches the sampler."""
+
+
 def run(subject, scenario, *needs):
     """Plays `scenario(sampler)` within a deadline, if the sampler can do what it needs."""
 
@@ -25,7 +31,16 @@ def run(subject, scenario, *needs):
                 pytest.skip(f"declares that it cannot: {sorted(missing)}")
             return await asyncio.wait_for(scenario(sampler), 60)
 
-    return asyncio.run(main())
+    for _ in range(6):
+        with suppress(Missed):
+            return asyncio.run(main())
+    raise AssertionError("the request was always over before it could be met under way")
+
+
+def met_under_way(generations: list[Generation]) -> list[Generation]:
+    if any(set(g.versions) == {0} for g in generations):
+        raise Missed
+    return generations
 
 
 def ask(name: str, prompt, n: int = 1, **params) -> Request:
@@ -233,7 +248,7 @@ def test_tokens_under_way_carry_the_version_that_drew_them(installing):
         task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
         await drawn.wait()
         await sampler.install(1, list(iter_hf(policy(2))))
-        return await task
+        return met_under_way(await task)
 
     for g in run(installing, scenario):
         assert len(g.ids) == installing.long
@@ -241,6 +256,27 @@ def test_tokens_under_way_carry_the_version_that_drew_them(installing):
         old = g.versions.count(0)
         wanted = truth(policy(1), request.prompt_ids, g.ids)[:old]
         torch.testing.assert_close(torch.tensor(g.logprobs[:old]), wanted, atol=ATOL, rtol=0)
+
+
+def test_requests_that_come_during_an_install_are_answered_by_whole_policies(installing):
+    """Each by the old one or by the new one, and by nothing in between."""
+    asked = [ask(f"r{i}", [7, 8, i], n=2) for i in range(12)]
+
+    async def scenario(sampler):
+        async def later(index, request):
+            await asyncio.sleep(0.004 * index)
+            return await sampler.generate(request)
+
+        tasks = [asyncio.create_task(later(i, request)) for i, request in enumerate(asked)]
+        await sampler.install(1, list(iter_hf(policy(2))))
+        return [await task for task in tasks]
+
+    for request, generations in zip(asked, run(installing, scenario), strict=True):
+        for g in generations:
+            versions = set(g.versions)
+            assert versions <= {0, 1}
+            if len(versions) == 1:
+                assert_from(policy(versions.pop() + 1), replace(request, seeds=(0,)), [g])
 
 
 def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
@@ -251,7 +287,7 @@ def test_tokens_under_way_can_be_recomputed_by_new_weights(reprefilling):
         task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
         await drawn.wait()
         await sampler.install(1, list(iter_hf(policy(2))))
-        return await task
+        return met_under_way(await task)
 
     for g in run(reprefilling, scenario):
         old = g.versions.count(0)
@@ -276,6 +312,8 @@ def test_a_pause_keeps_work_and_draws_nothing(subject):
         await drawn.wait()
         await sampler.pause()
         at_pause = list(heard)
+        if len(at_pause) == subject.long:
+            raise Missed
         late = asyncio.create_task(sampler.generate(ask("late", [9])))
         await asyncio.sleep(0.05)
         assert heard == at_pause and not task.done() and not late.done()
@@ -302,7 +340,10 @@ def test_an_abort_ends_one_request_at_once_and_no_other(subject):
         await drawn.wait()
         await sampler.abort("long")
         await sampler.abort("nobody")
-        return await task, await beside
+        aborted = await task
+        if any(g.finish == "length" for g in aborted):
+            raise Missed
+        return aborted, await beside
 
     aborted, (finished,) = run(subject, scenario, "abort")
     assert all(g.finish == "abort" and len(g.ids) < subject.long for g in aborted)

@@ -135,14 +135,17 @@ class ServerSampler:
         self.may_ask = asyncio.Event()
         self.may_ask.set()
         self.updating = asyncio.Lock()
-        self.is_paused = False
+        self.is_paused = self.is_installing = False
         self.asleep: list[str] = []
         """Of `MEMORIES`."""
         self.is_closed = False
         self.doubt: str | None = None
         """Why nobody knows what weights the server holds."""
         self._version = version
+        self.asked: set[str] = set()
+        """Calls that the server has."""
         self.interrupted: set[str] = set()
+        """Those of them that it was made to drop, to be asked again."""
         self.num_drawn = self.num_installs = self.num_heard = 0
 
     @property
@@ -180,6 +183,7 @@ class ServerSampler:
         entry = self.open.get(request_id)
         if entry is None:
             return
+        self.interrupted.difference_update(entry.calls)
         await self.dialect.abort(list(entry.calls))
         await asyncio.wait(entry.calls.values(), timeout=ABORT_PATIENCE_S)
         for task in entry.calls.values():
@@ -200,7 +204,10 @@ class ServerSampler:
         self._gate()
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
-        """Refused before anything changes if a tensor is missing, unknown, misshapen or twice."""
+        """Refused before anything changes if a tensor is missing, unknown, misshapen or twice.
+
+        Requests that come meanwhile wait, so that they are asked for under the new version.
+        """
         self._check_open()
         if version < self.version:
             rule = f"version {self.version} is already here"
@@ -208,13 +215,20 @@ class ServerSampler:
         pairs = list(weights)
         check_weights(self.dims, pairs)
         async with self.updating:
-            self.doubt = f"{self.dialect.where}: an install of version {version} did not end"
+            self.is_installing = True
+            self._gate()
             try:
                 receipt = await self._replace(version, pairs)
+                self.doubt = None
             except InfraFailure as failure:
                 self.doubt = f"{failure}; what weights it holds is not known"
                 raise RunError(self.doubt) from failure
-            self.doubt = None
+            except BaseException:
+                self.doubt = f"{self.dialect.where}: an install of version {version} did not end"
+                raise
+            finally:
+                self.is_installing = False
+                self._gate()
             self.num_installs += 1
         return receipt
 
@@ -244,9 +258,8 @@ class ServerSampler:
 
     async def _interrupt(self) -> None:
         """What is under way ends here, and is asked again from its start after `wake`."""
-        names = [name for entry in self.open.values() for name in entry.calls]
-        self.interrupted.update(names)
-        await self.dialect.abort(names)
+        self.interrupted |= self.asked
+        await self.dialect.abort(sorted(self.asked))
         await self._settle()
 
     async def wake(self) -> None:
@@ -313,7 +326,9 @@ class ServerSampler:
             while True:
                 told, heard = heard, 0
                 await self.may_ask.wait()
+                self._check_serving()
                 asked_at = self.version
+                self.asked.add(name)
                 on_piece = None if on_token is None else hear
                 answer = await self.dialect.generate(self._call(request, index, name, on_piece))
                 if answer.finish != "abort" or name not in self.interrupted:
@@ -323,6 +338,9 @@ class ServerSampler:
             if cancelled.args == ("aborted",):
                 return Generation([], [], [], "abort")
             raise
+        finally:
+            self.asked.discard(name)
+            self.interrupted.discard(name)
         self._check_answer(request, index, answer, asked_at)
         self.num_drawn += len(answer.ids)
         return answer
@@ -357,7 +375,7 @@ class ServerSampler:
     # State.
 
     def _gate(self) -> None:
-        if self.is_paused or self.asleep:
+        if self.is_paused or self.is_installing or self.asleep:
             self.may_ask.clear()
         else:
             self.may_ask.set()

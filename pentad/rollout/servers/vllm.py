@@ -387,6 +387,9 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
     switches = ["--enable-scale-out", "--enable-prefix-caching"]
     if settings.device == "cpu":
         switches.append("--enforce-eager")  # compiling takes longer than most CPU runs
+        # A prefill in chunks moves the request's random generator back, which torch cannot on a
+        # CPU: vLLM 0.32 dies of it.
+        switches.append("--no-enable-chunked-prefill")
     if settings.can_sleep:
         switches.append("--enable-sleep-mode")
     pairs = [str(word) for flag, value in words.items() for word in (flag, value)]

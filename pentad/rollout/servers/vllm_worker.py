@@ -23,6 +23,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from pentad.core.digest import WeightDigest, digest_of
@@ -135,16 +136,19 @@ def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
     finally:
         del model.load_weights
     if worker.device.type == "cpu":
-        pack_heads(model)
+        pack_anew(model)
     missed = sorted(wanted - loaded)
     if missed:
         raise RuntimeError(f"nothing was loaded into {len(missed)} parameters, first {missed[0]}")
     return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
 
 
-def pack_heads(model: torch.nn.Module) -> None:
-    """A head tied to the embedding is loaded with it, but computes with a packed copy of its own
-    on a CPU, which a reload (of vLLM 0.32) leaves as it was."""
+def pack_anew(model: torch.nn.Module) -> None:
+    """On a CPU layers compute with packed weights, and a reload (of vLLM 0.32) leaves two kinds
+    behind: the packed copy of a head that is tied to the embedding is the old one, and experts
+    lie where packed ones are expected, not packed."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
+        elif isinstance(layer, RoutedExperts) and layer.quant_method.moe_kernel is not None:
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
