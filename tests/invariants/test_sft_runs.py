@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import torch.distributed as dist
 from run_lab import steps_of, values_of
 
 from pentad.core.errors import RunError, UserError
@@ -62,3 +63,37 @@ def test_a_signal_ends_sft_after_its_step_and_saves(lab, monkeypatch):
     (folder,) = lab.fileroot.glob("checkpoints/*/default/*/default/*")
     assert folder.name == "epoch0epochstep1globalstep1"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.fixture
+def no_process_group():
+    """Offloading makes a process group of one; leave none behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_memory_options_change_where_things_lie_and_no_number(lab, no_process_group):
+    plain = lab.sft("total_train_steps=3")
+    same = lab.sft(
+        "total_train_steps=3",
+        "actor.archon.offload_params=true",
+        "actor.gradient_checkpointing=true",
+        "actor.archon.ac_mode=full",
+        "actor.archon.ac_debug=true",
+        "actor.pad_to_maximum=true",
+        "actor.mb_spec.max_tokens_per_mb=400",
+    )
+    for one, other in zip(steps_of(plain), steps_of(same), strict=True):
+        # Sums in another order, three AdamW steps of them.
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    log = (same.records / "log.txt").read_text()
+    assert log.count("ac_debug: layer") >= 2 and "aten.mm.default" in log
+    assert "ac_debug" not in (plain.records / "log.txt").read_text()
+
+
+def test_what_needs_a_gpu_is_refused_before_anything_is_made(lab):
+    with pytest.raises(UserError, match=r"memory_budget.*compiled on CUDA only.*use selective"):
+        lab.sft("actor.gradient_checkpointing=true", "actor.archon.ac_mode=memory_budget")
+    assert not list(lab.fileroot.glob("logs/*"))
