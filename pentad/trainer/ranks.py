@@ -6,6 +6,7 @@ Rank 0 runs the trainer as if it were alone; the other ranks follow it (`runtime
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,16 +16,20 @@ import torch
 
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Component, Layout, parse_allocation
 from pentad.runtime.join import device_of
 from pentad.runtime.launch import LaunchSettings, run_ranks
 from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
+from pentad.telemetry.log import log_to
 from pentad.trainer.run import RunSummary, take_folder
 from pentad.trainer.translate import check_device, register_models
 
+log = logging.getLogger(__name__)
+
+NAMES_A_RANK = re.compile(r"rank \d+ of ")
 Run = Callable[[Lead, Config, Sequence[str], bool], RunSummary]
 """A whole run as rank 0 sees it: the lead of its ranks, config, notes, whether to start anew."""
 
@@ -66,7 +71,13 @@ def run_over_ranks(
         is_led=True,
     )
     target = f"{__name__}:run_rank"
-    summary, *_ = run_ranks(target, payload, world=world, log_folder=folder, settings=settings)
+    try:
+        summary, *_ = run_ranks(target, payload, world=world, log_folder=folder, settings=settings)
+    except RunError as error:
+        if own is None and NAMES_A_RANK.match(str(error)):  # of the other ends rank 0 wrote itself
+            with log_to(folder.parent / "log.txt"):
+                log.info("the run ended: %s", error)
+        raise
     if summary is None:  # a follower under torchrun: whatever comes next is rank 0's
         raise SystemExit(0)
     paths = {key: Path(summary[key]) for key in ("records", "model")}

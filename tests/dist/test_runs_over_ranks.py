@@ -258,7 +258,8 @@ def test_a_rank_that_is_killed_ends_the_run_within_seconds(task, tmp_path):
     assert code == 1
     assert time.monotonic() - before < 10  # a second or two, on a busy machine
     assert "rank 1 of 2, step " in text
-    assert "was ended by signal 9 (SIGKILL), as the system does when memory runs out" in text
+    sentence = "was ended by signal 9 (SIGKILL), as the system does when memory runs out"
+    assert sentence in text and sentence in (records_of(tmp_path, "kill") / "log.txt").read_text()
 
 
 def test_under_torchrun_every_rank_starts_alike_and_rank_0_speaks(task, tmp_path, alone):
