@@ -88,7 +88,8 @@ def check_layout(
     if config.actor.path is not None and "actor.path" not in skip:
         try:
             dims = dims_of(config.actor.path)
-            if command != "sft" and (Path(config.actor.path) / "config.json").is_file():
+            is_sampled = command != "sft" and samples(config)
+            if is_sampled and (Path(config.actor.path) / "config.json").is_file():
                 problems += context_fits(config, dims)
                 problems += routes_exist(config, dims)
         except UserError as error:
@@ -99,6 +100,10 @@ def check_layout(
         problems += unknown_models(config, skip)
     if "allocation_mode" in skip:
         return problems
+    if command == "train" and not samples(config):
+        where = f"allocation_mode = {config.allocation_mode}"
+        remedy = f"use for instance embedded:d1|{config.allocation_mode}"
+        problems.append(Problem(where, "there is no sampler, and train needs one", remedy))
     return problems + layout_problems(config, dims, count_devices(config))
 
 
@@ -466,9 +471,13 @@ def layout_notes(
 
 def rows_per_step(config: Config) -> int:
     """Sequences a batch trains on; where nobody samples, the rows of the dataset themselves."""
+    return config.train_dataset.batch_size * (config.gconfig.n_samples if samples(config) else 1)
+
+
+def samples(config: Config) -> bool:
+    """Whether the layout has a sampler, as far as it can be read."""
     allocation, _ = read_allocation(config)
-    samples = allocation is None or allocation.find("rollout") is not None
-    return config.train_dataset.batch_size * (config.gconfig.n_samples if samples else 1)
+    return allocation is None or allocation.find("rollout") is not None
 
 
 def component_notes(case: Case) -> Iterator[str]:

@@ -30,6 +30,8 @@ from pentad.runtime.rank import Rank
 
 PATIENCE = timedelta(days=60)
 """How long followers wait for the next call: rank 0 may generate, evaluate or save for hours."""
+ANSWER = timedelta(minutes=30)
+"""How long rank 0 waits for them to take one: they do what it does, so one that takes none hangs."""
 BUILD, CALL, ITERATE, ENTER, LEAVE, REPORT, STOP = range(7)
 """What a follower can be told."""
 
@@ -42,10 +44,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Channel:
-    """Messages from rank 0 to all others, in a group of its own, which waits for long."""
+    """Messages from rank 0 to all others, in a group of its own, in which followers wait for
+    long."""
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        timeout = ANSWER if dist.get_rank() == 0 else PATIENCE
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def send(self, message: Message) -> None:
         buffer = io.BytesIO()

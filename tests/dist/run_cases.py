@@ -1,5 +1,7 @@
 """What ranks run in the tests of whole runs: within the pool, and as processes of their own."""
 
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.runtime import lead as runtime_lead
 from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank
 from pentad.trainer import assemble, sft
@@ -135,11 +138,38 @@ def call_within(lead):
     return message, learner.everywhere(partial(count_steps, more=5))
 
 
+def hang(lead):
+    """A follower that takes no more calls: rank 0 does not wait for ever."""
+    learner = make(lead)
+    learner.everywhere(fall_asleep)
+    try:
+        learner.begin_step()
+    except RuntimeError as error:
+        return "imed out" in str(error), lead.is_torn
+    return "it waited"
+
+
+def fall_asleep(learner):
+    if dist.get_rank() > 0:
+        time.sleep(3)
+
+
+def hang_soon():
+    """`hang`, with a limit of a second."""
+    limit, runtime_lead.ANSWER = runtime_lead.ANSWER, timedelta(seconds=1)
+    try:
+        return led("hang")
+    except RunError as error:  # the follower, awake again
+        return str(error)
+    finally:
+        runtime_lead.ANSWER = limit
+
+
 def count_steps(learner, more):
     return learner.num_steps + more
 
 
-DEEDS = {f.__name__: f for f in (stop_reading, use_tags, keep_two, call_within)}
+DEEDS = {f.__name__: f for f in (stop_reading, use_tags, keep_two, call_within, hang)}
 
 
 # Ranks that fail.

@@ -25,9 +25,9 @@ def reference(model: str, **kwargs):
 
 def check(pool, model: str, layout: Layout, expected: dict | None = None, **kwargs) -> None:
     true = expected or reference(model, **kwargs)
-    mine = pool.run(
-        layout.world, "parity_cases", "train_step", model=model, layout=layout, **kwargs
-    )
+    given = {"model": model, "layout": layout, "routes": true["routes"]}
+    mine = pool.run(layout.world, "parity_cases", "train_step", **given, **kwargs)
+    check_routes(mine["routes"], true["routes"])
     for key in ("scored", "outputs"):
         for row, (a, b) in enumerate(zip(mine[key], true[key], strict=True)):
             assert a.keys() == b.keys()

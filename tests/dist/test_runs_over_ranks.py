@@ -146,6 +146,10 @@ def test_what_rank_0_does_with_a_learner_all_ranks_do(pool, deed, expected):
     assert expected(seen), seen
 
 
+def test_a_rank_that_takes_no_call_is_not_waited_for_for_ever(pool):
+    assert pool.run(2, "run_cases", "hang_soon") == (True, True)
+
+
 @pytest.mark.parametrize(
     ("command", "rank", "deed", "expected"),
     [

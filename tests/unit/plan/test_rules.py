@@ -248,9 +248,18 @@ def test_answers_fit_the_positions_of_the_model(tmp_path):
     assert check_layout(config_of(*keys, "train_dataset.max_length=10")) == []
     (found,) = check_layout(config_of(*keys, "train_dataset.max_length=11"))
     assert "100 positions" in found.rule and found.remedy == "use at most 89"
+    long = ["train_dataset.max_length=11", "allocation_mode=archon:d1"]
+    assert check_layout(config_of(*keys, *long)) == []  # a plan for sft: nothing is sampled
     hf["rope_scaling"] = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     assert check_layout(config_of(*keys, "train_dataset.max_length=110")) == []
+
+
+def test_train_needs_a_sampler_and_sft_and_plan_do_not():
+    config = config_of("allocation_mode=archon:d2")
+    (found,) = check_layout(config, "train")
+    assert "no sampler" in found.rule and "embedded:d1|archon:d2" in found.remedy
+    assert check_layout(config, "sft") == check_layout(config, "plan") == []
 
 
 def test_notes_tell_what_is_lawful_and_odd():
