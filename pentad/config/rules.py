@@ -367,12 +367,35 @@ def experts_are_balanced(case: Case) -> Iterator[Problem]:
     archon = case.model.archon
     if case.dims is None or case.component.role not in ("actor", "critic"):
         return
+    if case.component.backend == "fsdp":
+        return
     given = {
         f"{case.key}.archon.moe_aux_loss_coef": archon.moe_aux_loss_coef,
         f"{case.key}.archon.moe_z_loss_coef": archon.moe_z_loss_coef,
     }
     key = f"{case.key}.archon.moe_bias_rate"
     yield from balance_problems(case.dims, given, (key, archon.moe_bias_rate))
+
+
+def transformers_own_models(case: Case) -> Iterator[Problem]:
+    """What the fsdp backend cannot do with models that have no model file."""
+    if case.component.backend != "fsdp":
+        return
+    archon, tp = case.model.archon, case.component.size("t")
+    given = {
+        "moe_aux_loss_coef": archon.moe_aux_loss_coef,
+        "moe_z_loss_coef": archon.moe_z_loss_coef,
+        "moe_bias_rate": archon.moe_bias_rate,
+    }
+    for key, value in given.items():
+        if value and case.component.role in ("actor", "critic"):
+            rule = "the fsdp backend does not balance experts: that needs a model file"
+            where = f"{case.key}.archon.{key} = {value:g}"
+            yield Problem(where, rule, "leave it out, or use archon")
+    if case.dims is not None and case.dims.num_kv_heads % tp and case.dims.num_heads % tp == 0:
+        rule = f"t{tp} of fsdp must divide num_kv_heads = {case.dims.num_kv_heads}"
+        fits = list_of(divisors(case.dims.num_kv_heads))
+        yield Problem(case.where, rule, f"t can be {fits}, or use archon")
 
 
 def schedule_takes_stages(case: Case) -> Iterator[Problem]:
@@ -439,6 +462,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     zero_bubble_rules,
     kept_products_meet_experts,
     experts_are_balanced,
+    transformers_own_models,
     microbatches_fit_rounds,
 )
 

@@ -98,7 +98,7 @@ def balance_problems(
             yield Problem(f"{name} = {value:g}", "the model has no experts", "leave it out")
     if rate and dims.num_experts and not has_router_bias(dims.family):
         rule = f"a saved {dims.family} has no place for a bias, so it would route otherwise"
-        yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (aux_loss_coef)")
+        yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (moe_aux_loss_coef)")
 
 
 def list_of(numbers: list[int]) -> str:

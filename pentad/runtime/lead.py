@@ -31,7 +31,7 @@ from pentad.runtime.rank import Rank
 PATIENCE = timedelta(days=60)
 """How long followers wait for the next call: rank 0 may generate, evaluate or save for hours."""
 ANSWER = timedelta(minutes=30)
-"""How long rank 0 waits for them to take one: they do what it does, so one that takes none hangs."""
+"""How long rank 0 waits for them to take one: they do what it does, so who takes none hangs."""
 BUILD, CALL, ITERATE, ENTER, LEAVE, REPORT, STOP = range(7)
 """What a follower can be told."""
 

@@ -34,6 +34,8 @@ RED = [
     ("embedded", DENSE, ["embedded:p2+archon:d1"], None, "p2: the embedded", "embedded:d2"),
     ("sampler", ODD, ["vllm:t8+archon:d1"], None, "t8 of vllm must divide num_heads = 28", "7, 14"),
     ("sampler", DENSE, ["vllm:p64+archon:d1"], None, "p64 of vllm exceeds num_layers = 36", "36"),
+    ("fsdp", DENSE, ["fsdp:t16"], None, "t16 of fsdp must divide num_kv_heads = 8", "1, 2, 4, 8"),
+    ("fsdp", MOE, ["fsdp:d2", "actor.archon.moe_z_loss_coef=1"], None, "needs a model file", "out"),
     ("megatron", DENSE, ["megatron:d2p2t2"], None, "Megatron-Core is not built", "archon:d2p2t2"),
     (
         "heads",
