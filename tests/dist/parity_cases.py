@@ -160,14 +160,19 @@ def expert_norms(layout: Layout, routes: list[Tensor]) -> dict[str, float]:
     return {key: global_norm(part, engine.cuts, engine.meshes) for key, part in picked.items()}
 
 
-def broken_gradient(layout: Layout) -> dict[str, Any]:
-    """One row of one rank makes the gradient infinite: what each rank does, and what follows."""
+def broken_gradient(layout: Layout, on_last_rank: bool = False) -> dict[str, Any]:
+    """One row makes the gradient infinite, or one element of the last rank's shards is: what each
+    rank does, and what follows."""
     engine = make("dense", layout)
     before = {n: t.clone() for n, t in engine.masters.items()}
     rows = make_rows(12)
-    rows[4].columns["advantages"][2:] = float("inf")
+    if not on_last_rank:
+        rows[4].columns["advantages"][2:] = float("inf")
     engine.begin_step()
     engine.accumulate(rows, LOSSES["token"])
+    if on_last_rank and dist.get_rank() == layout.world - 1:
+        part = next(g for p in engine.parameters.values() if (g := local(p.grad)).numel())
+        part.view(-1)[0] = float("inf")
     result = engine.end_step()
     is_still = all(torch.equal(t, before[n]) for n, t in engine.masters.items())
     engine.begin_step()

@@ -56,9 +56,13 @@ def test_the_norm_counts_experts_and_routers_exactly_once(pool, layout, true_nor
     assert true["experts"] > 0.05 * true["all"] and true["routers"] > 0.001 * true["all"]
 
 
+@pytest.mark.parametrize("on_last_rank", [False, True])
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2, tp=2)], ids=str)
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool, layout):
-    for result, is_still, after, num_skipped in run(pool, layout, "broken_gradient")["ranks"]:
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    pool, layout, on_last_rank
+):
+    seen = run(pool, layout, "broken_gradient", on_last_rank=on_last_rank)
+    for result, is_still, after, num_skipped in seen["ranks"]:
         assert result.skipped and "not finite" in result.reason
         assert is_still and num_skipped == 1 and not after.skipped
 
