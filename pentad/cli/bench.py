@@ -181,9 +181,12 @@ def slug(device: torch.device) -> str:
 
 def show_training(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
     cases = bench_train.gpu_cases() if device.type == "cuda" else bench_train.cpu_cases()
+    names = list(dict.fromkeys(case.model for case in cases))
+    unknown = [m for m in models if not any(m in name for name in names)]
+    if unknown:
+        rule = f"no case has such a name on {device.type}"
+        raise UserError(Problem(f"models = {' '.join(unknown)}", rule, f"use {', '.join(names)}"))
     cases = [case for case in cases if not models or any(m in case.model for m in models)]
-    if not cases:
-        raise UserError(Problem(f"models = {' '.join(models)}", "no case has such a name"))
     for model in dict.fromkeys(case.model for case in cases):
         show_model(report, device, [case for case in cases if case.model == model], num_steps)
 
