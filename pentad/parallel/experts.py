@@ -44,11 +44,14 @@ class CellDispatch:
         pairs = sort_pairs(chosen_Tk, self.num_experts)
         sent_PE = pairs.sizes_E.view(self.num_ep, -1).repeat_interleave(self.etp, dim=0)
         got_PE = self._swap_counts(sent_PE)
+        on_its_way = _fetch(torch.stack([sent_PE.sum(1), got_PE.sum(1)]))
+        x_ND = take_rows(x_TD, pairs)
         beside_TD = None if beside is None else beside()
-        # The one wait for the device: splits of an exchange are numbers of the host.
-        sent, got = torch.stack([sent_PE.sum(1), got_PE.sum(1)]).tolist()
+        # The one wait for the device: splits of an exchange are numbers of the host. It has been
+        # given what needs no numbers first, and goes on with that while the host waits.
+        sent, got = _arrived(*on_its_way)
         assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
-        x_MD = exchange(self._for_cell(take_rows(x_TD, pairs), sent), self.cell, got, sent)
+        x_MD = exchange(self._for_cell(x_ND, sent), self.cell, got, sent)
         y_MD = _run_here(x_MD, got_PE, experts)
         y_ND = self._from_cell(exchange(y_MD, self.cell, sent, got), sent)
         y_ND = y_ND * take_weights(weights_Tk, pairs)[:, None]
@@ -73,6 +76,27 @@ class CellDispatch:
         parts = y_ND.split(sent)
         starts = range(0, len(parts), self.etp)
         return torch.cat([torch.stack(parts[n : n + self.etp]).sum(0) for n in starts])
+
+
+@torch.compiler.disable  # events are the host's
+def _fetch(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Starts the way of numbers to the host."""
+    if not numbers.is_cuda:
+        return numbers, None
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return there, event
+
+
+@torch.compiler.disable
+def _arrived(numbers: Tensor, event: torch.cuda.Event | None) -> list[list[int]]:
+    """Waits for these numbers, not for what the device was given after them."""
+    if event is not None:
+        event.synchronize()
+    found: list[list[int]] = numbers.tolist()
+    return found
 
 
 def _run_here(x_MD: Tensor, got_PE: Tensor, experts: Experts) -> Tensor:
