@@ -29,6 +29,8 @@ def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
     digest = hashlib.blake2b(digest_size=7)
     for row in rows:
         tensors = {"ids": row.ids, **row.columns}
+        if row.routes is not None:
+            tensors["routes"] = row.routes
         digest.update(repr((row.count, len(row.ids), sorted(tensors))).encode())
         for name in sorted(tensors):
             digest.update(tensors[name].contiguous().numpy().tobytes())
