@@ -200,8 +200,8 @@ class EmbeddedSampler:
             await asyncio.sleep(0)  # whoever is ready to submit does so before the first step
             while not self.is_closed and (self.inbox or self.commands or self._can_step):
                 self.interrupt.clear()
-                self._take_inbox()
                 await self._run_commands()
+                self._take_inbox()
                 if self._can_step:
                     report = await self._in_worker(partial(self.engine.run, self.interrupt))
                     self._deliver(report)
@@ -227,6 +227,7 @@ class EmbeddedSampler:
 
     async def _run_commands(self) -> None:
         while self.commands:
+            self._take_inbox()  # an abort finds a request that came before it
             command = self.commands.pop(0)
             try:
                 result = await self._in_worker(command.action)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
@@ -19,7 +21,15 @@ from pentad.core.types import Prompt, Sample
 from pentad.rollout.failures import DataFailure
 from pentad.rollout.proxy import MODEL, Episode, Proxy
 from pentad.rollout.specs import load
-from pentad.rollout.workflows import Context, Generator, OwnPrompts
+from pentad.rollout.workflows import (
+    CLOSE_TIMEOUT_S,
+    Context,
+    Generator,
+    OwnPrompts,
+    contained,
+)
+
+log = logging.getLogger(__name__)
 
 PARAMETERS = {
     "prompt": "the prompt as text",
@@ -68,7 +78,9 @@ class AgentWorkflow(OwnPrompts):
             await episode.close()
             work.cancel()
             if isinstance(work, asyncio.Task):
-                await asyncio.wait([work])
+                _, stubborn = await asyncio.wait([work], timeout=CLOSE_TIMEOUT_S)
+                if stubborn:
+                    log.warning("prompt %d: the agent does not end; it is left behind", prompt.gid)
         samples = episode.samples()
         if not samples:
             raise DataFailure("no_turns", f"prompt {prompt.gid}: the agent asked for nothing")
@@ -78,7 +90,7 @@ class AgentWorkflow(OwnPrompts):
 
     def _call(self, values: dict[str, Any]) -> asyncio.Future[Any]:
         if inspect.iscoroutinefunction(self.agent):
-            return asyncio.ensure_future(self.agent(**values))
+            return asyncio.ensure_future(contained(self.agent(**values)))
         return in_thread(lambda: self.agent(**values))
 
 
@@ -116,7 +128,7 @@ def give_reward(sample: Sample, reward: object) -> None:
         return
     parts: dict[str, float] = {}
     for name, value in (reward if isinstance(reward, Mapping) else {"agent": reward}).items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(value):
             rule = f"returned {reward!r}; {name} = {value!r} is not a finite number"
             remedy = "return a number, a dict of numbers, or None"
             raise UserError(Problem("rollout.agent", rule, remedy))

@@ -23,7 +23,7 @@ from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import Tokenizer
 from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
-from pentad.rollout.workflows import Context, OwnPrompts, Workflow
+from pentad.rollout.workflows import Context, OwnPrompts, Workflow, contained
 
 __all__ = ["DataFailure", "Executor", "ExecutorSettings", "InfraFailure"]
 
@@ -165,8 +165,8 @@ class Executor:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self.settings.deadline_s) as deadline:
-                samples = await self.workflow.run(prompt, sampler, context)
-        except (Exception, SystemExit) as failure:  # exit() in a workflow is its error, not an end
+                samples = await contained(self.workflow.run(prompt, sampler, context))
+        except Exception as failure:
             cause = first_cause(failure)
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__

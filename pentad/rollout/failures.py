@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 
 class InfraFailure(Exception):
     """A replica, a connection or the reward pool failed; the prompt itself is not to blame."""
@@ -17,3 +19,9 @@ class DataFailure(Exception):
         self.detail = detail
         self.is_final = is_final
         """Fresh samples would fail the same way, so none are drawn."""
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled this task, and not only something that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -38,7 +38,7 @@ from pentad.rollout.serving.app import (
     json_answer,
     read_json,
 )
-from pentad.rollout.serving.jobs import Job, chat_ids, plain_messages, prompt_ids
+from pentad.rollout.serving.jobs import Job, chat_ids, chat_limit, plain_messages, prompt_ids
 from pentad.rollout.serving.server import bind, serve
 from pentad.rollout.serving.service import end, while_connected
 from pentad.rollout.serving.wire import (
@@ -97,7 +97,8 @@ class Episode:
             {key: value for key, value in message.items() if value or key == "content"}
             for message in plain_messages(body.messages, self.tokenizer)
         ]
-        asked = body.max_completion_tokens or body.max_tokens
+        asked = chat_limit(body)
+        check_alternatives("top_logprobs", body.top_logprobs)
         ids = self.conversation_ids(messages)
         return self.job("chat", body, ids, asked, wants_logprobs=body.logprobs), messages
 
@@ -107,6 +108,7 @@ class Episode:
             raise ApiError(problem, param="prompt")
         ids = prompt_ids(body.prompts[0], "prompt", self.tokenizer)
         wants = body.logprobs is not None
+        check_alternatives("logprobs", body.logprobs or 0)
         return self.job("completion", body, ids, body.max_tokens, wants_logprobs=wants)
 
     def conversation_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -123,6 +125,9 @@ class Episode:
     ) -> Job:
         """Raises ApiError where there is no room for an answer."""
         context = self.context
+        if body.ignore_eos:
+            problem = Problem("ignore_eos = true", "the run decides what ends an answer")
+            raise ApiError(problem, param="ignore_eos", code="unsupported_parameter")
         own, given = context.params, body.model_fields_set
         pairs = {"temperature": (body.temperature, own.temperature)}
         pairs |= {"top_p": (body.top_p, own.top_p), "top_k": (body.top_k, own.top_k)}
@@ -294,6 +299,12 @@ class Proxy:
             problem = Problem("authorization", "is not the api_key of this episode")
             raise ApiError(problem, status=401, kind="authentication_error")
         return found
+
+
+def check_alternatives(name: str, wanted: int) -> None:
+    if wanted:
+        rule = "the log-prob of the drawn token is known, and of no other"
+        raise ApiError(Problem(f"{name} = {wanted}", rule, "give 0"), param=name)
 
 
 def events(job: Job, generations: Sequence[Generation], tokenizer: Tokenizer) -> bytes:

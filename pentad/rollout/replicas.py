@@ -18,7 +18,7 @@ from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
 from pentad.rollout.checks import Drawn, check_generations
-from pentad.rollout.failures import InfraFailure
+from pentad.rollout.failures import InfraFailure, is_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +153,11 @@ class CheckedSampler:
             check_generations(request, answers, self.vocab_size)
         except asyncio.CancelledError:
             await self._abort(request.id, task)
-            if not replica.is_removed or _is_cancelled():
+            if is_cancelled():
                 self.was_waiting = True
                 raise
-            raise InfraFailure(f"replica {replica.name} was removed") from None
+            what = "was removed" if replica.is_removed else "dropped the request"
+            raise InfraFailure(f"replica {replica.name} {what}") from None
         except (UserError, InfraFailure):
             raise
         except Exception as failure:
@@ -177,8 +178,3 @@ class CheckedSampler:
             self.replica.fail(f"abort failed: {type(failure).__name__}: {failure}")
             log.warning("%s: could not abort %s: %s", self.replica.name, request_id, failure)
         task.cancel()
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -18,11 +18,13 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.rollout.environments import Environment, Tokenizer, observation_ids
-from pentad.rollout.failures import DataFailure
+from pentad.rollout.failures import DataFailure, is_cancelled
 from pentad.rollout.specs import load
 
+T = TypeVar("T")
+
 CLOSE_TIMEOUT_S = 10.0
-"""An environment that takes longer to close is left to itself: deadlines must hold."""
+"""An environment or agent that takes longer to end is left to itself: deadlines must hold."""
 
 
 class Generator(Protocol):
@@ -165,7 +167,7 @@ class MultiTurn:
         check_fits(prompt, context)
         async with asyncio.TaskGroup() as conversations:
             tasks = [
-                conversations.create_task(self._converse(prompt, i, sampler, context))
+                conversations.create_task(contained(self._converse(prompt, i, sampler, context)))
                 for i in range(context.num_samples)
             ]
         return [task.result() for task in tasks]
@@ -205,6 +207,19 @@ class MultiTurn:
         if parts:
             sample.reward, sample.reward_parts = sum(parts.values()), parts
         return sample
+
+
+async def contained(work: Coroutine[Any, Any, T]) -> T:
+    """The user's code in a task of its own: what would end the loop or pass for a cancellation
+    of the group is an error of that code."""
+    try:
+        return await work
+    except SystemExit as failure:
+        raise RuntimeError(repr(failure)) from failure
+    except asyncio.CancelledError as failure:
+        if is_cancelled():
+            raise
+        raise RuntimeError("it awaited something that was cancelled") from failure
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:

@@ -99,6 +99,11 @@ def logprobs(values) -> dict:
     return {"content": [{"token_id": i, "logprob": value} for i, value in pairs]}
 
 
+def versions(spans):
+    keys = ("version", "start", "end")
+    return spoilt(weight_versions=[dict(zip(keys, span, strict=True)) for span in spans])
+
+
 def spoilt(**changes):
     return lambda body: good(body, **changes)
 
@@ -122,7 +127,9 @@ async def over(script: ScriptedVllm, folder, **changes) -> AsyncIterator:
             await sampler.close()
 
 
-ASKED = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=4), seeds=(5,))
+ENDING = SamplingParams(max_new_tokens=4, stop_ids=(40,))
+ASKED = Request(id="a", prompt_ids=(1, 2), params=ENDING, seeds=(5,))
+ASK = {"sampling_params": {"max_tokens": 4}}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +165,22 @@ ASKED = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=
             spoilt(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
             "2 versions came for 4 tokens",
         ),
+        (versions([("3", 0, 10**12)]), "which nobody installed"),  # not as many in memory
+        (versions([("3", 0, 2), ("3", 1, 4)]), "which nobody installed"),
+        (versions([("3", 0, 4), ("3", 4, 2)]), "which nobody installed"),
+        (versions([("4", 0, 4)]), "version 4 drew a token, the server was given 3"),
+        (versions([("3.0", 0, 4)]), "weights '3.0' drew tokens"),
+        (versions([("9" * 5000, 0, 4)]), "which nobody installed"),
+        (lambda _: raw("[" * 100_000), "answered no JSON"),
+        (lambda _: {"choices": [good(ASK)["choices"][0]] * 2}, "2 choices came where 1 was asked"),
+        (spoilt(token_ids=[10**30, 1, 2, 3]), "outside the vocabulary"),
+        (lambda b: raw(json.dumps(good(b, logprobs=logprobs([-1e999] * 4)))), "no log-prob"),
+        (spoilt(finish_reason="stop"), "it stopped at id 21, which ends no answer"),
+        (spoilt(token_ids=[1, 40, 2, 3]), "it went on after token 1, id 40, which ends an answer"),
+        (spoilt(token_ids=[1, 2]), "it was cut after 2 of 4 tokens"),
+        (spoilt(finish_reason=None), "ended by None"),
+        (lambda _: Response(b"\x1f\x8bno", headers={"content-encoding": "gzip"}), "failed"),
+        (lambda _: Response(b"\xff\xfe", media_type="application/json"), "answered no JSON"),
     ],
 )
 def test_an_answer_that_is_none_is_refused_with_a_sentence(model_folder, answer, sentence):

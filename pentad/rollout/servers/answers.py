@@ -27,7 +27,8 @@ def versions_of(where: str, spans: Sequence[Span] | None, num: int) -> list[int]
         raise InfraFailure(f"{where}: it does not say which weights drew the tokens")
     versions: list[int] = []
     for span in spans:
-        if span.start != len(versions) or not re.fullmatch(r"\d+", span.version):
+        is_next = span.start == len(versions) and span.start <= span.end <= num
+        if not is_next or not re.fullmatch(r"[0-9]{1,18}", span.version):
             told = f"weights {span.version!r} drew tokens {span.start} to {span.end}"
             raise InfraFailure(f"{where}: {told}, which nobody installed")
         versions += [int(span.version)] * (span.end - span.start)

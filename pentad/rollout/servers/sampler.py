@@ -25,7 +25,7 @@ from pentad.models.exchange import native_shards
 from pentad.models.families import map_of
 from pentad.models.registry import create_model
 from pentad.rollout.checks import flaw_of
-from pentad.rollout.failures import InfraFailure
+from pentad.rollout.failures import InfraFailure, is_cancelled
 from pentad.rollout.servers.process import ServerProcess
 from pentad.weights import flow
 
@@ -35,6 +35,9 @@ ABORT_PATIENCE_S = 5.0
 """How long an aborted call may take to hand over what it drew; then it is cut off."""
 QUIET_S = 0.02
 """A paused server is still when no token came for so long."""
+
+CONTEXT_SLACK = 8
+"""Servers may end an answer so many tokens before the context is full."""
 
 MEMORIES = ("weights", "kv_cache")
 
@@ -170,7 +173,7 @@ class ServerSampler:
         try:
             return list(await asyncio.gather(*entry.calls.values()))
         except asyncio.CancelledError:
-            if self.is_closed and not _is_cancelled():
+            if self.is_closed and not is_cancelled():
                 raise RunError("the sampler was closed") from None
             raise
         finally:
@@ -364,6 +367,7 @@ class ServerSampler:
         wrong = None
         if answer.finish != "abort":
             wrong = flaw_of(answer, request.params.max_new_tokens, self.limits.vocab_size)
+            wrong = wrong or self._wrong_end(request, answer)
         known = range(asked_at, self.version + 1)
         strange = [version for version in answer.versions if version not in known]
         if wrong is None and strange:
@@ -371,6 +375,20 @@ class ServerSampler:
             wrong = f"weights of version {strange[0]} drew a token, the server was given {held}"
         if wrong is not None:
             raise InfraFailure(f"{self.dialect.where}: continuation {index}: {wrong}")
+
+    def _wrong_end(self, request: Request, answer: Generation) -> str | None:
+        """Whether it ended elsewhere than where it was told to."""
+        params, num = request.params, len(answer.ids)
+        passed = next((t for t in range(num - 1) if answer.ids[t] in params.stop_ids), None)
+        if passed is not None:
+            return f"it went on after token {passed}, id {answer.ids[passed]}, which ends an answer"
+        is_end = bool(params.stop_strings) or answer.ids[-1] in params.stop_ids
+        if answer.finish == "stop" and not is_end:
+            return f"it stopped at id {answer.ids[-1]}, which ends no answer"
+        room = self.limits.max_context - CONTEXT_SLACK - len(request.prompt_ids)
+        if answer.finish == "length" and num < min(params.max_new_tokens, room):
+            return f"it was cut after {num} of {params.max_new_tokens} tokens"
+        return None
 
     # State.
 
@@ -406,8 +424,3 @@ def check_weights(dims: ModelDims, pairs: Sequence[tuple[str, Tensor]]) -> None:
         return  # no model file: what its tensors are only the trainer's own map knows
     skeleton = create_model(dims, device="meta")
     flow.check(native_shards(skeleton), map_of(dims), given)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -112,6 +112,6 @@ class Wire:
     def _parsed(self, path: str, text: str) -> Any:
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             told = " ".join(text[:40].split())
             raise InfraFailure(f"{self.where}: {path} answered no JSON ({told!r})") from error

@@ -71,11 +71,7 @@ def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -
 
 
 def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Job:
-    limit = body.max_completion_tokens or body.max_tokens
-    if body.max_tokens not in (None, limit):
-        where = f"max_tokens = {body.max_tokens}"
-        rule = f"max_completion_tokens = {body.max_completion_tokens} says otherwise"
-        raise ApiError(Problem(where, rule, "give one of the two"), param="max_tokens")
+    limit = chat_limit(body)
     if body.top_logprobs and not body.logprobs:
         problem = Problem(f"top_logprobs = {body.top_logprobs}", "needs logprobs = true")
         raise ApiError(problem, param="top_logprobs")
@@ -86,6 +82,16 @@ def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Job:
     return build_job(
         "chat", body, [ids], max_new, tokenizer, limits, wants_logprobs=body.logprobs, wants_top=top
     )
+
+
+def chat_limit(body: ChatBody) -> int | None:
+    """Most new tokens, by whichever of its two names."""
+    limit = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, limit):
+        where = f"max_tokens = {body.max_tokens}"
+        rule = f"max_completion_tokens = {body.max_completion_tokens} says otherwise"
+        raise ApiError(Problem(where, rule, "give one of the two"), param="max_tokens")
+    return limit
 
 
 def build_job(

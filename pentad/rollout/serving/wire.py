@@ -63,10 +63,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
     ) -> None:
-        super().__init__(str(problem))
+        super().__init__(readable(str(problem)))
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else readable(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:
@@ -166,6 +166,11 @@ def as_api_error(error: ValidationError) -> ApiError:
         rule = f"must be {FORMS[name]}"
     where = f"{path} = {shown(item['input'])}"
     return ApiError(Problem(where, rule), param=name, code="invalid_value")
+
+
+def readable(text: str) -> str:
+    """Can be sent: halves of surrogate pairs, which JSON may hold, are spelt out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value: object) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import pytest
 import torch
@@ -150,6 +151,41 @@ def test_a_cancelled_request_leaves_the_engine(make_sampler, make_request):
     assert stats["running"] == stats["kv_usage"] == 0
     assert stats["tokens_drawn"] < 400
     assert sampler.open == {}
+
+
+@pytest.mark.parametrize("way", ["abort", "cancel"])
+def test_a_request_that_ends_while_weights_arrive_is_never_run(
+    make_sampler, make_request, tiny_dims, monkeypatch, way
+):
+    sampler = make_sampler()
+    arriving, release = threading.Event(), threading.Event()
+    install = sampler.engine.install
+
+    def slow(*given):
+        arriving.set()
+        release.wait(10)
+        return install(*given)
+
+    monkeypatch.setattr(sampler.engine, "install", slow)
+
+    async def main():
+        update = asyncio.create_task(sampler.install(1, iter_hf(create_model(tiny_dims, seed=2))))
+        while not arriving.is_set():
+            await asyncio.sleep(0.001)
+        task = asyncio.create_task(sampler.generate(make_request("a", [1, 2], max_new_tokens=50)))
+        await asyncio.sleep(0)
+        ending = asyncio.create_task(sampler.abort("a")) if way == "abort" else task.cancel()
+        await asyncio.sleep(0.01)
+        release.set()
+        await update
+        if way == "abort":
+            await ending
+            [generation] = await task
+            assert generation.finish == "abort"
+        await sampler.generate(make_request("b", [3], max_new_tokens=1))
+
+    asyncio.run(main())
+    assert sampler.stats()["tokens_drawn"] == 1 and sampler.open == {}
 
 
 def test_a_listener_that_raises_ends_its_own_request_only(make_sampler, make_request):

@@ -1,6 +1,8 @@
 """Agent programs written for an OpenAI server: what they were answered is what is trained."""
 
 import asyncio
+import contextlib
+import sys
 import threading
 import time
 
@@ -113,16 +115,11 @@ def test_a_rewritten_history_begins_a_sequence_of_its_own(lab):
         return 1.0
 
     samples = lab.run(forgetful, num_samples=2)
-    assert len(samples) == 4
-    assert all(s.mask.sum() == 4 and s.reward == 1.0 for s in samples)
-    assert {s.text for s in samples} <= {
-        "abc\nban",
-        "abc\nz",
-        "ban\nz",
-        "z\nabc",
-        "ban\nabc",
-        "z\nban",
-    }
+    assert len(samples) == 4 and all(s.reward == 1.0 for s in samples)
+    for pair in (samples[:2], samples[2:]):  # an episode's; which turns depends on who came first
+        said = pair[0].text.split("\n")
+        assert pair[1].text == pair[0].text and set(said) <= set(lab.turns)
+        assert [int(s.mask.sum()) for s in pair] == [len(turn) + 1 for turn in said]
 
 
 def test_streams_are_recorded_like_whole_answers(lab):
@@ -197,6 +194,56 @@ def test_a_program_that_raises_is_tried_again_with_other_seeds_then_dropped(lab)
     with pytest.raises(DataFailure, match="workflow_error: KeyError: 'its own fault'"):
         lab.run(broken, max_retries=2)
     assert len({r.seeds for r in lab.sampler.requests}) == 3
+
+
+@pytest.mark.parametrize("end", [sys.exit, lambda: asyncio.current_task().cancel()])
+def test_a_coroutine_that_ends_itself_ends_nothing_else(lab, end):
+    async def program(base_url):
+        end()
+        await asyncio.sleep(5)
+
+    with pytest.raises(DataFailure, match="workflow_error: "):
+        lab.run(program)
+
+
+def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(lab, monkeypatch):
+    monkeypatch.setattr("pentad.rollout.agents.CLOSE_TIMEOUT_S", 0.2)
+    release = []
+
+    async def stubborn(base_url):
+        while not release:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(0.05)
+
+    async def main():
+        with pytest.raises(DataFailure, match="deadline"):
+            await lab.executor(stubborn, deadline_s=0.2).rollout(Prompt(5, (1, 2), {}, "what?"), 0)
+        release.append(True)
+
+    started = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"extra_body": {"ignore_eos": True}},
+        {"logprobs": True, "top_logprobs": 2},
+        {"max_tokens": 2, "max_completion_tokens": 3},
+    ],
+)
+def test_what_would_be_answered_otherwise_is_refused(lab, fields):
+    async def program(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": "go"}]
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model=model, messages=messages, **fields)
+        await client.chat.completions.create(model=model, messages=messages)
+        return np.float32(1)
+
+    [sample] = lab.run(program)
+    assert sample.reward == 1.0 and sample.text == "abc"
 
 
 def test_a_program_that_asks_nothing_is_dropped(lab):

@@ -39,6 +39,8 @@ def parts(*found):
 
 BAD = [
     (completion(model="other"), 404, "model", "model = other: this server has only tiny"),
+    (completion(model="\ud800"), 404, "model", "model = \\ud800: this server has only tiny"),
+    (completion(**{"\ud800": 1}), 400, "\\ud800", "\\ud800 = 1: there is no such field"),
     ({"prompt": "x"}, 400, "model", "model: is missing"),
     ({"model": "tiny"}, 400, "prompt", "prompt: is missing"),
     (completion(prompt=""), 400, "prompt", "prompt: is empty"),
