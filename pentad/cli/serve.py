@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -88,8 +89,9 @@ async def until_signal(
     def drain() -> None:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-        print(f"stopping; requests under way have {drain_s:g} s", flush=True)
         stop.set()
+        with suppress(BrokenPipeError):  # whoever read the output may be gone
+            print(f"stopping; requests under way have {drain_s:g} s", flush=True)
 
     for number in SIGNALS:
         loop.add_signal_handler(number, drain)
