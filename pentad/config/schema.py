@@ -403,7 +403,7 @@ class RolloutConfig(Section):
     max_retries: NonNegativeInt = 2
     """Attempts after the first before a failing group is dropped and counted."""
     max_batch_tokens: Count = 8192
-    """Most tokens the sampler runs in one forward pass."""
+    """Most tokens the sampler runs in one forward pass; `max_running` where that is more."""
     max_running: Count = 256
     """Most sequences decoded together."""
     kv_cache_gb: Positive | None = None
