@@ -11,5 +11,5 @@ def measure(rank, payload):
         rank.report(0)
         os._exit(9)
     assert "sum_copies" in vars(engine), "there is nothing left to sabotage"
-    engine.sum_copies = lambda gradients, cuts: None
+    engine.sum_copies = lambda *_: None
     parallel_ranks.measure_layouts(rank, payload)
