@@ -13,6 +13,7 @@ import uvicorn
 def served(app) -> Iterator[str]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # who comes before the thread runs waits
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(
