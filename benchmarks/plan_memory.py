@@ -25,8 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_smoke import DEVICE, IS_GPU, QWEN3_0_6B, TOY, MeanNll, make_rows  # noqa: E402
+from engine_smoke import DEVICE, IS_GPU, TOY, MeanNll, make_rows  # noqa: E402
 
+from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
 from pentad.config.activations import Keeping  # noqa: E402
 from pentad.config.memory import Training, training_phases  # noqa: E402
 from pentad.core.dims import dims_from_hf  # noqa: E402
@@ -40,26 +41,11 @@ from pentad.parallel.mesh import build_meshes  # noqa: E402
 
 GIB = 2**30
 LIMIT = 0.1
-QWEN3_4B = QWEN3_0_6B | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
+MODELS = {
+    "0.6b": QWEN3_0_6B,
+    "4b": QWEN3_4B,
+    "moe": QWEN3_MOE_SLICE | {"num_hidden_layers": 4},
 }
-QWEN3_MOE_SLICE = QWEN3_0_6B | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-MODELS = {"0.6b": QWEN3_0_6B, "4b": QWEN3_4B, "moe": QWEN3_MOE_SLICE}
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "op": {"mode": "selective", "selective": "op"},
