@@ -177,8 +177,11 @@ def show(found: Found) -> None:
     case = found.case
     what = f"{case.model:5}{case.tokens:7}{case.length:6} {'on' if case.compile else 'off':8}"
     mode = case.mode + (" offload" if case.offload else "")
+    if not IS_GPU:
+        print(f"{what}{mode:12}{found.phase:10}{found.predicted_bytes / GIB:10.2f}{'-':>10}{'-':>8}")
+        return
     sizes = f"{found.predicted_bytes / GIB:10.2f}{found.measured_bytes / GIB:10.2f}"
-    mark = "" if abs(found.ratio - 1) <= LIMIT or not IS_GPU else "  <--"
+    mark = "" if abs(found.ratio - 1) <= LIMIT else "  <--"
     print(f"{what}{mode:12}{found.phase:10}{sizes}{found.ratio:8.3f}{mark}", flush=True)
 
 
@@ -226,9 +229,12 @@ def main() -> None:
             records = [asdict(one.case) | asdict(one) | {"ratio": one.ratio} for one in found]
             head = {"device": name, "torch": torch.__version__, "records": records}
             Path(args.json).write_text(json.dumps(head, indent=1))
+    if not IS_GPU:
+        print(f"{len(found)} cases ran; memory is not measured on a CPU")
+        return
     off = [one for one in found if abs(one.ratio - 1) > LIMIT]
     print(f"{len(found) - len(off)} of {len(found)} within {LIMIT:.0%}")
-    if off and IS_GPU:
+    if off:
         raise SystemExit(1)
 
 
