@@ -178,7 +178,8 @@ def show(found: Found) -> None:
     what = f"{case.model:5}{case.tokens:7}{case.length:6} {'on' if case.compile else 'off':8}"
     mode = case.mode + (" offload" if case.offload else "")
     if not IS_GPU:
-        print(f"{what}{mode:12}{found.phase:10}{found.predicted_bytes / GIB:10.2f}{'-':>10}{'-':>8}")
+        size = f"{found.predicted_bytes / GIB:10.2f}"
+        print(f"{what}{mode:12}{found.phase:10}{size}{'-':>10}{'-':>8}")
         return
     sizes = f"{found.predicted_bytes / GIB:10.2f}{found.measured_bytes / GIB:10.2f}"
     mark = "" if abs(found.ratio - 1) <= LIMIT else "  <--"
