@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import datetime
 import decimal
-import hashlib
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +30,6 @@ class TableRows:
     def __init__(self, path: Path, table: pa.Table) -> None:
         self.path = path
         self.table = table
-        self.digest = digest_of_file(path)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -49,7 +47,6 @@ class ParquetRows:
     def __init__(self, path: Path, limit: int | None) -> None:
         self.path = path
         self.file = pq.ParquetFile(path)
-        self.digest = digest_of_file(path)
         meta = self.file.metadata
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
         self.size = meta.num_rows if limit is None else min(limit, meta.num_rows)
@@ -125,9 +122,3 @@ def holds_binary(kind: pa.DataType) -> bool:
     if pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind):
         return True
     return any(holds_binary(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def digest_of_file(path: Path) -> str:
-    """Over all bytes, about a second a gigabyte; JSON lines pay the same when they are scanned."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -2,7 +2,7 @@
 
     planned --start--> running --commit--> ready --lease--> leased --ack--> done
        ^------fail--------'                  ^----release-----'
-       ^--------------replan-----------------'        any live state --drop--> dropped(reason)
+       any live state --drop--> dropped(reason)
 
 A group's gid is the ordinal of its prompt in the prompt stream. At admission it takes the lowest
 free slot of its batch; when it is dropped, the slot is free again and the next ordinal takes it, so
@@ -12,18 +12,16 @@ Invariants: every gid ends exactly once, as done or as dropped; drawn = trained 
 flight, at all times. A transition that the picture above does not show raises LedgerError.
 Attempts are numbered per group: what a superseded attempt reports is ignored.
 
-No tensors, no clock, no threads: time comes from the given clock, payloads lie in the store.
+No tensors, no threads: payloads lie in the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LiveState = Literal["planned", "running", "ready", "leased"]
-
-FORMAT = 1
 
 
 class LedgerError(RuntimeError):
@@ -48,26 +46,11 @@ class Funnel:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class LiveGroup:
-    """One group that has not ended, as the watchdog and people see it."""
-
-    gid: int
-    batch: int
-    slot: int
-    state: LiveState
-    attempt: int
-    """Attempts begun so far."""
-    age_s: float
-    """Time in this state."""
-
-
 @dataclass(slots=True)
 class _Entry:
     batch: int
     slot: int
     state: LiveState
-    since: float
     num_attempts: int = 0
 
 
@@ -82,10 +65,9 @@ class _Batch:
 
 
 class Ledger:
-    def __init__(self, groups_per_batch: int, *, clock: Callable[[], float]) -> None:
+    def __init__(self, groups_per_batch: int) -> None:
         assert groups_per_batch > 0, "a batch holds at least one group"
         self.groups_per_batch = groups_per_batch
-        self.clock = clock
         self.next_gid = 0
         self._live: dict[int, _Entry] = {}
         """In gid order: groups enter by ordinal, and only leave."""
@@ -114,13 +96,13 @@ class Ledger:
         self.next_gid += 1
         held.slots[slot] = gid
         held.num_drawn += 1
-        self._live[gid] = _Entry(batch, slot, "planned", self.clock())
+        self._live[gid] = _Entry(batch, slot, "planned")
         return gid
 
     def start(self, gid: int) -> int:
         """A sampler begins the group; returns the number of this attempt."""
         entry = self._expect(gid, "start", "planned")
-        self._move(entry, "running")
+        entry.state = "running"
         entry.num_attempts += 1
         return entry.num_attempts - 1
 
@@ -134,7 +116,7 @@ class Ledger:
         self._check_begun(gid, attempt, "commit")
         if not self.is_current(gid, attempt):
             return False
-        self._move(self._live[gid], "ready")
+        self._live[gid].state = "ready"
         return True
 
     def fail(self, gid: int, attempt: int) -> bool:
@@ -143,7 +125,7 @@ class Ledger:
         entry = self._live.get(gid)
         if entry is None or attempt < entry.num_attempts - 1 or entry.state == "planned":
             return False
-        self._move(self._expect(gid, "fail", "running"), "planned")
+        self._expect(gid, "fail", "running").state = "planned"
         return True
 
     def drop(self, gid: int, reason: str) -> None:
@@ -161,7 +143,7 @@ class Ledger:
         """Takes the ready groups in these slots (default: of the whole batch), in slot order."""
         wanted = self._ready_in(batch, self._all_slots if slots is None else slots)
         for gid in wanted:
-            self._move(self._live[gid], "leased")
+            self._live[gid].state = "leased"
         return wanted
 
     def ack(self, gids: Iterable[int]) -> None:
@@ -180,19 +162,9 @@ class Ledger:
     def release(self, gids: Iterable[int]) -> None:
         """Gives leased groups back untrained: they are ready again."""
         for gid in self._all_leased(gids, "release"):
-            self._move(self._live[gid], "ready")
-
-    def replan(self, gids: Iterable[int]) -> None:
-        """Ready or leased groups whose samples are lost or too old are to be sampled anew."""
-        for entry in [self._expect(gid, "replan", "ready", "leased") for gid in gids]:
-            self._move(entry, "planned")
+            self._live[gid].state = "ready"
 
     # -- questions ------------------------------------------------------------------------------
-
-    @property
-    def frontier(self) -> int:
-        """The lowest gid that has not ended; all below have."""
-        return next(iter(self._live), self.next_gid)
 
     @property
     def next_batch(self) -> int:
@@ -221,83 +193,8 @@ class Ledger:
         """All groups in one state, in gid order."""
         return [gid for gid, entry in self._live.items() if entry.state == state]
 
-    def live(self) -> list[LiveGroup]:
-        """Every group that has not ended, in gid order."""
-        now = self.clock()
-        return [
-            LiveGroup(gid, e.batch, e.slot, e.state, e.num_attempts, now - e.since)
-            for gid, e in self._live.items()
-        ]
-
     def funnel(self) -> Funnel:
         return Funnel(self.next_gid, self._trained, dict(self._dropped), len(self._live))
-
-    # -- checkpoint -----------------------------------------------------------------------------
-
-    def snapshot(self) -> dict[str, Any]:
-        """The whole state as JSON values; taken between two events it is always consistent."""
-        return {
-            "format": FORMAT,
-            "groups_per_batch": self.groups_per_batch,
-            "next_gid": self.next_gid,
-            "first_batch": self._first_batch,
-            "trained": self._trained,
-            "dropped": dict(self._dropped),
-            "batches": [
-                {
-                    "batch": number,
-                    "num_drawn": batch.num_drawn,
-                    "done": {
-                        str(slot): gid for slot, gid in batch.slots.items() if gid not in self._live
-                    },
-                }
-                for number, batch in self._batches.items()
-            ],
-            "live": [
-                {"gid": gid, "batch": e.batch, "slot": e.slot, "state": e.state}
-                | {"num_attempts": e.num_attempts}
-                for gid, e in self._live.items()
-            ],
-        }
-
-    @classmethod
-    def restore(
-        cls,
-        snapshot: Mapping[str, Any],
-        *,
-        available: Collection[int],
-        clock: Callable[[], float],
-        groups_per_batch: int | None = None,
-    ) -> Ledger:
-        """Continues from a snapshot. Ready groups stay ready if their gid is in `available` (the
-        store holds their samples); every other live group is planned again, in its slot.
-
-        Another `groups_per_batch` than the snapshot's deals the live groups out anew, in gid order,
-        and plans all of them again, since a group in a later batch would be staler than promised.
-        """
-        if snapshot.get("format") != FORMAT:
-            raise LedgerError(
-                f"the ledger snapshot has format {snapshot.get('format')!r}, this version reads "
-                f"{FORMAT}"
-            )
-        ledger = cls(snapshot["groups_per_batch"], clock=clock)
-        ledger.next_gid = snapshot["next_gid"]
-        ledger._first_batch = snapshot["first_batch"]
-        ledger._trained = snapshot["trained"]
-        ledger._dropped = dict(snapshot["dropped"])
-        for saved in snapshot["batches"]:
-            done = {int(slot): gid for slot, gid in saved["done"].items()}
-            ledger._batches[saved["batch"]] = _Batch(done, saved["num_drawn"], len(done))
-        now = clock()
-        for saved in sorted(snapshot["live"], key=lambda entry: entry["gid"]):
-            stays = saved["state"] == "ready" and saved["gid"] in available
-            state: LiveState = "ready" if stays else "planned"
-            batch, slot = saved["batch"], saved["slot"]
-            ledger._live[saved["gid"]] = _Entry(batch, slot, state, now, saved["num_attempts"])
-            ledger._batches[batch].slots[slot] = saved["gid"]
-        if groups_per_batch not in (None, ledger.groups_per_batch):
-            ledger._resize(groups_per_batch)
-        return ledger
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -305,32 +202,10 @@ class Ledger:
     def _all_slots(self) -> range:
         return range(self.groups_per_batch)
 
-    def _resize(self, groups_per_batch: int) -> None:
-        """Cuts the batches that are not trained yet into ones of another size."""
-        for number, batch in self._batches.items():
-            if batch.num_done:
-                raise LedgerError(
-                    f"batch {number} is half trained ({batch.num_done} of {self.groups_per_batch} "
-                    f"groups): it cannot become a batch of {groups_per_batch}"
-                )
-        self.groups_per_batch = groups_per_batch
-        self._batches = {}
-        for index, (gid, entry) in enumerate(self._live.items()):
-            number, entry.slot = divmod(index, groups_per_batch)
-            entry.batch = self._first_batch + number
-            entry.state = "planned"
-            batch = self._batches.setdefault(entry.batch, _Batch())
-            batch.slots[entry.slot] = gid
-            batch.num_drawn += 1
-
     def _ready_in(self, batch: int, slots: Iterable[int]) -> list[int]:
         held = self._batches.get(batch, _NO_BATCH).slots
         gids = [held[slot] for slot in sorted(slots) if slot in held]
         return [gid for gid in gids if gid in self._live and self._live[gid].state == "ready"]
-
-    def _move(self, entry: _Entry, state: LiveState) -> None:
-        entry.state = state
-        entry.since = self.clock()
 
     def _all_leased(self, gids: Iterable[int], verb: str) -> list[int]:
         """Checked before anything changes, so that a verb applies to all of its groups or none."""

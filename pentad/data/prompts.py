@@ -1,7 +1,7 @@
 """The prompt stream: an endless sequence of tokenised prompts in which every gid has its place.
 
 `prompt(gid)` is a pure function of the data, the settings and gid: gid // len is the epoch, and the
-epoch's shuffled order gives the row. So a resumed run needs no cursor, only the ledger's frontier.
+epoch's shuffled order gives the row. So there is no cursor that could be lost.
 
 Read at once (the default), all rows are tokenised at the start: broken rows stop the run then and
 there, over-long ones are left out and counted, and `len` is the number of prompts an epoch really
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -131,32 +130,6 @@ class PromptStream:
         for reason, count in self.dropped.items():
             text += f", {count} left out: {reason}"
         return text
-
-    def state(self) -> dict[str, Any]:
-        """All that decides which prompt a gid is, as JSON values."""
-        settings = self.settings
-        return {
-            "rows": len(self.rows),
-            "prompts": len(self),
-            "digest": self.rows.digest,
-            "shuffle": settings.shuffle,
-            "seed": settings.seed,
-            "max_tokens": settings.max_tokens,
-            "streaming": settings.streaming,
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """UserError if a gid would now be another prompt than when the state was saved."""
-        changes = {
-            name: (state.get(name), value)
-            for name, value in self.state().items()
-            if state.get(name) != value
-        }
-        if changes:
-            said = ", ".join(f"{name} was {old}, is {new}" for name, (old, new) in changes.items())
-            where = f"{self.settings.columns.key}.path = {self.settings.path}"
-            remedy = "restore the old data and settings, or start anew with --fresh"
-            raise UserError(Problem(where, f"not the prompts the run began with: {said}", remedy))
 
     def _make_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self), self.settings.seed, epoch)

@@ -12,7 +12,6 @@ reported at the start.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import json
 import os
 import re
@@ -39,9 +38,6 @@ MAX_PROBLEMS = 20
 
 
 class Rows(Protocol):
-    digest: str
-    """Changes when the rows do; lets a resumed run see that its data is the same."""
-
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
@@ -61,7 +57,7 @@ class JsonLines:
         self.file = path.open("rb")
         self.starts = array("q")
         self.lines = array("q")
-        self.digest = self._scan(limit)
+        self._scan(limit)
         self.parsed: list[dict[str, Any]] | None = None
         if not streaming:
             self.parsed = self._parse_all()
@@ -75,19 +71,16 @@ class JsonLines:
     def where(self, index: int) -> str:
         return f"{self.path}:{self.lines[index]}"
 
-    def _scan(self, limit: int | None) -> str:
-        digest = hashlib.blake2b(digest_size=16)
+    def _scan(self, limit: int | None) -> None:
         start = 0
         for number, line in enumerate(self.file, 1):
             if limit is not None and len(self.lines) == limit:
                 break
-            digest.update(line)
             if line.strip():
                 self.starts.append(start)
                 self.lines.append(number)
             start += len(line)
         self.starts.append(start)
-        return digest.hexdigest()
 
     def _parse(self, index: int) -> dict[str, Any]:
         start, end = self.starts[index], self.starts[index + 1]
@@ -112,8 +105,6 @@ class Joined:
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = parts
         self.ends = list(accumulate(len(part) for part in parts))
-        names = " ".join(part.digest for part in parts)
-        self.digest = hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return self.ends[-1]

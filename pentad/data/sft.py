@@ -1,7 +1,7 @@
 """Examples to imitate: a prompt and its response, or a conversation, as rows for the learner.
 
 Trained are the tokens the model itself would have to produce: the response and the id that ends
-it, in a conversation those of every assistant turn (or the last alone). The text is cut where
+it, in a conversation those of every assistant turn. The text is cut where
 generation would begin and each piece is tokenised by itself, exactly as at sampling; so a
 merge of tokens across that border can not teach the model something it never sees.
 
@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import torch
@@ -45,12 +44,7 @@ class SftSettings:
     shuffle: bool = True
     seed: int = 0
     max_tokens: int | None = None
-    """Limit of a whole example."""
-    too_long: Literal["drop", "truncate", "refuse"] = "drop"
-    """What happens to longer ones: left out, cut at the end, or the run does not start. The first
-    two are counted."""
-    train_on: Literal["all", "last"] = "all"
-    """Which assistant turns of a conversation are trained."""
+    """Longer examples are left out and counted."""
     limit: int | None = None
 
 
@@ -68,7 +62,7 @@ class SftDataset:
         self.tokenizer = tokenizer
         self.settings = settings
         self.counts: Counter[str] = Counter()
-        """Examples not used as they are, by what happened: "dropped too_long", "truncated"."""
+        """Examples left out, by what happened: "dropped too_long"."""
         self.examples = self._tokenise_all(rows)
         self._order = lru_cache(maxsize=2)(self._make_order)
 
@@ -105,21 +99,23 @@ class SftDataset:
         return epoch_order(len(self), self.settings.seed, epoch)
 
     def _tokenise_all(self, rows: Rows) -> list[_Example]:
+        key, limit = self.settings.columns.key, self.settings.max_tokens
         problems: list[Problem | str] = []
         kept: list[_Example] = []
         for index in range(len(rows)):
             try:
-                example = self._fit(self._example(rows, index))
+                example = self._example(rows, index)
             except BadRow as error:
                 problems.append(error.at(rows.where(index)))
             except UserError as error:
                 problems += error.problems
             else:
-                if example is not None:
+                if limit is None or len(example.ids) <= limit:
                     kept.append(example)
+                else:
+                    self.counts[f"dropped {TOO_LONG}"] += 1
         raise_first(problems)
         if not kept:
-            key, limit = self.settings.columns.key, self.settings.max_tokens
             rule = f"all {len(rows)} examples are longer than {limit} tokens"
             remedy = f"{key}.max_length or the model's context says so: raise the one, or cut them"
             raise UserError(Problem(f"{key}.path = {self.settings.path}", rule, remedy))
@@ -148,12 +144,12 @@ class SftDataset:
             raise BadRow("the conversation has no assistant turn")
         pieces: list[tuple[str, bool]] = []
         done = ""
-        for end in ends if self.settings.train_on == "all" else ends[-1:]:
+        for end in ends:
             before = render(messages[: end - 1], self.tokenizer, for_answer=True)
             after = render(messages[:end], self.tokenizer, for_answer=False)
             if not before.startswith(done) or not after.startswith(before):
                 rule = "the chat template writes earlier turns differently once later ones follow"
-                raise BadRow(rule, "train the last turn alone (train_on: last)")
+                raise BadRow(rule, "give rows with one assistant turn each")
             pieces += [(before[len(done) :], False), (after[len(before) :], True)]
             done = after
         return pieces
@@ -185,20 +181,6 @@ class SftDataset:
             end = self.tokenizer.decode([ids[said - 1]], keep_special=True)
             raise BadRow(f"the response goes on after {end}, which ends it")
         return said
-
-    def _fit(self, example: _Example) -> _Example | None:
-        """The example, cut or left out if it is too long."""
-        limit = self.settings.max_tokens
-        if limit is None or len(example.ids) <= limit:
-            return example
-        if self.settings.too_long == "refuse":
-            rule = f"{len(example.ids)} tokens, more than {limit}"
-            raise BadRow(rule, f"raise {self.settings.columns.key}.max_length, or drop such rows")
-        if self.settings.too_long == "truncate" and example.mask[:limit].any():
-            self.counts["truncated"] += 1
-            return _Example(example.ids[:limit], example.mask[:limit])
-        self.counts[f"dropped {TOO_LONG}"] += 1
-        return None
 
 
 def open_sft(settings: SftSettings, tokenizer: Tokenizer) -> SftDataset:

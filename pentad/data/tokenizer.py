@@ -30,7 +30,6 @@ class Tokenizer:
     vocab_size: int
     """Ids the tokenizer can produce; the model may have more rows than that."""
     eos_id: int
-    pad_id: int
     stop_ids: tuple[int, ...]
     """Every id that ends a text, `eos_id` first."""
     prefix_ids: tuple[int, ...]
@@ -87,13 +86,11 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     config = read_generation_config(path, where)
     vocab_size = len(inner)
     stop_ids = resolve_stop_ids(inner.eos_token_id, config, vocab_size, where)
-    pad = inner.pad_token_id if inner.pad_token_id is not None else config.get("pad_token_id")
     return Tokenizer(
         folder=path,
         inner=inner,
         vocab_size=vocab_size,
         eos_id=stop_ids[0],
-        pad_id=stop_ids[0] if pad is None else int(pad),
         stop_ids=stop_ids,
         prefix_ids=find_prefix(inner),
     )

@@ -73,7 +73,6 @@ class Episode:
             inner=context.tokenizer,
             vocab_size=0,
             eos_id=eos,
-            pad_id=eos,
             stop_ids=stop_ids,
             prefix_ids=find_prefix(context.tokenizer),
         )

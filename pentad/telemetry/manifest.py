@@ -1,10 +1,8 @@
 """manifest.json: what a run is made of, and every time it was started.
 
-    {"format": 1, "config_digest": "...", "seed": 1, "config": {...},
-     "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,
-                 "generation": 0, "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
-
-A resumed run adds a start, so a change of version or machine between two steps can be seen.
+{"format": 1, "config_digest": "...", "seed": 1, "config": {...},
+ "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...",
+             "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
 """
 
 from __future__ import annotations
@@ -32,14 +30,12 @@ def build_manifest(config: Mapping[str, Any], config_digest: str, seed: int) -> 
     }
 
 
-def describe_start(*, from_step: int = 0, generation: int = 0, **more: Any) -> dict[str, Any]:
+def describe_start(**more: Any) -> dict[str, Any]:
     """This start; `more` holds what the caller knows besides, such as the self-test's figures."""
     package = Path(pentad.__file__).parent
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "from_step": from_step,
-        "generation": generation,
         "versions": host.versions(),
         "git": host.git_state(package.parent),
         "hardware": host.hardware(),

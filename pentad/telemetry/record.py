@@ -128,8 +128,6 @@ class Funnel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     step: int = about("optimizer steps done, this one included: the first record has 1", "steps")
-    generation: int = about("counts how often the run went back to a checkpoint; 0 at first")
-    superseded: bool = about("true once the step was redone by a later generation")
     epoch: int | None = about("epoch of the data, from 0")
     version: int | None = about("version of the weights after the step")
     time_s: float | None = about("when the record was written, Unix time", "s", varies=True)
@@ -170,8 +168,6 @@ class StepRecord:
     def as_json(self) -> dict[str, Any]:
         """Ready to be written: every field present, plain values, no NaN or infinity."""
         record = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        record["generation"] = self.generation or 0
-        record["superseded"] = bool(self.superseded)
         for block in BLOCKS:
             record[block] = record[block] or dict.fromkeys(_names(BLOCKS[block]))
         return plain_json(record)
@@ -197,7 +193,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record by path, `rl/reward_mean`, for sinks that draw curves."""
     found = {}
     for path, value in _leaves(record, ""):
-        if isinstance(value, bool | int | float) and path not in ("schema", "step", "superseded"):
+        if isinstance(value, bool | int | float) and path not in ("schema", "step"):
             found[path] = float(value)
     return found
 
@@ -230,9 +226,8 @@ HEAD = """# What a step record says
 in every record; what does not apply or was not measured is `null`. This page is written from the
 classes in `pentad/telemetry/record.py` by `make docs`.
 
-`pentad.telemetry.steps.read_steps(path)` reads the file. A line that a crash tore off at the end of
-it is passed over, and removed when the run goes on. Records of steps that were redone after a
-return to a checkpoint are kept and marked `superseded`; the function leaves them out.
+`pentad.telemetry.steps.read_lines(path)` reads the file. A line that a crash tore off at the end of
+it is passed over.
 
 Two runs of one seed give the same records apart from the fields marked *varies*, which measure
 the machine.

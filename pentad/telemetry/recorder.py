@@ -18,7 +18,7 @@ from pentad.telemetry.runfolder import RunFolder
 from pentad.telemetry.samples import pick_samples
 from pentad.telemetry.screen import Screen
 from pentad.telemetry.sinks import BackgroundSink
-from pentad.telemetry.steps import LineWriter, read_steps
+from pentad.telemetry.steps import LineWriter
 
 if TYPE_CHECKING:
     from pentad.core.types import Group
@@ -54,9 +54,8 @@ class Recorder:
         self._samples = LineWriter(folder.file("samples.jsonl"))
         self._evals = LineWriter(folder.file("evals.jsonl"))
         self._new_evals: list[dict[str, Any]] = []
-        before = [record["rl"] for record in read_steps(folder.file("steps.jsonl"))]
-        self._first: Mapping[str, Any] | None = before[0] if before else None
-        self._recent: list[Mapping[str, Any]] = before[-RECORDS_KEPT:]
+        self._first: Mapping[str, Any] | None = None
+        self._recent: list[Mapping[str, Any]] = []
         self._alarmed: dict[str, int] = {}
         self._lock = threading.Lock()
 

@@ -2,7 +2,7 @@
 
 `{fileroot}/logs/{user}/{experiment_name}/{trial_name}/` belongs to one run with one config. A
 second program on the same folder, a folder of another config, and a folder that already has steps
-(unless the run resumes) are refused with a sentence.
+are refused with a sentence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from pentad.core.errors import Problem, UserError
 from pentad.telemetry.manifest import build_manifest, write_json
-from pentad.telemetry.steps import read_steps, supersede
+from pentad.telemetry.steps import read_lines
 
 FILES = {
     "config.yaml": "The config with every value filled in; `pentad train` on it repeats the run.",
@@ -64,20 +64,9 @@ class RunFolder:
         assert name in FILES, f"{name} is not a file of a run folder"
         return self.path / name
 
-    @property
-    def last_step(self) -> int:
-        """The highest step recorded and not superseded; 0 if there is none."""
-        return max((r["step"] for r in read_steps(self.file("steps.jsonl"))), default=0)
-
     def add_start(self, start: Mapping[str, Any]) -> None:
         self.manifest["starts"].append(dict(start))
         write_json(self.file("manifest.json"), self.manifest)
-
-    def roll_back(self, step: int) -> int:
-        """Marks everything recorded beyond `step` as superseded; how many steps that were."""
-        supersede(self.file("samples.jsonl"), after=step)
-        supersede(self.file("evals.jsonl"), after=step, key="version")
-        return supersede(self.file("steps.jsonl"), after=step)
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -104,12 +93,11 @@ def open_run_folder(
     config_yaml: str,
     config_digest: str,
     seed: int,
-    resume: bool,
     fresh: bool = False,
     checkpoints: str = "the run's checkpoint folder",
 ) -> RunFolder:
-    """Makes or reopens the folder, or raises UserError. `resume`: recorded steps may be continued.
-    `fresh`: what is there is moved to earlier/ first."""
+    """Makes or reopens the folder, or raises UserError. `fresh`: what is there is moved to earlier/
+    first."""
     lock = _take_lock(path)
     try:
         os.ftruncate(lock, 0)
@@ -118,7 +106,7 @@ def open_run_folder(
             _set_aside(path)
         manifest = _read_manifest(path)
         _check_same_config(path, manifest, config, config_digest)
-        _check_steps(path, resume)
+        _check_steps(path)
         (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         (path / "README.md").write_text(readme(checkpoints), encoding="utf-8")
         manifest = manifest or build_manifest(config, config_digest, seed)
@@ -203,9 +191,9 @@ def _check_same_config(
     raise UserError(Problem(f"run folder = {path}", rule, remedy))
 
 
-def _check_steps(path: Path, resume: bool) -> None:
-    steps = [r["step"] for r in read_steps(path / "steps.jsonl")]
-    if steps and not resume:
+def _check_steps(path: Path) -> None:
+    steps = [r["step"] for r in read_lines(path / "steps.jsonl")]
+    if steps:
         remedy = "choose another trial_name, or start anew with --fresh"
         rule = f"already holds a run of {max(steps)} steps"
         raise UserError(Problem(f"run folder = {path}", rule, remedy))

@@ -349,21 +349,10 @@ class PlainScreen:
         self.stream.flush()
 
 
-def open_screen(
-    title: str,
-    total_steps: int,
-    stream: TextIO | None = None,
-    *,
-    records: Sequence[Record] = (),
-    evals: Sequence[Record] = (),
-) -> Screen:
-    """A live table if the stream (standard output by default) is a terminal, else plain lines.
-    `records` and `evals` are those of the steps before a resume."""
+def open_screen(title: str, total_steps: int, stream: TextIO | None = None) -> Screen:
+    """A live table if the stream (standard output by default) is a terminal, else plain lines."""
     stream = sys.stdout if stream is None else stream
     picture = Picture(title, total_steps)
-    picture.evals.extend(evals)
-    for record in records:
-        picture.add(record)
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(picture, console)

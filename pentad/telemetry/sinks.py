@@ -28,7 +28,7 @@ CLOSE_S = 10.0
 
 
 class Sink(Protocol):
-    """Takes numbers by path, `rl/reward_mean`, at a step; steps may come again after a resume."""
+    """Takes numbers by path, `rl/reward_mean`, at a step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -118,7 +118,6 @@ def build_sinks(
     tensorboard: bool = False,
     wandb: WandbSettings | None = None,
     run_name: str = "",
-    from_step: int = 0,
 ) -> Sequence[BackgroundSink]:
     """The sinks that were asked for. One whose library is missing is a UserError, at the start."""
     sinks = []
@@ -128,7 +127,7 @@ def build_sinks(
         except ImportError as error:
             raise _missing("telemetry.tensorboard = true", "tensorboard") from error
         events = folder / "tensorboard"
-        sinks.append(BackgroundSink("tensorboard", lambda: TensorBoardSink(events, from_step)))
+        sinks.append(BackgroundSink("tensorboard", lambda: TensorBoardSink(events)))
     if wandb is not None:
         try:
             from pentad.telemetry.wandb_sink import WandbSink

@@ -54,27 +54,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_steps(path: Path, *, with_superseded: bool = False) -> list[dict[str, Any]]:
-    """The step records in order; by default without those that were redone."""
-    records = read_lines(path)
-    return [r for r in records if with_superseded or not r.get("superseded")]
-
-
-def supersede(path: Path, *, after: int, key: str = "step") -> int:
-    """Marks the lines beyond step (or version) `after`, which a resumed run does again; how many.
-    For a file that no writer has open."""
-    lines = read_lines(path)
-    redone = [line for line in lines if line[key] > after and not line.get("superseded")]
-    if not redone:
-        return 0
-    for line in redone:
-        line["superseded"] = True
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    aside.replace(path)
-    return len(redone)
-
-
 def _whole_bytes(path: Path) -> int:
     """The length up to and including the last line break."""
     with path.open("rb") as file:

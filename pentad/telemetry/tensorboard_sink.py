@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -14,17 +14,9 @@ FLUSH_S = 10
 
 
 class TensorBoardSink:
-    """Appends to the folder. `from_step` tells the viewer to forget points after it, which a
-    resumed run draws again."""
-
-    def __init__(self, folder: Path, from_step: int = 0) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
-        if from_step:
-            start = SessionLog(status=SessionLog.START)
-            self.writer.add_event(
-                Event(wall_time=time.time(), step=from_step + 1, session_log=start)
-            )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

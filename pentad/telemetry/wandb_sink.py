@@ -12,8 +12,8 @@ from pentad.telemetry.sinks import WandbSettings
 
 
 class WandbSink:
-    """One run there for one run folder: its id follows from the folder's path, so a resumed run
-    goes on in the same curves. Steps are a field, since wandb drops its own steps that come again.
+    """One run there for one run folder: its id follows from the folder's path. Steps are a field,
+    since evaluations come at steps that wandb's own counter has passed.
     """
 
     def __init__(self, settings: WandbSettings, folder: Path, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 
@@ -13,7 +12,7 @@ from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
-from pentad.data.store import MemoryStore
+from pentad.data.store import Store
 from pentad.engine.engine import build_engine
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
@@ -108,8 +107,8 @@ class Assembly:
         self.turnstile = Turnstile(self.placement, [])
         self.publisher = Publisher([])
         self.state = RunState(
-            Ledger(config.train_dataset.batch_size, clock=time.monotonic),
-            MemoryStore(),
+            Ledger(config.train_dataset.batch_size),
+            Store(),
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
         self.thread = LearnerThread()

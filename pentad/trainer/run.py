@@ -86,7 +86,6 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
         config_yaml=dump_config(config),
         config_digest=digest_of_config(values),
         seed=config.seed,
-        resume=False,
         fresh=fresh,
         checkpoints=str(checkpoint_path(config)),
     )

@@ -71,12 +71,6 @@ def test_the_limit_takes_the_first_rows(path, streaming):
     assert [rows.row(i) for i in range(len(rows))] == ROWS[:12]
 
 
-def test_streaming_does_not_change_the_digest_and_other_rows_do(path, tmp_path, write_jsonl):
-    assert open_rows(path).digest == open_rows(path, streaming=True).digest
-    other = write_jsonl([{**ROWS[0], "n": 1}, *ROWS[1:]], "other.jsonl")
-    assert open_rows(other).digest != open_rows(path).digest
-
-
 def test_rows_know_their_file_and_line(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n   \n{"a": 2}\n\n{"a": 3}')

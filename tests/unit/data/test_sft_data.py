@@ -59,11 +59,6 @@ def test_every_assistant_turn_is_trained_up_to_its_end(open_data, chat):
     )
 
 
-def test_only_the_last_turn_on_request(open_data, chat):
-    row = open_data([{"messages": TALK}], chat, columns=CHAT, train_on="last").row(0)
-    assert pieces(row, chat)[0] == "4<|im_end|>"
-
-
 def test_prompt_and_response_through_the_template(open_data, chat):
     columns = Columns(chat_template=True)
     row = open_data([{"prompt": "hi", "response": "yo"}], chat, columns=columns).row(0)
@@ -107,30 +102,21 @@ def test_a_template_that_rewrites_history_is_refused_for_all_turns(
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
-    with pytest.raises(UserError, match="writes earlier turns differently.*train_on: last"):
+    with pytest.raises(
+        UserError, match="writes earlier turns differently.*one assistant turn each"
+    ):
         open_data([{"messages": TALK}], tokenizer, columns=CHAT)
-    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT, train_on="last").row(0)
-    assert pieces(row, tokenizer)[0] == "<think></think>4<|im_end|>"
+    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).row(0)
+    assert pieces(row, tokenizer)[0] == "<think></think>2<|im_end|>"
 
 
-def test_long_examples_are_dropped_cut_or_refused_and_counted(open_data, plain):
+def test_long_examples_are_dropped_and_counted(open_data):
     rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 5, 9)]
     dropped = open_data(rows, max_tokens=8)
     assert (len(dropped), dropped.counts) == (2, {"dropped too_long": 1})
-    cut = open_data(rows, max_tokens=8, too_long="truncate")
-    assert (len(cut), cut.counts) == (3, {"truncated": 1})
-    assert pieces(cut.row(2), plain) == ("cccccc", "ab")
-    assert cut.summary().endswith(
-        "3 examples of 4 to 8 tokens, 14 of 20 tokens trained, 1 truncated"
+    assert dropped.summary().endswith(
+        "2 examples of 4 to 8 tokens, 8 of 12 tokens trained, 1 dropped too_long"
     )
-    with pytest.raises(UserError, match=r"train.jsonl:3: 12 tokens, more than 8; raise"):
-        open_data(rows, max_tokens=8, too_long="refuse")
-
-
-def test_cutting_never_leaves_an_example_without_a_trained_token(open_data):
-    rows = [{"prompt": "a" * 9, "response": "c"}, {"prompt": "a", "response": "c"}]
-    data = open_data(rows, max_tokens=5, too_long="truncate")
-    assert (len(data), data.counts) == (1, {"dropped too_long": 1})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_special_ids_are_hidden_from_people_unless_asked_for(plain):
 
 
 def test_stop_ids_join_tokenizer_and_generation_config(plain, chat):
-    assert (plain.eos_id, plain.stop_ids, plain.pad_id) == (1, (1,), 0)
+    assert (plain.eos_id, plain.stop_ids) == (1, (1,))
     assert (chat.eos_id, chat.stop_ids) == (1, (1, 3))
 
 
@@ -71,7 +71,7 @@ def test_the_generation_config_alone_may_name_the_end(tokenizer_folder, tmp_path
     tokenizer_folder(tmp_path, eos=None)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3, "pad_token_id": 2}')
     loaded = load_tokenizer(tmp_path)
-    assert (loaded.eos_id, loaded.stop_ids, loaded.pad_id) == (3, (3,), 0)
+    assert (loaded.eos_id, loaded.stop_ids) == (3, (3,))
 
 
 @pytest.mark.parametrize("bad", [9999, -1, "x"])

@@ -19,7 +19,7 @@ from pentad.core.errors import RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, Row
 from pentad.data.ledger import Ledger
-from pentad.data.store import MemoryStore
+from pentad.data.store import Store
 from pentad.data.toy import write_byte_model, write_model
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
@@ -100,7 +100,6 @@ def folders():
             config_yaml="",
             config_digest=algorithm,
             seed=1,
-            resume=False,
         )
 
     first = open_folder()
@@ -168,8 +167,8 @@ def hold_the_loop():
 
 def stall(caplog):
     now = [0.0]
-    ledger = Ledger(2, clock=lambda: now[0])
-    state = RunState(ledger, MemoryStore(), Budget(2, max_staleness=0, num_batches=9))
+    ledger = Ledger(2)
+    state = RunState(ledger, Store(), Budget(2, max_staleness=0, num_batches=9))
     for _ in range(2):
         ledger.start(ledger.admit(0))
     state.waiting["train"] = "slots 0 to 1 of batch 0 to be ready"
@@ -190,9 +189,9 @@ def empty_batch():
     async def enter(role):
         await asyncio.sleep(0)
 
-    ledger = Ledger(4, clock=lambda: 0.0)
+    ledger = Ledger(4)
     pump = RolloutPump(
-        RunState(ledger, MemoryStore(), Budget(4, max_staleness=0, num_batches=9)),
+        RunState(ledger, Store(), Budget(4, max_staleness=0, num_batches=9)),
         SimpleNamespace(prompt=lambda gid: gid),
         SimpleNamespace(rollout=rollout),
         SimpleNamespace(is_on_policy=True),

@@ -55,7 +55,7 @@ def test_every_record_has_the_whole_envelope():
 
 def test_what_nobody_measured_is_null():
     line = StepRecord(step=3, loss=2.5, memory=Memory(reserved_gb=1.0)).as_json()
-    given = {"schema": 1, "step": 3, "loss": 2.5, "generation": 0, "superseded": False}
+    given = {"schema": 1, "step": 3, "loss": 2.5}
     for name, value in line.items():
         if name == "memory":
             assert value.pop("reserved_gb") == 1.0
@@ -92,7 +92,7 @@ def test_rl_metrics_and_the_funnel_fit_the_schema():
     )
     groups = [Group(Prompt(0, (5,), {}), [sample])]
     rl = Rl(**sample_metrics(groups), staleness=staleness_histogram(groups, 4))
-    ledger = Ledger(2, clock=lambda: 0.0)
+    ledger = Ledger(2)
     ledger.drop(ledger.admit(0), "too_long")
     funnel = Funnel(**ledger.funnel().as_record())
     line = StepRecord(step=1, rl=rl, funnel=funnel).as_json()
@@ -122,7 +122,6 @@ def test_scalars_are_numbers_by_path():
     line = StepRecord(step=7, loss=1.0, rl=rl, kernel=Kernel(used_triton=True)).as_json()
     assert scalars(line) == {
         "loss": 1.0,
-        "generation": 0.0,
         "rl/reward_mean": 0.5,
         "rl/staleness/0": 12.0,
         "kernel/used_triton": 1.0,

@@ -15,14 +15,12 @@ from pentad.telemetry.log import log_to
 from pentad.telemetry.record import Rl, StepRecord
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import open_run_folder
-from pentad.telemetry.steps import read_lines, read_steps
+from pentad.telemetry.steps import read_lines
 
 
 @pytest.fixture
 def folder(tmp_path):
-    opened = open_run_folder(
-        tmp_path / "run", config={}, config_yaml="", config_digest="d", seed=1, resume=True
-    )
+    opened = open_run_folder(tmp_path / "run", config={}, config_yaml="", config_digest="d", seed=1)
     yield opened
     opened.close()
 
@@ -79,7 +77,7 @@ def test_steps_samples_and_evaluations_go_to_their_files_and_the_screen(folder):
     line = recorder.step(StepRecord(step=1, loss=0.5), make_groups())
     recorder.step(StepRecord(step=2, loss=0.25))
     recorder.close()
-    steps = read_steps(folder.file("steps.jsonl"))
+    steps = read_lines(folder.file("steps.jsonl"))
     assert [(s["step"], s["loss"]) for s in steps] == [(1, 0.5), (2, 0.25)]
     assert steps[0] == line
     assert [e["version"] for e in steps[0]["evals"]] == [0] and steps[1]["evals"] is None
@@ -113,7 +111,7 @@ def test_a_full_disk_costs_records_not_the_run(folder, monkeypatch, caplog):
     monkeypatch.undo()
     recorder.step(StepRecord(step=4, loss=0.5))
     recorder.close()
-    assert [r["step"] for r in read_steps(folder.file("steps.jsonl"))] == [1, 4]
+    assert [r["step"] for r in read_lines(folder.file("steps.jsonl"))] == [1, 4]
     said = [text for text in warnings(caplog) if text.startswith("steps.jsonl")]
     assert said == [
         "steps.jsonl: OSError: [Errno 28] No space left on device; training goes on",
@@ -132,7 +130,7 @@ def test_a_screen_that_fails_is_left_alone_afterwards(folder, caplog):
         "the screen: RuntimeError: terminal gone; training goes on",
         "the screen failed 1 times in this run",
     ]
-    assert len(read_steps(folder.file("steps.jsonl"))) == 2
+    assert len(read_lines(folder.file("steps.jsonl"))) == 2
 
 
 def test_evaluations_of_another_thread_are_all_kept_once(folder):
@@ -145,7 +143,7 @@ def test_evaluations_of_another_thread_are_all_kept_once(folder):
     other.join()
     recorder.step(StepRecord(step=101))
     recorder.close()
-    steps = read_steps(folder.file("steps.jsonl"))
+    steps = read_lines(folder.file("steps.jsonl"))
     seen = [e["version"] for step in steps for e in step["evals"] or ()]
     assert seen == list(versions)
     assert [e["version"] for e in read_lines(folder.file("evals.jsonl"))] == list(versions)
@@ -160,17 +158,6 @@ def test_alarms_are_raised_once_in_a_while(folder, caplog):
     said = warnings(caplog)
     assert [text.split(":")[0] for text in said] == ["step 5", "step 55"]
     assert "of answers are cut at the length limit" in said[0]
-
-
-def test_a_resumed_run_knows_its_first_step(folder, caplog):
-    first = Recorder(folder, find_alarms=find_alarms)
-    first.step(StepRecord(step=1, rl=Rl(entropy=2.0)))
-    first.close()
-    again = Recorder(folder, find_alarms=find_alarms)
-    for step in range(2, 8):
-        again.step(StepRecord(step=step, rl=Rl(entropy=0.01)))
-    again.close()
-    assert any("entropy has fallen from 2 to 0.01" in text for text in warnings(caplog))
 
 
 def test_an_alarm_finder_that_fails_is_no_alarm(folder, caplog):
@@ -196,6 +183,6 @@ def test_messages_go_to_the_file_and_warnings_to_the_screen_as_well(tmp_path, ca
     assert shown.count("warning: their trouble\n") == 2
     assert "step 3 done" not in shown and "old way" not in shown
     lines = path.read_text()
-    assert lines.count("INFO    pentad.trainer: step 3 done") == 2, "a resumed run appends"
+    assert lines.count("INFO    pentad.trainer: step 3 done") == 2, "the next start appends"
     assert "WARNING someone.else: their trouble" in lines and "old way" in lines
     assert "chatter" not in lines and "detail" not in lines and "after the run" not in lines

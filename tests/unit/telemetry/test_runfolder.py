@@ -16,14 +16,13 @@ from pentad.telemetry.steps import LineWriter, read_lines
 CONFIG = {"seed": 1, "actor": {"path": "m", "lr": 1e-4}}
 
 
-def open_folder(path, config=CONFIG, digest="d1", *, resume=True, fresh=False):
+def open_folder(path, config=CONFIG, digest="d1", *, fresh=False):
     return open_run_folder(
         path,
         config=config,
         config_yaml="seed: 1\n",
         config_digest=digest,
         seed=1,
-        resume=resume,
         fresh=fresh,
         checkpoints="runs/checkpoints",
     )
@@ -32,7 +31,7 @@ def open_folder(path, config=CONFIG, digest="d1", *, resume=True, fresh=False):
 def write_steps(path, num):
     writer = LineWriter(path / "steps.jsonl")
     for step in range(1, num + 1):
-        writer.append({"step": step, "superseded": False})
+        writer.append({"step": step})
     writer.close()
 
 
@@ -57,13 +56,13 @@ def test_a_new_folder_holds_config_manifest_and_explanation(tmp_path):
     assert {entry.name for entry in folder.path.iterdir()} <= set(FILES)
 
 
-def test_a_resumed_run_adds_a_start(tmp_path):
-    for from_step in (0, 5):
+def test_every_start_is_kept(tmp_path):
+    for device in ("cpu", "cuda"):
         folder = open_folder(tmp_path)
-        folder.add_start(describe_start(from_step=from_step, generation=from_step // 5))
+        folder.add_start(describe_start(device=device))
         folder.close()
     starts = json.loads((tmp_path / "manifest.json").read_text())["starts"]
-    assert [(s["from_step"], s["generation"]) for s in starts] == [(0, 0), (5, 1)]
+    assert [start["device"] for start in starts] == ["cpu", "cuda"]
 
 
 def test_another_config_is_refused_with_the_keys_that_differ(tmp_path):
@@ -83,33 +82,17 @@ def test_a_folder_with_steps_is_not_overwritten(tmp_path):
     open_folder(tmp_path).close()
     write_steps(tmp_path, 3)
     with pytest.raises(UserError, match="already holds a run of 3 steps; choose another"):
-        open_folder(tmp_path, resume=False)
-    assert open_folder(tmp_path, resume=True).last_step == 3
+        open_folder(tmp_path)
 
 
 def test_starting_anew_keeps_the_earlier_records(tmp_path):
     for number in (1, 2):
-        open_folder(tmp_path, fresh=True, resume=False).close()
+        open_folder(tmp_path, fresh=True).close()
         write_steps(tmp_path, number)
-    folder = open_folder(tmp_path, {"seed": 9}, "d9", fresh=True, resume=False)
-    assert folder.last_step == 0
+    open_folder(tmp_path, {"seed": 9}, "d9", fresh=True)
+    assert read_lines(tmp_path / "steps.jsonl") == []
     kept = [len(read_lines(tmp_path / "earlier" / n / "steps.jsonl")) for n in ("001", "002")]
     assert kept == [1, 2]
-
-
-def test_going_back_marks_steps_samples_and_evaluations(tmp_path):
-    folder = open_folder(tmp_path)
-    write_steps(tmp_path, 5)
-    for name, key in (("samples.jsonl", "step"), ("evals.jsonl", "version")):
-        writer = LineWriter(tmp_path / name)
-        for value in range(6):
-            writer.append({key: value})
-        writer.close()
-    assert folder.roll_back(3) == 2
-    assert folder.last_step == 3
-    for name in ("samples.jsonl", "evals.jsonl"):
-        marks = [line.get("superseded", False) for line in read_lines(tmp_path / name)]
-        assert marks == [False] * 4 + [True] * 2
 
 
 def test_a_second_program_is_refused_and_the_lock_ends_with_its_holder(tmp_path):
@@ -117,7 +100,7 @@ def test_a_second_program_is_refused_and_the_lock_ends_with_its_holder(tmp_path)
         "import sys, pathlib\n"
         "from pentad.telemetry.runfolder import open_run_folder\n"
         f"f = open_run_folder(pathlib.Path({str(tmp_path)!r}), config={{}}, config_yaml='',"
-        " config_digest='d1', seed=1, resume=True)\n"
+        " config_digest='d1', seed=1)\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -145,16 +145,6 @@ def test_tensorboard_files_hold_the_curves(tmp_path):
     }
 
 
-def test_tensorboard_forgets_the_points_a_resumed_run_draws_again(tmp_path):
-    for from_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4))):
-        (sink,) = build_sinks(tmp_path, tensorboard=True, from_step=from_step)
-        for step in steps:
-            sink.write(step, {"loss": from_step + step / 8})
-        sink.close()
-    curve = read_curves(tmp_path / "tensorboard")["loss"]
-    assert curve == [(1, 0.125), (2, 0.25), (3, 2.375), (4, 2.5)]
-
-
 def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
     code = (
         "import sys, pathlib\n"

@@ -1,13 +1,12 @@
 """Lines survive crashes and full disks; redone steps are marked."""
 
 import errno
-import json
 import os
 
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.telemetry.steps import LineWriter, read_lines, read_steps, supersede
+from pentad.telemetry.steps import LineWriter, read_lines
 
 
 def test_every_line_can_be_read_as_soon_as_it_is_written(tmp_path):
@@ -15,7 +14,7 @@ def test_every_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     writer = LineWriter(path)
     for step in range(1, 4):
         writer.append({"step": step, "text": "a\nb"})
-        assert [r["step"] for r in read_steps(path)] == list(range(1, step + 1))
+        assert [r["step"] for r in read_lines(path)] == list(range(1, step + 1))
     writer.close()
     assert len(path.read_text().splitlines()) == 3
 
@@ -24,7 +23,7 @@ def test_every_line_can_be_read_as_soon_as_it_is_written(tmp_path):
 def test_a_torn_last_line_is_passed_over_and_cut_off_on_resume(tmp_path, torn):
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
-    assert [r["step"] for r in read_steps(path)] == [1, 2]
+    assert [r["step"] for r in read_lines(path)] == [1, 2]
     writer = LineWriter(path)
     writer.append({"step": 3})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
@@ -42,11 +41,11 @@ def test_a_broken_line_inside_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"steps.jsonl:2: not JSON"):
-        read_steps(path)
+        read_lines(path)
 
 
 def test_no_file_means_no_records(tmp_path):
-    assert read_steps(tmp_path / "steps.jsonl") == []
+    assert read_lines(tmp_path / "steps.jsonl") == []
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
@@ -67,24 +66,3 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     assert path.read_bytes() == b'{"step": 1}\n'
     writer.append({"step": 3})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
-
-
-def test_redone_steps_are_marked_and_kept(tmp_path):
-    path = tmp_path / "steps.jsonl"
-    writer = LineWriter(path)
-    for step in range(1, 6):
-        writer.append({"step": step, "generation": 0, "superseded": False})
-    writer.close()
-    assert supersede(path, after=3) == 2
-    assert supersede(path, after=3) == 0, "marked once"
-    writer = LineWriter(path)
-    writer.append({"step": 4, "generation": 1, "superseded": False})
-    assert [(r["step"], r["generation"]) for r in read_steps(path)] == [
-        (1, 0),
-        (2, 0),
-        (3, 0),
-        (4, 1),
-    ]
-    everything = read_steps(path, with_superseded=True)
-    assert [r["superseded"] for r in everything] == [False, False, False, True, True, False]
-    assert len(json.loads(path.read_text().splitlines()[3])) == 3
