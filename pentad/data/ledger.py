@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 LiveState = Literal["planned", "running", "ready", "leased"]
 
@@ -36,14 +36,6 @@ class Funnel:
     trained: int
     dropped: dict[str, int]
     in_flight: int
-
-    def as_record(self) -> dict[str, Any]:
-        return {
-            "drawn": self.drawn,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "in_flight": self.in_flight,
-        }
 
 
 @dataclass(slots=True)

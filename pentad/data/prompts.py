@@ -14,15 +14,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Prompt
-from pentad.data.render import BadRow, Columns, check_columns, encode_prompts, render_prompt
-from pentad.data.rows import Format, Rows, open_rows, raise_first
+from pentad.data.render import (
+    BadRow,
+    DataSettings,
+    check_columns,
+    encode_prompts,
+    render_prompt,
+)
+from pentad.data.rows import Rows, raise_first
 from pentad.data.shuffle import epoch_order
 from pentad.data.tokenizer import Tokenizer
 
@@ -30,20 +36,6 @@ ENCODE_AT_ONCE = 1024
 ROWS_TRIED = 1000
 TOO_LONG = "too_long"
 BAD_ROW = "bad_row"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSettings:
-    path: str
-    format: Format = "auto"
-    columns: Columns = field(default_factory=Columns)
-    shuffle: bool = True
-    seed: int = 0
-    max_tokens: int | None = None
-    """Longer prompts are left out and counted."""
-    limit: int | None = None
-    """Only the first so many rows are read."""
-    streaming: bool = False
 
 
 class RejectedPrompt(Exception):
@@ -70,7 +62,7 @@ class _Rejected:
 
 
 class PromptStream:
-    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: PromptSettings) -> None:
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: DataSettings) -> None:
         check_columns(settings.columns, tokenizer)
         self.rows = rows
         self.tokenizer = tokenizer
@@ -188,12 +180,5 @@ class PromptStream:
         return [found[index] for index in indices]
 
 
-def open_prompts(settings: PromptSettings, tokenizer: Tokenizer) -> PromptStream:
-    rows = open_rows(
-        settings.path,
-        format=settings.format,
-        streaming=settings.streaming,
-        limit=settings.limit,
-        key=f"{settings.columns.key}.path",
-    )
-    return PromptStream(rows, tokenizer, settings)
+def open_prompts(settings: DataSettings, tokenizer: Tokenizer) -> PromptStream:
+    return PromptStream(settings.open(streaming=settings.streaming), tokenizer, settings)

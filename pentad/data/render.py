@@ -7,12 +7,13 @@ adds them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from pentad.core.errors import Problem, UserError
+from pentad.data.rows import Format, Rows, open_rows
 from pentad.data.tokenizer import Messages, Tokenizer
 
 ChatTemplate = Literal["auto"] | bool
@@ -48,6 +49,29 @@ class Columns:
         if self.chat_template == "auto":
             return self.messages_key is not None
         return self.chat_template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Which rows are read, in which order, and what is made of them."""
+
+    path: str
+    format: Format = "auto"
+    columns: Columns = field(default_factory=Columns)
+    shuffle: bool = True
+    seed: int = 0
+    max_tokens: int | None = None
+    """Longer prompts, or examples, are left out and counted."""
+    limit: int | None = None
+    """Only the first so many rows are read."""
+    streaming: bool = False
+    """Prompts are read as they are needed."""
+
+    def open(self, *, streaming: bool) -> Rows:
+        key = f"{self.columns.key}.path"
+        return open_rows(
+            self.path, format=self.format, streaming=streaming, limit=self.limit, key=key
+        )
 
 
 def check_columns(columns: Columns, tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -22,30 +22,18 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.types import Row
 from pentad.data.render import (
     BadRow,
-    Columns,
+    DataSettings,
     check_columns,
     messages_of,
     prompt_messages,
     render,
     text_of,
 )
-from pentad.data.rows import Format, Rows, open_rows, raise_first
+from pentad.data.rows import Rows, raise_first
 from pentad.data.shuffle import epoch_order
 from pentad.data.tokenizer import Messages, Tokenizer
 
 TOO_LONG = "too_long"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftSettings:
-    path: str
-    format: Format = "auto"
-    columns: Columns = field(default_factory=Columns)
-    shuffle: bool = True
-    seed: int = 0
-    max_tokens: int | None = None
-    """Longer examples are left out and counted."""
-    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,7 @@ class _Example:
 
 
 class SftDataset:
-    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: SftSettings) -> None:
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: DataSettings) -> None:
         check_columns(settings.columns, tokenizer)
         self.tokenizer = tokenizer
         self.settings = settings
@@ -183,12 +171,5 @@ class SftDataset:
         return said
 
 
-def open_sft(settings: SftSettings, tokenizer: Tokenizer) -> SftDataset:
-    rows = open_rows(
-        settings.path,
-        format=settings.format,
-        streaming=True,
-        limit=settings.limit,
-        key=f"{settings.columns.key}.path",
-    )
-    return SftDataset(rows, tokenizer, settings)
+def open_sft(settings: DataSettings, tokenizer: Tokenizer) -> SftDataset:
+    return SftDataset(settings.open(streaming=True), tokenizer, settings)

@@ -76,8 +76,6 @@ from pentad.weights.megatron.work import (
 VERSION = 1
 """Of what is written for a request; a record of another version is not the same output."""
 CONFIG = "config.json"
-FAMILY_NAMES = {"qwen2.5": "qwen2"}
-"""What others call a family -> its `model_type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,39 +242,6 @@ def _check_unharmed(opened: Opened, source: Source) -> None:
     ]
     if problems:
         raise UserError(problems)
-
-
-def starting_folder(
-    path: str,
-    *,
-    checkpoint_load_path: str | None = None,
-    use_hf_ckpt: bool = False,
-    hf_model_path: str | None = None,
-    save_path: str | None = None,
-    model_type: str | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    processes: int = 1,
-    progress: Progress = no_progress,
-) -> Path:
-    """The folder a run takes its first weights from; `models.registry.load_weights` reads it.
-
-    That is `checkpoint_load_path`, a Megatron folder, or else `path`, a HF one. `use_hf_ckpt`
-    converts the HF folder into `save_path` first, at the first run; later runs find it there.
-    Call it once for the run, before its ranks start.
-    """
-    if not use_hf_ckpt:
-        return Path(checkpoint_load_path or path)
-    assert save_path is not None, "checked with the config"
-    conversion = Conversion(
-        source=hf_model_path or path,
-        target=save_path,
-        to="legacy",
-        tp=tp,
-        pp=pp,
-        model=FAMILY_NAMES.get(model_type or "", model_type),
-    )
-    return convert(conversion, processes=processes, progress=progress).folder
 
 
 def _settled(conversion: Conversion, opened: Opened) -> Conversion:

@@ -30,21 +30,6 @@ class Snapshot:
     weights: tuple[tuple[str, Tensor], ...]
     digest: WeightDigest
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What one publish did."""
-
-    version: int
-    num_tensors: int
-    size_bytes: int
-    digest: str
-    seconds: float
-
 
 def take_snapshot(version: int, weights: Iterable[tuple[str, Tensor]], *, copy: bool) -> Snapshot:
     """Call it where the learner runs; `copy` when the learner will move on before the install."""
@@ -59,7 +44,8 @@ class Publisher:
         self.samplers = list(samplers)
         self.version = -1
 
-    async def publish(self, snapshot: Snapshot) -> Published:
+    async def publish(self, snapshot: Snapshot) -> str:
+        """The digest of what all samplers now hold."""
         if snapshot.version < self.version:
             raise RunError(
                 f"publish of version {snapshot.version} after version {self.version}: "
@@ -84,8 +70,8 @@ class Publisher:
                 )
         self.version = snapshot.version
         seconds = time.monotonic() - started
-        size = snapshot.size_bytes
-        return Published(snapshot.version, len(snapshot.weights), size, expected, seconds)
+        log.debug("published version %d in %.3f s", snapshot.version, seconds)
+        return expected
 
 
 def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, Installed]]:

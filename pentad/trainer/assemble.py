@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict
 
 from pentad.config.schema import Config
 from pentad.core.roles import Learner, Sampler
@@ -22,8 +23,9 @@ from pentad.rollout.rewards import RewardScorer
 from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.trainer.budget import Budget
+from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
-from pentad.trainer.placement import Placement, Turnstile, place
+from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
@@ -43,7 +45,6 @@ from pentad.trainer.translate import (
     engine_settings,
     eval_params,
     executor_settings,
-    reward_settings,
     sampling_params,
 )
 from pentad.trainer.update import BatchUpdate
@@ -100,7 +101,11 @@ class Assembly:
         self.device = lead.device
         self.num_steps = num_steps
         self.params = sampling_params(config, checked.tokenizer)
-        self.placement = self._placement()
+        self.placement = Placement(
+            is_shared=config.mode == "colocate",
+            max_staleness=config.max_staleness,
+            offload_rollout=bool(config.offload_rollout),
+        )
         self.learner = self._engine("actor")
         self.critic = self._engine("critic") if checked.algorithm.needs_critic else None
         self.samplers: dict[str, Sampler] = {}
@@ -120,7 +125,9 @@ class Assembly:
                 stack.callback(self.thread.close)
                 with stop_task_early():
                     await self._open_samplers(stack)
-                    reward = await self._reward(stack, self.config.train_dataset.answer_key)
+                    reward = await open_reward(
+                        self.config, self.config.train_dataset.answer_key, stack
+                    )
                     evaluator = await self._evaluator(reward, stack)
                     await self._begin(evaluator)
                 # From here on what was trained is saved first, whoever asks to stop.
@@ -150,13 +157,13 @@ class Assembly:
         snapshot = await self.thread.run(
             lambda: take_snapshot(0, self.learner.iter_weights(), copy=False)
         )
-        published = await self.publisher.publish(snapshot)
+        digest = await self.publisher.publish(snapshot)
         found = await run_selftest(
             self.learner,
             list(self.samplers.values()),
             [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
             temperature=self.params.temperature,
-            weights_digest=published.digest,
+            weights_digest=digest,
             tolerance=tolerance_of(
                 compute_dtype(self.config.actor, self.device), strict=self.config.strict
             ),
@@ -164,7 +171,7 @@ class Assembly:
         )
         log.info("self-test passed: %s", found)
         self.open.started(
-            selftest=found.as_record(),
+            selftest=asdict(found),
             device=str(self.device),
             layout=str(layout_of(self.config, "actor")),
         )
@@ -231,17 +238,6 @@ class Assembly:
         record = self.open.steps.rl_record(trained, self.checked.algorithm)
         self.open.recorder.step(record, trained.groups)
 
-    def _placement(self) -> Placement:
-        config, device = self.config, str(self.device)
-        assert config.mode is not None, "the config is resolved"
-        return place(
-            config.mode,
-            train_device=device,
-            rollout_device=device,
-            max_staleness=config.max_staleness,
-            offload_rollout=bool(config.offload_rollout),
-        )
-
     def _engine(self, role: Role) -> Learner:
         is_critic = role == "critic"
         model = self.config.critic if is_critic else self.config.actor
@@ -274,15 +270,6 @@ class Assembly:
             backend=backend_of(self.config, role),
         )
 
-    async def _reward(self, stack: AsyncExitStack, answer_key: str) -> RewardScorer | None:
-        settings = reward_settings(self.config, answer_key)
-        if settings is None:
-            return None
-        scorer = RewardScorer(settings)
-        await scorer.start()
-        stack.push_async_callback(scorer.close)
-        return scorer
-
     def _executor(
         self,
         params: SamplingParams,
@@ -307,7 +294,7 @@ class Assembly:
             return None
         answer_key = config.valid_dataset.answer_key
         if answer_key != config.train_dataset.answer_key:
-            reward = await self._reward(stack, answer_key)
+            reward = await open_reward(config, answer_key, stack)
 
         def record(result: EvalResult) -> None:
             self.open.recorder.evaluation(result.as_record())

@@ -107,7 +107,8 @@ async def _evaluate(
     on_answered: Callable[[Answered], None] | None,
 ) -> Evaluation:
     async with AsyncExitStack() as stack:
-        reward = await _start_reward(config, stack)
+        assert config.valid_dataset is not None, "checked with the config"
+        reward = await open_reward(config, config.valid_dataset.answer_key, stack)
         samplers = await _samplers(config, subject, device)
         for sampler in samplers.values():
             stack.push_async_callback(sampler.close)
@@ -136,9 +137,11 @@ async def _evaluate(
     return Evaluation(result, dict(subject.stream.dropped), why, failures)
 
 
-async def _start_reward(config: Config, stack: AsyncExitStack) -> RewardScorer | None:
-    assert config.valid_dataset is not None, "checked with the config"
-    settings = reward_settings(config, config.valid_dataset.answer_key)
+async def open_reward(
+    config: Config, answer_key: str, stack: AsyncExitStack
+) -> RewardScorer | None:
+    """The scorer of a dataset with that answer key, closed with `stack`; None if none is named."""
+    settings = reward_settings(config, answer_key)
     if settings is None:
         return None
     scorer = RewardScorer(settings)

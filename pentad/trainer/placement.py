@@ -14,18 +14,15 @@ from dataclasses import dataclass
 from pentad.core.roles import Sampler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Device sets by role, in one process: names such as "cpu" or "cuda:0"."""
+    """Trainer and rollout in one process, on one device."""
 
-    devices: dict[str, str]
+    is_shared: bool
+    """Both use the device by turns; otherwise each is a thread that owns its time."""
     max_staleness: int
     offload_rollout: bool = False
     """Put the samplers to sleep while the trainer has the shared devices."""
-    scorers_own_devices: bool = False
-
-    def shared(self, one: str, other: str) -> bool:
-        return self.devices[one] == self.devices[other]
 
     @property
     def is_on_policy(self) -> bool:
@@ -35,35 +32,12 @@ class Placement:
     @property
     def takes_turns(self) -> bool:
         """Trainer and rollout alternate on the same devices, so one waits for the other."""
-        return self.shared("actor", "rollout") and self.is_on_policy
+        return self.is_shared and self.is_on_policy
 
     @property
     def copies_snapshots(self) -> bool:
         """The learner moves on while its weights travel."""
         return not self.takes_turns
-
-
-def place(
-    mode: str, *, train_device: str, rollout_device: str, max_staleness: int, offload_rollout: bool
-) -> Placement:
-    """The preset behind a mode's name.
-
-    In one process on one device the roles of hybrid and async are threads: they own their time
-    rather than a device of their own, which is what the suffix says.
-    """
-    devices = {"actor": train_device, "rollout": rollout_device, "scorer": train_device}
-    if mode == "colocate":
-        devices["rollout"] = train_device
-    elif train_device == rollout_device:
-        devices["rollout"] = f"{rollout_device}/rollout-thread"
-    if mode == "async":
-        devices["scorer"] = f"{train_device}/scorer"
-    return Placement(
-        devices,
-        max_staleness,
-        offload_rollout=offload_rollout,
-        scorers_own_devices=mode == "async",
-    )
 
 
 class Turnstile:

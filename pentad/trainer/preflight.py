@@ -10,7 +10,7 @@ from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.layout import Allocation, Component, parse_allocation
+from pentad.core.layout import Allocation, Component
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.rl.settings import AlgorithmSettings
@@ -19,7 +19,8 @@ from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start, trained_dims
 from pentad.trainer.translate import (
     algorithm_settings,
-    prompt_settings,
+    allocation_of,
+    data_settings,
     register_models,
     unbuilt_problems,
 )
@@ -90,7 +91,7 @@ def check_train(config: Config) -> Checked:
 def sampled_dims(config: Config, path: str) -> ModelDims:
     """Of a model that is trained and sampled; the embedded sampler knows model files only."""
     dims = trained_dims(config, path)
-    rollout = parse_allocation(config.allocation_mode or "").find("rollout")
+    rollout = allocation_of(config).find("rollout")
     if not dims.is_whole and rollout is not None and rollout.backend == "embedded":
         rule = f"the embedded sampler has no model file for model_type = {dims.family}"
         remedy = "sample with vllm or sglang, which run any HF model"
@@ -99,7 +100,7 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
 
 
 def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream:
-    settings = prompt_settings(
+    settings = data_settings(
         config.train_dataset,
         "train_dataset",
         seed=config.seed,
@@ -115,11 +116,10 @@ def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
     key = "evaluator" if config.evaluator.max_new_tokens else "gconfig"
     new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
     data = config.valid_dataset.model_copy(update={"shuffle": False})
-    settings = prompt_settings(
+    settings = data_settings(
         data,
         "valid_dataset",
         seed=config.seed,
-        streaming=False,
         max_tokens=room_for_prompt(dims, new_tokens, key),
     )
     return open_prompts(settings, tokenizer)
@@ -181,9 +181,8 @@ def answer_problems(
 
 def allocation_problems(config: Config, *, needs_sampler: bool) -> list[Problem]:
     """What of the allocation is not built; `plan` knows every layout."""
-    assert config.allocation_mode is not None, "the config is resolved"
     where = f"allocation_mode = {config.allocation_mode}"
-    allocation = parse_allocation(config.allocation_mode)
+    allocation = allocation_of(config)
     actor = allocation.find("actor")
     problems = []
     for component in allocation:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
-from pentad.sync.publisher import Published, Publisher, Snapshot
+from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.state import RunState
-
-log = logging.getLogger(__name__)
 
 
 class PublishPump:
@@ -33,7 +29,6 @@ class PublishPump:
         self.admit_after_eval = placement.is_on_policy
         self.turnstile = turnstile
         self.pending: Snapshot | None = None
-        self.last: Published | None = None
         self.is_closed = False
 
     def submit(self, snapshot: Snapshot) -> None:
@@ -58,8 +53,7 @@ class PublishPump:
 
     async def _publish(self, snapshot: Snapshot) -> None:
         await self.turnstile.enter("rollout")
-        self.last = await self.publisher.publish(snapshot)
-        log.debug("published version %d in %.3f s", self.last.version, self.last.seconds)
+        await self.publisher.publish(snapshot)
         if not self.admit_after_eval:
             self._count(snapshot.version)
         if self.evaluator is not None and self.evaluator.is_due(snapshot.version):

@@ -17,7 +17,7 @@ import torch
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.layout import Component, Layout, parse_allocation
+from pentad.core.layout import Layout
 from pentad.runtime.join import device_of
 from pentad.runtime.launch import LaunchSettings, run_ranks
 from pentad.runtime.lead import Lead, follow
@@ -25,7 +25,7 @@ from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
 from pentad.trainer.run import RunSummary, take_folder
-from pentad.trainer.translate import check_device, register_models
+from pentad.trainer.translate import check_device, component_of, register_models
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def run_over_ranks(
     Under torchrun every rank comes here, and rank 0 alone returns.
     """
     check_device(config, pick_device(device))
-    world = learner_component(config).world
+    world = component_of(config, "actor").world
     own = rank_from_environment()
     if world == 1 and (own is None or own.world == 1):
         with Lead(Rank(), pick_device(device)) as lead:
@@ -111,15 +111,6 @@ def check_devices(config: Config, world: int, device: str) -> None:
         raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
 
 
-def learner_component(config: Config, role: str = "actor") -> Component:
-    """The component that trains a role; a critic without one stands on the actor's."""
-    assert config.allocation_mode is not None, "the config is resolved"
-    allocation = parse_allocation(config.allocation_mode)
-    found = allocation.find(role) or allocation.find("actor")
-    assert found is not None, "checked with the config"
-    return found
-
-
 def layout_of(config: Config, role: str) -> Layout:
     model = config.critic if role == "critic" else config.actor
-    return learner_component(config, role).layout(model.archon.dp_replicate)
+    return component_of(config, role).layout(model.archon.dp_replicate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class StepRecorder:
             num_groups=len(groups),
             version=trained.batch + 1,
             rl=rl,
-            funnel=Funnel(**trained.funnel.as_record()),
+            funnel=Funnel(**asdict(trained.funnel)),
         )
 
     def sft_record(

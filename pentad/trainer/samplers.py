@@ -14,7 +14,6 @@ import torch
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.data.tokenizer import Tokenizer
@@ -25,7 +24,12 @@ from pentad.rollout.servers import sglang, vllm
 from pentad.rollout.servers.process import check_installed, server_python
 from pentad.rollout.servers.sampler import ServerSampler
 from pentad.rollout.servers.settings import ServerSettings
-from pentad.trainer.translate import compute_dtype, sampler_settings
+from pentad.trainer.translate import (
+    allocation_of,
+    component_of,
+    compute_dtype,
+    sampler_settings,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 COLOCATED_SHARE = 0.4
@@ -44,7 +48,7 @@ async def open_samplers(
 ) -> dict[str, Sampler]:
     """By name; closed with `stack`. They hold weights of no use, so that only a real publish can
     make them agree with the trainer."""
-    component = rollout_component(config)
+    component = component_of(config, "rollout")
     if component.backend == "embedded":
         sampler = embedded_sampler(config, dims, tokenizer, device)
         stack.push_async_callback(sampler.close)
@@ -85,7 +89,7 @@ async def gather_servers(
 async def open_server(
     config: Config, settings: ServerSettings, index: int, log_folder: Path
 ) -> ServerSampler:
-    backend = rollout_component(config).backend
+    backend = component_of(config, "rollout").backend
     if config.rollout.server.addresses:
         return await ATTACH[backend](config.rollout.server.addresses[index], settings)
     name = f"{backend}-{index}"
@@ -108,13 +112,13 @@ def server_settings(
     config: Config, dims: ModelDims, device: torch.device, index: int
 ) -> ServerSettings:
     """Of the `index`-th replica."""
-    component, server = rollout_component(config), config.rollout.server
+    component, server = component_of(config, "rollout"), config.rollout.server
     embedded = sampler_settings(config, dims)
     assert config.actor.path is not None, "checked with the config"
     tensor, pipeline = component.size("t"), component.size("p")
     devices = server_devices(config) if device.type == "cuda" else ()
     size = tensor * pipeline
-    shares = parsed(config).shares_devices(component, training_component(config))
+    shares = allocation_of(config).shares_devices(component, component_of(config, "actor"))
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return ServerSettings(
         model_folder=str(Path(config.actor.path).resolve()),
@@ -141,8 +145,8 @@ def server_settings(
 
 def server_devices(config: Config) -> tuple[int, ...]:
     """Training has the first GPUs; servers the same ones or those after them."""
-    allocation, component = parsed(config), rollout_component(config)
-    if allocation.shares_devices(component, training_component(config)):
+    allocation, component = allocation_of(config), component_of(config, "rollout")
+    if allocation.shares_devices(component, component_of(config, "actor")):
         return tuple(range(component.world))
     first = sum(part.world for part in allocation if not part.is_inference)
     return tuple(range(first, first + component.world))
@@ -153,7 +157,7 @@ def server_devices(config: Config) -> tuple[int, ...]:
 
 def server_problems(config: Config, device: torch.device) -> list[Problem | str]:
     """What keeps the servers of a run from starting, as far as can be known without them."""
-    component, server = rollout_component(config), config.rollout.server
+    component, server = component_of(config, "rollout"), config.rollout.server
     if component.backend == "embedded":
         return []
     problems: list[Problem | str] = []
@@ -171,7 +175,7 @@ def server_problems(config: Config, device: torch.device) -> list[Problem | str]
 
 
 def find_server(config: Config) -> None:
-    backend, wanted = rollout_component(config).backend, config.rollout.server.python
+    backend, wanted = component_of(config, "rollout").backend, config.rollout.server.python
     check_installed(server_python(wanted, backend), backend, wanted)
 
 
@@ -209,20 +213,3 @@ def refused(step: Callable[[], None]) -> list[Problem | str]:
     except UserError as error:
         return error.problems
     return []
-
-
-def parsed(config: Config) -> Allocation:
-    assert config.allocation_mode is not None, "the config is resolved"
-    return parse_allocation(config.allocation_mode)
-
-
-def rollout_component(config: Config) -> Component:
-    found = parsed(config).find("rollout")
-    assert found is not None, "checked with the config"
-    return found
-
-
-def training_component(config: Config) -> Component:
-    found = parsed(config).find("actor")
-    assert found is not None, "checked with the config"
-    return found

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,9 +53,6 @@ class SelfTest:
     sampler_max_difference: float
     sampler_mean_difference: float
     weights_digest: str
-
-    def as_record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def run_selftest(

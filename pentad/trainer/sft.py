@@ -31,9 +31,9 @@ from pentad.trainer.start import (
 )
 from pentad.trainer.stopping import StopFlag, stop_flag
 from pentad.trainer.translate import (
+    data_settings,
     engine_settings,
     register_models,
-    sft_settings,
     unbuilt_problems,
 )
 
@@ -103,7 +103,8 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
             layout=str(layout),
         )
         held_out = HeldOut(valid, learner) if valid else None
-        return train(lead, run, learner, data, held_out, num_steps, size)
+        with stop_flag() as stop:
+            return train(lead, run, learner, data, held_out, num_steps, size, stop)
 
 
 def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]:
@@ -119,10 +120,11 @@ def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]
     found: dict[str, SftDataset | None] = {}
     if dims is not None and tokenizer is not None:
         asked.ask(lambda: check_start(config, "actor"))
-        limits = {"seed": config.seed, "max_tokens": dims.max_position}
         for key, source in (("train", config.train_dataset), ("valid", config.valid_dataset)):
             if source is not None:
-                settings = sft_settings(source, f"{key}_dataset", **limits)
+                settings = data_settings(
+                    source, f"{key}_dataset", seed=config.seed, max_tokens=dims.max_position
+                )
                 found[key] = asked.ask(lambda s=settings: open_sft(s, tokenizer))  # type: ignore[misc]
     asked.settle()
     data = found.get("train")
@@ -154,19 +156,6 @@ class HeldOut:
 
 
 def train(
-    lead: Lead,
-    run: OpenRun,
-    learner: Learner,
-    data: SftDataset,
-    held_out: HeldOut | None,
-    num_steps: int,
-    size: int,
-) -> RunSummary:
-    with stop_flag() as stop:
-        return _train(lead, run, learner, data, held_out, num_steps, size, stop)
-
-
-def _train(
     lead: Lead,
     run: OpenRun,
     learner: Learner,

@@ -9,29 +9,23 @@ import torch
 
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
-from pentad.core.layout import Component, parse_allocation
-from pentad.models.conversion import starting_folder
+from pentad.models.conversion import Conversion, convert
 from pentad.models.exchange import native_shards
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model
 from pentad.models.sources import open_weights
+from pentad.trainer.translate import component_of
 from pentad.weights import flow
 
 Role = Literal["actor", "critic"]
+FAMILY_NAMES = {"qwen2.5": "qwen2"}
+"""What others call a family -> its `model_type`."""
 
 
 def backend_of(config: Config, role: Role) -> Literal["archon", "fsdp"]:
-    """Whose models a role trains; a critic without a component of its own is as the actor."""
-    return "fsdp" if _component(config, role).backend == "fsdp" else "archon"
-
-
-def _component(config: Config, role: Role) -> Component:
-    assert config.allocation_mode is not None, "the config is resolved"
-    allocation = parse_allocation(config.allocation_mode)
-    component = allocation.find(role) or allocation.find("actor")
-    assert component is not None, "checked with the config"
-    return component
+    """Whose models a role trains."""
+    return "fsdp" if component_of(config, role).backend == "fsdp" else "archon"
 
 
 def trained_dims(config: Config, path: str) -> ModelDims:
@@ -76,17 +70,15 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
     if not config.megatron.use_hf_ckpt:
         return
     assert path is not None and convertor.save_path is not None, "checked with the config"
-    source = convertor.hf_model_path or path
-    starting_folder(
-        path,
-        use_hf_ckpt=True,
-        hf_model_path=str(Path(source).expanduser()),
-        save_path=str(Path(convertor.save_path).expanduser()),
-        model_type=convertor.model_type,
+    conversion = Conversion(
+        source=str(Path(convertor.hf_model_path or path).expanduser()),
+        target=str(Path(convertor.save_path).expanduser()),
+        to="legacy",
         tp=convertor.tensor_model_parallel_size,
         pp=convertor.pipeline_model_parallel_size,
-        processes=convertor.process_num,
+        model=FAMILY_NAMES.get(convertor.model_type or "", convertor.model_type),
     )
+    convert(conversion, processes=convertor.process_num)
     for role in roles:
         check_weights(config, role)
 
@@ -120,7 +112,7 @@ def _face(config: Config, path: str, role: Role) -> LanguageModel:
     from pentad.models.hf.module import build_hf_model
 
     model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=is_critic)
-    component = _component(config, role)
+    component = component_of(config, role)
     archon = config.critic.archon if is_critic else config.actor.archon
     match_layout(model, component.layout(archon.dp_replicate))
     return model

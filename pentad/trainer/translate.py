@@ -11,11 +11,10 @@ from pentad.config.plan import reshards
 from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.seeds import derive_seed
 from pentad.core.types import SamplingParams
-from pentad.data.prompts import PromptSettings
-from pentad.data.render import Columns
-from pentad.data.sft import SftSettings
+from pentad.data.render import Columns, DataSettings
 from pentad.data.tokenizer import Tokenizer
 from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
 from pentad.infer.settings import SamplerSettings
@@ -26,6 +25,21 @@ from pentad.rl.settings import AlgorithmSettings, run_problems
 from pentad.rollout.executor import ExecutorSettings
 from pentad.rollout.rewards import RewardSettings
 from pentad.rollout.sandbox import SandboxSettings
+
+
+def allocation_of(config: Config) -> Allocation:
+    assert config.allocation_mode is not None, "the config is resolved"
+    return parse_allocation(config.allocation_mode)
+
+
+def component_of(config: Config, role: str) -> Component:
+    """Where a role stands; a critic without a component of its own is where the actor is."""
+    allocation = allocation_of(config)
+    found = allocation.find(role)
+    if role == "critic":
+        found = found or allocation.find("actor")
+    assert found is not None, "checked with the config"
+    return found
 
 
 def register_models(config: Config) -> None:
@@ -224,12 +238,12 @@ def default_reward_workers() -> int:
     return max(1, min(8, (os.cpu_count() or 2) // 2))
 
 
-def prompt_settings(
-    data: DatasetConfig, key: str, *, seed: int, streaming: bool, max_tokens: int
-) -> PromptSettings:
-    """`max_tokens` is what the model's context leaves for a prompt."""
+def data_settings(
+    data: DatasetConfig, key: str, *, seed: int, max_tokens: int, streaming: bool = False
+) -> DataSettings:
+    """`max_tokens` is what the model's context has room for."""
     assert data.path is not None, f"{key}.path was checked before"
-    return PromptSettings(
+    return DataSettings(
         path=data.path,
         format=data.format,
         columns=columns(data, key),
@@ -238,19 +252,6 @@ def prompt_settings(
         max_tokens=min(data.max_length or max_tokens, max_tokens),
         limit=data.limit,
         streaming=streaming,
-    )
-
-
-def sft_settings(data: DatasetConfig, key: str, *, seed: int, max_tokens: int) -> SftSettings:
-    assert data.path is not None, f"{key}.path was checked before"
-    return SftSettings(
-        path=data.path,
-        format=data.format,
-        columns=columns(data, key),
-        shuffle=data.shuffle,
-        seed=seed,
-        max_tokens=min(data.max_length or max_tokens, max_tokens),
-        limit=data.limit,
     )
 
 

@@ -33,7 +33,6 @@ class BatchResult:
     """Per row: what the policy said of it when its gradient was taken."""
     steps: list[StepResult]
     stats: dict[str, float]
-    count: float
     critic_steps: list[StepResult] = field(default_factory=list)
     rerouted_share: float | None = None
     """Where routes were replayed, how many the learner itself would have chosen otherwise."""
@@ -101,9 +100,8 @@ class BatchUpdate:
             for name, value in seen.stats.items():
                 stats[name] = stats.get(name, 0.0) + value
         outputs = [output for seen in self.seen for output in seen.outputs]
-        count = sum(seen.count for seen in self.seen)
         share = float(torch.cat(self.rerouted).mean()) if self.rerouted else None
-        return BatchResult(self.rows, outputs, steps, stats, count, critic_steps, share)
+        return BatchResult(self.rows, outputs, steps, stats, critic_steps, share)
 
     def _rows_of(self, groups: Sequence[Group]) -> list[Row]:
         return make_rows(

@@ -1,5 +1,7 @@
 """The ledger: legal transitions, sentences for illegal ones, and conservation under faults."""
 
+from dataclasses import asdict
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_a_batch_is_trained_in_slot_order_and_then_forgotten(ledger):
     assert ledger.lease(0) == [0, 1]
     assert ledger.gids_in("leased") == [0, 1]
     ledger.ack([0, 1])
-    assert ledger.funnel().as_record() == {
+    assert asdict(ledger.funnel()) == {
         "drawn": 2,
         "trained": 2,
         "dropped": {},

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pentad.core.errors import UserError
 from pentad.core.seeds import derive_seed
-from pentad.data.prompts import PromptSettings, RejectedPrompt, open_prompts
-from pentad.data.render import Columns
+from pentad.data.prompts import RejectedPrompt, open_prompts
+from pentad.data.render import Columns, DataSettings
 from pentad.data.shuffle import epoch_order
 
 ROWS = [{"prompt": "x" * (i + 1), "answer": str(i)} for i in range(20)]
@@ -21,7 +21,7 @@ def open_stream(plain, write_jsonl):
     def make(rows=ROWS, tokenizer=plain, columns=None, **settings):
         columns = columns or Columns()
         path = write_jsonl(rows)
-        return open_prompts(PromptSettings(path=path, columns=columns, **settings), tokenizer)
+        return open_prompts(DataSettings(path=path, columns=columns, **settings), tokenizer)
 
     return make
 
@@ -85,7 +85,7 @@ def test_streaming_rejects_broken_rows_with_their_line(open_stream, tmp_path):
         stream.prompt(1)
     assert caught.value.reason == "bad_row"
     (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n{oops\n')
-    settings = PromptSettings(path=str(tmp_path / "b.jsonl"), streaming=True, shuffle=False)
+    settings = DataSettings(path=str(tmp_path / "b.jsonl"), streaming=True, shuffle=False)
     with pytest.raises(RejectedPrompt, match=r"b.jsonl:2: not JSON"):
         open_prompts(settings, stream.tokenizer).prompt(1)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pentad.core.errors import UserError
-from pentad.data.render import Columns
-from pentad.data.sft import SftSettings, open_sft
+from pentad.data.render import Columns, DataSettings
+from pentad.data.sft import open_sft
 
 CHAT = Columns(messages_key="messages")
 TALK = [
@@ -20,7 +20,7 @@ TALK = [
 def open_data(plain, write_jsonl):
     def make(rows, tokenizer=plain, **settings):
         settings = {"shuffle": False, **settings}
-        return open_sft(SftSettings(path=write_jsonl(rows), **settings), tokenizer)
+        return open_sft(DataSettings(path=write_jsonl(rows), **settings), tokenizer)
 
     return make
 
@@ -70,11 +70,11 @@ def test_prompt_and_response_through_the_template(open_data, chat):
 
 def test_the_context_is_what_sampling_would_see(open_data, chat, write_jsonl):
     """The ids before the answer are those the prompt stream gives for the same conversation."""
-    from pentad.data.prompts import PromptSettings, open_prompts
+    from pentad.data.prompts import open_prompts
 
     row = open_data([{"messages": TALK[:2]}], chat, columns=CHAT).row(0)
     path = write_jsonl([{"messages": TALK[:1]}], "prompts.jsonl")
-    prompt = open_prompts(PromptSettings(path=path, columns=CHAT), chat).prompt(0)
+    prompt = open_prompts(DataSettings(path=path, columns=CHAT), chat).prompt(0)
     assert tuple(row.ids[: len(prompt.ids)].tolist()) == prompt.ids
     assert row.columns["weights"][len(prompt.ids) :].all()
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,7 @@ def test_rl_metrics_and_the_funnel_fit_the_schema():
     rl = Rl(**sample_metrics(groups), staleness=staleness_histogram(groups, 4))
     ledger = Ledger(2)
     ledger.drop(ledger.admit(0), "too_long")
-    funnel = Funnel(**ledger.funnel().as_record())
+    funnel = Funnel(**asdict(ledger.funnel()))
     line = StepRecord(step=1, rl=rl, funnel=funnel).as_json()
     assert (line["rl"]["reward_mean"], line["rl"]["truncated_share"]) == (0.5, 1.0)
     assert line["rl"]["staleness"] == {"1": 1}

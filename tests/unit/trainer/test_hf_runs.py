@@ -21,7 +21,7 @@ from pentad.rollout.servers.sampler import check_weights
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.start import trained_dims
-from pentad.trainer.translate import sft_settings
+from pentad.trainer.translate import data_settings
 from pentad.weights.hf import HfFolder
 
 SMALL = {
@@ -85,7 +85,7 @@ def test_sft_trains_a_model_without_a_model_file(task, tmp_path, family):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer = load_tokenizer(str(summary.model))
     data = open_sft(
-        sft_settings(config.train_dataset, "train_dataset", seed=config.seed, max_tokens=64),
+        data_settings(config.train_dataset, "train_dataset", seed=config.seed, max_tokens=64),
         tokenizer,
     )
     # The export's own loss on the data went down too: it is the model that was trained.
