@@ -23,7 +23,6 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import Layout
-from pentad.core.roles import NamedTensors
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
@@ -333,15 +332,10 @@ class Engine:
     def save_tag(self, tag: str) -> None:
         self.tags.save(tag)
 
-    def load_tag(self, tag: str, weights: NamedTensors | str | Path) -> None:
-        """Remembers other weights of the same shape as `tag`: a HF folder or named tensors."""
-
+    def load_tag(self, tag: str, weights: str | Path) -> None:
         def write() -> None:
             self.held.rest()
-            if isinstance(weights, str | Path):
-                self.held.load(weights)
-            else:
-                self.held.install(weights)
+            self.held.load(weights)
 
         self.tags.load(tag, write)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
-from pentad.core.roles import NamedTensors
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import DTYPES, EngineSettings
 from pentad.engine.wrap import wrap_model
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
-from pentad.models.exchange import hf_metadata, iter_hf, kept_buffers, native_shards
+from pentad.models.exchange import hf_metadata, iter_hf, kept_buffers
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, initialise, load_weights
 from pentad.models.strict import apply_strict
@@ -26,7 +25,6 @@ from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, plan_pipeline
 from pentad.parallel.storage import give_memory, reshard
 from pentad.parallel.tied import TiedHead
-from pentad.weights import flow
 
 TIED = "head.weight"
 """Native name of the copy of a tied embedding on the last of several stages."""
@@ -125,15 +123,6 @@ class HeldModel:
     def load(self, folder: str | Path, seed: int = 0) -> None:
         for decoder in self.decoders:
             load_weights(decoder, folder, seed=seed)
-
-    def install(self, weights: NamedTensors) -> int:
-        """Overwrites all weights held here from named tensors of the whole model."""
-        shards = {name: x for d in self.decoders for name, x in native_shards(d).items()}
-        weight_map = self.face.weight_map
-        if not isinstance(weights, Sequence):
-            return flow.install(shards, weight_map, weights)
-        has_heads = any(decoder.is_last for decoder in self.decoders)
-        return flow.fill(shards, weight_map, flow.Pairs(weights), has_heads=has_heads)
 
     def iter_hf(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in layer order, on every rank: all ranks iterate to the end."""

@@ -5,7 +5,7 @@ Parameters may be plain tensors or DTensors of any layout; a model may be one pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -143,17 +143,9 @@ def _gather_rows(part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> 
     return torch.cat([x[:n] for x, n in zip(out.split(longest), lengths, strict=True)])
 
 
-@torch.no_grad()
-def install_hf(
-    model: LanguageModel,
-    pairs: Iterable[tuple[str, Tensor]],
-    metadata: Mapping[str, TensorInfo] | None = None,
-) -> int:
+def install_hf(model: LanguageModel, pairs: Iterable[tuple[str, Tensor]]) -> int:
     """Overwrites all weights in place; every tensor exactly once. Returns how many were taken.
 
-    A sequence, or an iterator whose `metadata` is given, is refused before anything is written;
-    a bare iterator is checked tensor by tensor and, at its end, for what is missing.
+    All are held until the end; what does not fit is refused before anything is written.
     """
-    if isinstance(pairs, Sequence):
-        return flow.fill(native_shards(model), model.weight_map, Pairs(pairs))
-    return flow.install(native_shards(model), model.weight_map, pairs, metadata)
+    return flow.fill(native_shards(model), model.weight_map, Pairs(pairs))

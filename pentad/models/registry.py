@@ -20,6 +20,7 @@ from pentad.models.sources import open_weights
 from pentad.weights import flow
 from pentad.weights.hf import SHARD_BYTES, save_folder
 from pentad.weights.random import RandomReader
+from pentad.weights.regions import slices
 
 __all__ = [
     "build_model",
@@ -94,7 +95,7 @@ def _place_drawn(model: LanguageModel, name: str, shard: flow.Shard, seed: int) 
     """Whether the model draws its weights itself."""
     drawn = model.draw(name, seed)
     if drawn is not None:
-        shard.tensor.copy_(drawn[tuple(slice(start, stop) for start, stop in shard.box)])
+        shard.tensor.copy_(drawn[slices(shard.box)])
     return drawn is not None
 
 

@@ -21,7 +21,7 @@ from pentad.core.errors import RunError
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.cuts import REPEATED, UNITS, Plan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
-from pentad.weights.regions import Box, Shape
+from pentad.weights.regions import Box, Shape, box_shape, slices
 
 EXPERT_AXES = ("ep", "etp")
 
@@ -53,7 +53,7 @@ class Cut:
 
     @property
     def local_shape(self) -> Shape:
-        return tuple(stop - start for start, stop in self.box)
+        return box_shape(self.box)
 
     def present(self, local: Tensor) -> Tensor:
         """A stored shard as the tensor it is a part of; shares memory."""
@@ -72,7 +72,7 @@ class Cut:
                 return tensor
             spec = self.present(torch.empty(self.shape, device="meta"))
             assert isinstance(spec, DTensor)
-            return tensor[_slices(stored_box(spec))]
+            return tensor[slices(stored_box(spec))]
         if self.mesh is None or tensor.device_mesh != self.mesh:
             if tensor.device_mesh.size() == 1:
                 return tensor.to_local()
@@ -87,10 +87,6 @@ def stored_box(tensor: DTensor) -> Box:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def plan_cuts(

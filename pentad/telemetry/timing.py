@@ -41,10 +41,6 @@ class PhaseTimer:
         named = {name: 1e3 * t for name, t in self._totals.items() if name != OTHER}
         return {**named, OTHER: 1e3 * other}
 
-    def wall_ms(self) -> float:
-        """Milliseconds since the start."""
-        return sum(self.phases_ms().values())
-
     def _book(self) -> None:
         """Gives the time since the last mark to the innermost open phase."""
         now = self.clock()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, UserError
 from pentad.weights.map import Entry, Source, WeightMap
-from pentad.weights.regions import Box, Region, Shape, clip_all, full_box
+from pentad.weights.regions import Box, Region, Shape, clip_all, full_box, slices
 
 NUM_READERS = 4
 """Threads that read and sum files."""
@@ -133,7 +133,7 @@ def _read_block(reader: Reader, region: Region, block: Tensor) -> None:
         reader.read_into(region.source, region.source_box, block)
     else:
         piece = reader.read(region.source, region.source_box)
-        block.copy_(source_block(piece, _relative(region)))
+        block.copy_(source_block(piece, region.alone))
 
 
 def _is_in_order(region: Region) -> bool:
@@ -145,12 +145,6 @@ def _extra_dims(region: Region) -> list[int]:
     """Dims of the source in which the region has extent 1 without a run."""
     dims = {run.source_dim for run in region.runs}
     return [dim for dim in range(len(region.source_shape)) if dim not in dims]
-
-
-def _relative(region: Region) -> Region:
-    """The region within a tensor that holds just its source box."""
-    zeros = (0,) * len(region.source_start)
-    return Region(region.source, region.source_shape, zeros, region.target_start, region.runs)
 
 
 def _is_absent(entry: Entry, reader: Reader) -> bool:
@@ -281,94 +275,10 @@ def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | 
     return out
 
 
-@torch.no_grad()
-def install(
-    shards: Mapping[str, Shard],
-    weight_map: WeightMap,
-    pairs: Iterable[tuple[str, Tensor]],
-    infos: Mapping[str, TensorInfo] | None = None,
-) -> int:
-    """Takes a stream of source tensors, each exactly once; returns how many were taken.
-
-    With `infos` the whole set is checked before the stream is read.
-    """
-    if infos is not None:
-        check(shards, weight_map, Announced(infos))
-    places = _places(shards, weight_map)
-    taken: set[str] = set()
-    twins: dict[str, Tensor] = {}
-    for name, tensor in pairs:
-        if name in taken:
-            raise UserError(Problem(f"{GIVEN}: {name}", "given twice"))
-        if name in weight_map.tied:
-            twins[name] = tensor
-        elif name in places:
-            _place(shards, weight_map.sources[name], tensor, places[name])
-        elif name not in weight_map.sources:
-            raise UserError(Problem(f"{GIVEN}: {name}", "no rule of the map knows it"))
-        taken.add(name)
-    missing = [name for name in places if name not in taken]
-    missing += [name for name in infos or () if name not in taken]
-    if missing:
-        raise UserError([Problem(f"{GIVEN}: {name}", "missing") for name in missing])
-    for name, tensor in twins.items():
-        _check_twin(shards, weight_map, name, tensor)
-    return len(taken)
-
-
-GIVEN = "given weights"
-Place = tuple[str, Region]
-
-
-def _places(shards: Mapping[str, Shard], weight_map: WeightMap) -> dict[str, list[Place]]:
-    """By source name, the regions of held targets that it fills (none, if it lies elsewhere)."""
-    places: dict[str, list[Place]] = {}
-    for name, entry in weight_map.entries.items():
-        if name in shards:
-            for region in entry.regions:
-                places.setdefault(region.source, [])
-            for region in clip_all(entry.regions, shards[name].box):
-                places[region.source].append((name, region))
-    return places
-
-
-def _place(
-    shards: Mapping[str, Shard], source: Source, tensor: Tensor, places: list[Place]
-) -> None:
-    if tuple(tensor.shape) != source.shape:
-        rule = f"shape {list(tensor.shape)}, but the config makes it {list(source.shape)}"
-        raise UserError(Problem(f"{GIVEN}: {source.name}", rule))
-    for name, region in places:
-        target_block(shards[name].tensor, region).copy_(source_block(tensor, region))
-
-
-def _check_twin(
-    shards: Mapping[str, Shard], weight_map: WeightMap, name: str, tensor: Tensor
-) -> None:
-    """A tied tensor that was sent all the same must equal the one that was installed."""
-    twin = weight_map.tied[name]
-    for target, region in _places(shards, weight_map).get(twin, []):
-        block = target_block(shards[target].tensor, region)
-        if not torch.equal(block, source_block(tensor, region).to(block)):
-            rule = f"differs from {twin}, but the config ties the two (tie_word_embeddings)"
-            raise UserError(Problem(f"{GIVEN}: {name}", rule))
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """A reader of which only the metadata is known yet."""
-
-    infos: Mapping[str, TensorInfo]
-    where: str = GIVEN
-
-    def read(self, name: str, box: Box) -> Tensor:
-        raise AssertionError(f"{name}: only its metadata is known")
-
-
 class Pairs:
     """A reader over (name, tensor) pairs held in memory."""
 
-    where = GIVEN
+    where = "given weights"
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -379,4 +289,4 @@ class Pairs:
         self.infos = {n: TensorInfo(tuple(t.shape), t.dtype) for n, t in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][tuple(slice(start, stop) for start, stop in box)]
+        return self.tensors[name][slices(box)]

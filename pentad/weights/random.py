@@ -10,7 +10,7 @@ from torch import Tensor
 from pentad.core.seeds import derive_seed
 from pentad.weights.flow import TensorInfo
 from pentad.weights.map import WeightMap
-from pentad.weights.regions import Box
+from pentad.weights.regions import Box, box_shape, slices
 
 
 class RandomReader:
@@ -27,11 +27,10 @@ class RandomReader:
 
     def read(self, name: str, box: Box) -> Tensor:
         source = self.sources[name]
-        part = tuple(slice(start, stop) for start, stop in box)
         if source.init != "normal":
             value = 1.0 if source.init == "ones" else 0.0
-            return torch.full([stop - start for start, stop in box], value, device="cpu")
+            return torch.full(box_shape(box), value, device="cpu")
         generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "init", name))
         # The whole tensor is drawn whatever part is asked for: that is what keeps it one tensor.
         whole = torch.empty(source.shape, device="cpu").normal_(0, self.std, generator=generator)
-        return whole[part]
+        return whole[slices(box)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
@@ -52,10 +52,10 @@ class Region:
     def source_box(self) -> Box:
         return _box(self.source_start, {run.source_dim: run.length for run in self.runs})
 
-    def is_whole(self, target_shape: Shape) -> bool:
-        """Source and target are the same tensor, dim for dim."""
-        plain = all(run.source_dim == run.target_dim for run in self.runs)
-        return plain and self.source_shape == target_shape and self.numel == math.prod(target_shape)
+    @property
+    def alone(self) -> Region:
+        """The region within a tensor that holds just its source box."""
+        return replace(self, source_start=(0,) * len(self.source_start))
 
 
 def _box(start: Shape, lengths: Mapping[int, int]) -> Box:
@@ -68,6 +68,10 @@ def full_box(shape: Sequence[int]) -> Box:
 
 def box_shape(box: Box) -> Shape:
     return tuple(stop - start for start, stop in box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:

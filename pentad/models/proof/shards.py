@@ -11,7 +11,7 @@ from torch import Tensor
 from pentad.weights.cuts import Coords, Plan, cut_entry
 from pentad.weights.flow import source_block, target_block
 from pentad.weights.map import Entry, WeightMap
-from pentad.weights.regions import Box, flip
+from pentad.weights.regions import flip, slices
 from pentad.weights.reshard import Holding, plan_moves
 
 
@@ -87,7 +87,3 @@ def _held(
             for box, _ in local.boxes:
                 out[rank, name, box] = tensor.detach()[slices(box)].clone()
     return out
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

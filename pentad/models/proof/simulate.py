@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from pentad.core.types import Attend
 from pentad.models.decoder import Block, Decoder
 from pentad.models.moe import Experts, Moe
-from pentad.models.proof.shards import slices
 from pentad.weights.cuts import Plan, cut_entry
 from pentad.weights.map import WeightMap
+from pentad.weights.regions import slices
 
 
 class SumOverRanks(nn.Module):

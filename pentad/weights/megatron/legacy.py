@@ -38,7 +38,7 @@ from pentad.weights.megatron.stored import (
     extra_states,
     rank_pieces,
 )
-from pentad.weights.regions import Box
+from pentad.weights.regions import Box, slices
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -135,7 +135,7 @@ class LegacyFiles:
         return sum(rows.values())
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][tuple(slice(start, stop) for start, stop in box)]
+        return self.tensors[name][slices(box)]
 
 
 def chunks_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

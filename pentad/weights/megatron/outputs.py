@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,8 +76,7 @@ class Filler:
         out = torch.zeros(piece.shape, dtype=self.dtype_of(piece))
         for region in piece.fills:
             block = self.reader.read(region.source, region.source_box)
-            local = replace(region, source_start=(0,) * len(region.source_start))
-            target_block(out, region).copy_(source_block(block, local))
+            target_block(out, region).copy_(source_block(block, region.alone))
         return out
 
 

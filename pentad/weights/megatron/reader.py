@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,8 +69,7 @@ class MegatronReader:
 
     def _block(self, part: Region) -> Tensor:
         piece = self.files.read(part.source, part.source_box)
-        local = replace(part, source_start=(0,) * len(part.source_start))
-        return source_block(piece, local)
+        return source_block(piece, part.alone)
 
     def _compare(self, name: str, part: Region, out: Tensor) -> None:
         if not torch.equal(_bits(target_block(out, part)), _bits(self._block(part))):
