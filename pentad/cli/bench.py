@@ -9,7 +9,6 @@ from __future__ import annotations
 import json as jsonlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.table import Table
 
 import pentad
 from pentad.cli import bench_kernels, bench_train
+from pentad.cli.bench_kernels import Figure, Line
 from pentad.cli.bench_train import Case, Measured
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, UserError
@@ -29,15 +29,11 @@ NEEDS_GPU = ("router", "mixture")
 MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
 """By unit."""
 WIDTH = 150
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number that a later run is compared with."""
-
-    key: str
-    value: float
-    unit: str
+HEAD = (
+    "Log-probs with the head, forward and backward",
+    ["ms", "peak GiB", "float32 logits GiB"],
+)
+"""Of the head's table."""
 
 
 class Baseline:
@@ -77,6 +73,13 @@ class Report:
         figure = Figure(key, value, unit)
         self.figures.append(figure)
         return self.baseline.compare(figure)
+
+    def lines(self, title: str, names: list[str], lines: list[Line]) -> None:
+        rows = []
+        for line in lines:
+            self.figures += [line.figure, *line.besides]
+            rows.append([line.figure.key, *line.cells, self.baseline.compare(line.figure)])
+        self.show(title, ["what", *names, "baseline"], rows)
 
     def say(self, text: str = "") -> None:
         if not self.is_json:
@@ -123,11 +126,14 @@ def run_bench(
         if part == "train":
             show_training(report, chosen, models, num_steps)
         elif part == "router":
-            show_routers(report)
+            title = "Router, device time in a CUDA graph, without the gate's product"
+            report.lines(title, ["eager us", "us", "x eager"], bench_kernels.router_lines())
         elif part == "mixture":
-            show_mixture(report)
+            title = "Mixture, device time in a CUDA graph, not compiled"
+            report.lines(title, ["us", "TFLOP/s"], bench_kernels.mixture_lines())
         else:
-            show_head(report, chosen)
+            title, names = HEAD
+            report.lines(title, names, bench_kernels.head_lines(chosen))
     if save:
         report.baseline.save(report.figures, about)
         report.say(f"\nsaved {report.baseline.path}")
@@ -210,7 +216,7 @@ def show_model(report: Report, device: torch.device, cases: list[Case], num_step
     first = cases[0]
     title = f"Training {first.model}: {first.num_tokens} tokens a step, length {first.length}"
     report.show(title, names, rows)
-    report.problems += bench_train.check_losses(found, {first.model: first.config["vocab_size"]})
+    report.problems += bench_train.check_losses(found)
 
 
 def training_row(one: Measured, found: list[Measured]) -> list[str]:
@@ -218,13 +224,13 @@ def training_row(one: Measured, found: list[Measured]) -> list[str]:
     theirs = [
         x.tokens_per_s
         for x in found
-        if x.name.startswith("transformers") and x.masters == one.masters
+        if x.case.who == "transformers" and x.case.masters == one.case.masters
     ]
-    is_ours = one.name.startswith("pentad") and not one.name.endswith("ragged")
+    is_ours = one.case.who == "pentad" and not one.case.is_ragged
     return [
-        one.name,
-        one.masters,
-        str(one.microbatch),
+        one.case.name,
+        one.case.masters,
+        str(one.case.microbatch),
         f"{one.ms:.1f}",
         f"{one.tokens_per_s:,.0f}",
         f"{one.tokens_per_s / max(theirs):.2f}" if theirs and is_ours else "",
@@ -238,49 +244,3 @@ def training_row(one: Measured, found: list[Measured]) -> list[str]:
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}%"
-
-
-def show_routers(report: Report) -> None:
-    rows = []
-    for one in bench_kernels.measure_routers():
-        both = zip(("forward", "backward"), one.eager_us, one.fused_us, one.speedup, strict=True)
-        for way, eager_us, fused_us, speedup in both:
-            key = f"{one.key}, {way}"
-            better = report.add(key, fused_us, "us")
-            rows.append([key, f"{eager_us:.1f}", f"{fused_us:.1f}", f"{speedup:.1f}", better])
-    report.show(
-        "Router, device time in a CUDA graph, without the gate's product",
-        ["what", "eager us", "us", "x eager", "baseline"],
-        rows,
-    )
-
-
-def show_mixture(report: Report) -> None:
-    one = bench_kernels.measure_mixture()
-    ways = [
-        ("forward", one.forward_us, one.forward_tflops),
-        ("forward and backward", one.both_us, one.both_tflops),
-    ]
-    rows = []
-    for way, us, tflops in ways:
-        key = f"{one.key}, {way}"
-        rows.append([key, f"{us:.0f}", f"{tflops:.0f}", report.add(key, us, "us")])
-    report.show(
-        "Mixture, device time in a CUDA graph, not compiled",
-        ["what", "us", "TFLOP/s", "baseline"],
-        rows,
-    )
-
-
-def show_head(report: Report, device: torch.device) -> None:
-    one = bench_kernels.measure_head(device)
-    better = report.add(one.key, one.ms, "ms")
-    peak = ""
-    if one.peak_gib is not None:
-        report.add(f"{one.key}, peak", one.peak_gib, "GiB")
-        peak = f"{one.peak_gib:.2f}"
-    report.show(
-        "Log-probs with the head, forward and backward",
-        ["what", "ms", "peak GiB", "float32 logits GiB", "baseline"],
-        [[one.key, f"{one.ms:.1f}", peak, f"{one.logits_gib:.2f}", better]],
-    )

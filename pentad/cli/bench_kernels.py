@@ -22,58 +22,22 @@ SHAPES = [(16384, 128, 8), (16384, 256, 8), (32768, 128, 8), (1024, 128, 8)]
 """(tokens, experts, chosen) of the router; scores by softmax, the k largest, renormalised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterTimes:
-    """Microseconds of both directions; the gate's product is not part of them."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number that a later run is compared with."""
 
-    num_tokens: int
-    num_experts: int
-    num_chosen: int
-    eager_us: tuple[float, float]
-    fused_us: tuple[float, float]
-
-    @property
-    def key(self) -> str:
-        return f"router T={self.num_tokens} E={self.num_experts} k={self.num_chosen}"
-
-    @property
-    def speedup(self) -> tuple[float, float]:
-        forward, backward = (a / b for a, b in zip(self.eager_us, self.fused_us, strict=True))
-        return forward, backward
+    key: str
+    value: float
+    unit: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureTimes:
-    """One mixture layer: gate, router, dispatch, experts, sum."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A figure, what is shown of it, and figures that are kept besides."""
 
-    num_tokens: int
-    forward_us: float
-    both_us: float
-    """Forward and backward."""
-    forward_tflops: float
-    both_tflops: float
-
-    @property
-    def key(self) -> str:
-        return f"mixture layer of Qwen3-30B-A3B, T={self.num_tokens}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadCost:
-    """Log-probs of all tokens and their gradients, without ever holding all logits."""
-
-    num_tokens: int
-    vocab_size: int
-    width: int
-    ms: float
-    peak_gib: float | None
-    """Above the inputs; None on a CPU, which does not tell."""
-    logits_gib: float
-    """What float32 logits alone would take."""
-
-    @property
-    def key(self) -> str:
-        return f"log-probs T={self.num_tokens} V={self.vocab_size} D={self.width}"
+    figure: Figure
+    cells: list[str]
+    besides: tuple[Figure, ...] = ()
 
 
 def device_us(run: Callable[[], Any], rounds: int = 20, replays: int = 50) -> float:
@@ -118,24 +82,28 @@ def eager_route(logits_TE: Tensor, num_chosen: int) -> Tensor:
     return weights_Tk / weights_Tk.sum(-1, keepdim=True)
 
 
-def measure_routers() -> list[RouterTimes]:
-    rows = []
+def measure_router(num_tokens: int, num_experts: int, num_chosen: int) -> list[list[float]]:
+    """[eager, fused] microseconds of each direction; the gate's product is not part of them."""
+    rule = RouteRule(num_chosen)
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    eager = both_ways(lambda x: eager_route(x, num_chosen), logits)
+    fused = both_ways(lambda x: fused_route(x, rule)[0], logits)
+    return [[old, new] for old, new in zip(eager, fused, strict=True)]
+
+
+def router_lines() -> list[Line]:
+    lines = []
     for num_tokens, num_experts, num_chosen in SHAPES:
-        rule = RouteRule(num_chosen)
-        logits = torch.randn(num_tokens, num_experts, device="cuda")
-        rows.append(
-            RouterTimes(
-                num_tokens=num_tokens,
-                num_experts=num_experts,
-                num_chosen=num_chosen,
-                eager_us=both_ways(lambda x, k=num_chosen: eager_route(x, k), logits),  # type: ignore[misc]
-                fused_us=both_ways(lambda x, r=rule: fused_route(x, r)[0], logits),  # type: ignore[misc]
-            )
-        )
-    return rows
+        key = f"router T={num_tokens} E={num_experts} k={num_chosen}"
+        times = measure_router(num_tokens, num_experts, num_chosen)
+        for way, (eager, fused) in zip(("forward", "backward"), times, strict=True):
+            cells = [f"{eager:.1f}", f"{fused:.1f}", f"{eager / fused:.1f}"]
+            lines.append(Line(Figure(f"{key}, {way}", fused, "us"), cells))
+    return lines
 
 
-def measure_mixture(num_tokens: int = 16384) -> MixtureTimes:
+def mixture_lines(num_tokens: int = 16384) -> list[Line]:
+    """One mixture layer: gate, router, dispatch, experts, sum."""
     width, inner, num_experts, num_chosen = 2048, 768, 128, 8
     rule = RouteRule(num_chosen)
 
@@ -159,16 +127,15 @@ def measure_mixture(num_tokens: int = 16384) -> MixtureTimes:
         forward = device_us(mixture, rounds=5, replays=5)
     both = device_us(lambda: torch.autograd.grad(mixture(), leaves, direction), 5, 5)
     flops = 2 * num_tokens * num_chosen * 3 * width * inner
-    return MixtureTimes(
-        num_tokens=num_tokens,
-        forward_us=forward,
-        both_us=both,
-        forward_tflops=flops / forward / 1e6,
-        both_tflops=3 * flops / both / 1e6,
-    )
+    lines = []
+    for way, us, work in (("forward", forward, flops), ("forward and backward", both, 3 * flops)):
+        key = f"mixture layer of Qwen3-30B-A3B, T={num_tokens}, {way}"
+        lines.append(Line(Figure(key, us, "us"), [f"{us:.0f}", f"{work / us / 1e6:.0f}"]))
+    return lines
 
 
-def measure_head(device: torch.device, num_rounds: int = 3) -> HeadCost:
+def head_lines(device: torch.device, num_rounds: int = 3) -> list[Line]:
+    """Log-probs of all tokens and their gradients, without ever holding all logits."""
     is_gpu = device.type == "cuda"
     num_tokens, vocab_size, width = (32768, 151936, 1024) if is_gpu else (1024, 8192, 128)
     dtype = torch.bfloat16 if is_gpu else torch.float32
@@ -191,11 +158,11 @@ def measure_head(device: torch.device, num_rounds: int = 3) -> HeadCost:
         run()
     if is_gpu:
         torch.cuda.synchronize()
-    return HeadCost(
-        num_tokens=num_tokens,
-        vocab_size=vocab_size,
-        width=width,
-        ms=(time.perf_counter() - start) / num_rounds * 1e3,
-        peak_gib=(torch.cuda.max_memory_allocated() - held) / 2**30 if is_gpu else None,
-        logits_gib=num_tokens * vocab_size * 4 / 2**30,
-    )
+    ms = (time.perf_counter() - start) / num_rounds * 1e3
+    key = f"log-probs T={num_tokens} V={vocab_size} D={width}"
+    logits_gib = num_tokens * vocab_size * 4 / 2**30
+    if not is_gpu:  # a CPU does not tell its peak
+        return [Line(Figure(key, ms, "ms"), [f"{ms:.1f}", "", f"{logits_gib:.2f}"])]
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+    cells = [f"{ms:.1f}", f"{peak:.2f}", f"{logits_gib:.2f}"]
+    return [Line(Figure(key, ms, "ms"), cells, (Figure(f"{key}, peak", peak, "GiB"),))]

@@ -10,7 +10,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from pentad.core.dims import dims_from_hf
-from pentad.core.types import Row, TokenOutputs
+from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.flops import detect_peak_tflops, measure_throughput
 from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.rl.losses import SftLoss
 
 QWEN3_0_6B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -117,11 +118,7 @@ class Case:
 class Measured:
     """What a case gave."""
 
-    model: str
-    name: str
-    masters: str
-    num_tokens: int
-    microbatch: int
+    case: Case
     ms: float
     """Of one optimizer step, the median."""
     tokens_per_s: float
@@ -135,19 +132,7 @@ class Measured:
     @property
     def key(self) -> str:
         """Under which baselines hold it."""
-        return f"train {self.model}, {self.name}, {self.masters} weights"
-
-
-class WeightedNll:
-    """-sum(weights * log p)."""
-
-    needs_entropy = False
-    columns: tuple[str, ...] = ("weights",)
-
-    def __call__(
-        self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(columns["weights"] * outputs.logprobs_T).sum(), {}
+        return f"train {self.case.model}, {self.case.name}, {self.case.masters} weights"
 
 
 def gpu_cases() -> list[Case]:
@@ -207,11 +192,7 @@ def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3)
     speed = measure_throughput(dims_from_hf(case.config), lengths, seconds, peak_tflops=peak)
     is_gpu = device.type == "cuda"
     return Measured(
-        model=case.model,
-        name=case.name,
-        masters=case.masters,
-        num_tokens=case.num_tokens,
-        microbatch=case.microbatch,
+        case=case,
         ms=seconds * 1e3,
         tokens_per_s=speed.tokens_per_s,
         mfu_causal=speed.mfu_causal,
@@ -222,11 +203,11 @@ def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3)
     )
 
 
-def check_losses(found: list[Measured], vocab_sizes: Mapping[str, int]) -> list[str]:
+def check_losses(found: list[Measured]) -> list[str]:
     """Sentences about contestants that did not compute the same thing."""
     problems = []
     for one in found:
-        wanted = math.log(vocab_sizes[one.model])
+        wanted = math.log(one.case.config["vocab_size"])
         if not abs(one.loss / wanted - 1) < 0.1:
             problems.append(
                 f"{one.key}: the first loss is {one.loss:.3f}; random weights give {wanted:.3f}"
@@ -274,7 +255,7 @@ def build_ours(case: Case, device: torch.device) -> Callable[[], float]:
 
     def step() -> float:
         engine.begin_step()
-        engine.accumulate(rows, WeightedNll())
+        engine.accumulate(rows, SftLoss())
         result = engine.end_step()
         assert not result.skipped, result.reason
         return result.loss

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -92,10 +91,6 @@ class Learner(Protocol):
         """Divides by the summed count, clips, steps the optimizer and the schedule."""
         ...
 
-    def use(self, tag: str) -> AbstractContextManager[None]:
-        """Within the context the model holds the weights saved as `tag`."""
-        ...
-
     def save_tag(self, tag: str) -> None:
         """Remembers the present weights as `tag` (ref, old_actor, teacher)."""
         ...
@@ -111,10 +106,6 @@ class Learner(Protocol):
     def save_hf(self, folder: str) -> None:
         """A folder that transformers loads; written aside, checked, then renamed into place."""
         ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Scorer(Protocol):

@@ -13,7 +13,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,7 @@ PATIENCE = timedelta(days=60)
 """How long followers wait for the next call: rank 0 may generate, evaluate or save for hours."""
 ANSWER = timedelta(minutes=30)
 """How long rank 0 waits for them to take one: they do what it does, so who takes none hangs."""
-BUILD, CALL, ITERATE, ENTER, LEAVE, REPORT, STOP = range(7)
+BUILD, CALL, ITERATE, REPORT, STOP = range(5)
 """What a follower can be told."""
 
 Message = tuple[Any, ...]
@@ -174,18 +174,6 @@ class Led:
         found: StepResult = self._call("end_step")
         return found
 
-    @contextmanager
-    def use(self, tag: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            with self.lead.telling(ENTER, self.name, tag):
-                stack.enter_context(self.own.use(tag))
-            try:
-                yield
-            finally:
-                if not self.lead.is_torn:
-                    with self.lead.telling(LEAVE):
-                        stack.close()
-
     def save_tag(self, tag: str) -> None:
         self._call("save_tag", tag)
 
@@ -205,12 +193,6 @@ class Led:
     def save_hf(self, folder: str) -> None:
         self._call("save_hf", folder)
 
-    def state_dict(self) -> dict[str, Any]:
-        raise RunError("state over several ranks is taken with everywhere: each holds its part")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise RunError("state over several ranks is loaded with everywhere: each holds its part")
-
 
 def drain(weights: Iterator[tuple[str, Tensor]]) -> None:
     for _ in weights:
@@ -224,14 +206,13 @@ def follow(rank: Rank, device: torch.device) -> None:
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
     try:
-        with ExitStack() as used:
-            _follow(Channel(), rank, device, used)
+        _follow(Channel(), rank, device)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _follow(channel: Channel, rank: Rank, device: torch.device, used: ExitStack) -> None:
+def _follow(channel: Channel, rank: Rank, device: torch.device) -> None:
     learners: dict[str, Learner] = {}
     while True:
         try:
@@ -247,11 +228,6 @@ def _follow(channel: Channel, rank: Rank, device: torch.device, used: ExitStack)
         elif kind == ITERATE:
             (name,) = what
             drain(learners[name].iter_weights())
-        elif kind == ENTER:
-            name, tag = what
-            used.enter_context(learners[name].use(tag))
-        elif kind == LEAVE:
-            used.close()
         elif kind == REPORT:
             rank.report(*what)
         else:

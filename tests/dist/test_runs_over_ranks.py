@@ -136,7 +136,7 @@ def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_pa
     ("deed", "expected"),
     [
         ("stop_reading", lambda seen: seen[0] and seen[1] > 10 and seen[2] > 0),
-        ("use_tags", lambda seen: seen == ("ref", True, False)),
+        ("use_tags", lambda seen: seen == (True, False)),
         ("keep_two", lambda seen: seen[0] and seen[1] > 10),
         ("call_within", lambda seen: "within another call" in seen[0] and seen[1] == 5),
     ],

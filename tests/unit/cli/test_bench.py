@@ -77,7 +77,7 @@ def test_less_is_better_for_times_and_memory(tmp_path):
 def test_both_sides_train_on_the_same_tokens_with_the_same_loss(tiny):
     """The same weights give the same first loss, however the step was cut into microbatches."""
     theirs, ours = (bench_train.measure(case, CPU, 1, 1) for case in tiny)
-    assert theirs.num_tokens == ours.num_tokens == 32
+    assert theirs.case.num_tokens == ours.case.num_tokens == 32
     # Different draws of weights with deviation 0.02: both near ln(97) = 4.57.
     assert abs(theirs.loss - 4.575) < 0.05 and abs(ours.loss - 4.575) < 0.05
 
