@@ -29,16 +29,18 @@ KILL_PATIENCE_S = 5.0
 class Limits:
     """What one job may use."""
 
-    isolate: bool
+    isolate: bool = False
     """For programs nobody has read: no network, no processes, no signals, own files only."""
-    allow_processes: bool
-    max_processes: int
-    max_memory_bytes: int
-    """Address space of each process."""
-    max_file_bytes: int
-    max_result_bytes: int
+    allow_processes: bool = False
+    """Whether jobs may start processes."""
+    max_processes: int = 32
+    """Most of them at once, if they may."""
+    max_memory_bytes: int = 1 << 30
+    """Address space of each process of a job."""
+    max_file_bytes: int = 64 << 20
+    max_result_bytes: int = 1 << 20
     allow_weaker: bool = False
-    """Goes on without the protections this machine does not offer."""
+    """Goes on without the protections that this machine does not offer."""
 
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -90,55 +88,27 @@ class Executor:
             run_seed=settings.run_seed,
             max_total_tokens=settings.max_total_tokens,
         )
-        self.counts: Counter[str] = Counter()
         self.shown: set[str] = set()
         """Errors of workflows, by kind and place, whose traceback is in the log."""
-        self.seconds = {"generate": 0.0, "reward": 0.0}
-        """Summed over groups, which overlap in time."""
 
     async def rollout(self, prompt: Prompt, attempt: int) -> Group:
-        """One group from its prompt. Raises DataFailure (drop it) or InfraFailure (stop)."""
-        self.counts["under_way"] += 1
-        try:
-            group = await self._with_fresh_samples(prompt, attempt)
-        except DataFailure as failure:
-            self.counts[f"dropped/{failure.reason}"] += 1
-            raise
-        finally:
-            self.counts["under_way"] -= 1
-        self.counts["groups"] += 1
-        self.counts["samples"] += len(group.samples)
-        self.counts["tokens"] += sum(sample.num_sampled for sample in group.samples)
-        return group
+        """One group from its prompt, sampled anew after a data failure.
 
-    def close(self) -> None:
-        """Ends what looks after suspect replicas. The samplers belong to the caller."""
-        self.fleet.close()
-
-    def stats(self) -> dict[str, float]:
-        """Totals since the start, and what is under way now."""
-        out: dict[str, float] = {name: float(num) for name, num in self.counts.items()}
-        out |= {f"{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        for replica in self.fleet.replicas.values():
-            out[f"load/{replica.name}"] = float(replica.load)
-        out["suspect_replicas"] = float(
-            sum(replica.last_error is not None for replica in self.fleet.replicas.values())
-        )
-        return out
-
-    async def _with_fresh_samples(self, prompt: Prompt, attempt: int) -> Group:
-        """Tries again after a data failure, with seeds of its own each time."""
+        Raises DataFailure (drop it) or InfraFailure (stop)."""
         for retry in range(self.settings.max_retries + 1):
-            key = f"{attempt}.{retry}" if retry else attempt
+            key = f"{attempt}.{retry}" if retry else attempt  # seeds of its own each time
             try:
                 samples = await self._on_some_replica(prompt, replace(self.context, attempt=key))
                 return await self._scored(Group(prompt, samples, attempt))
             except DataFailure as failure:
                 if failure.is_final or retry == self.settings.max_retries:
                     raise
-                self.counts["data_retries"] += 1
                 log.warning("prompt %d is sampled again: %s", prompt.gid, failure)
         raise AssertionError("the loop returns or raises")
+
+    def close(self) -> None:
+        """Ends what looks after suspect replicas. The samplers belong to the caller."""
+        self.fleet.close()
 
     async def _on_some_replica(self, prompt: Prompt, context: Context) -> list[Sample]:
         """Tries again, with the same seeds, after a failure of the machinery."""
@@ -148,7 +118,6 @@ class Executor:
             try:
                 samples = await self._on(replica, prompt, context)
             except InfraFailure as failure:
-                self.counts["infra_failures"] += 1
                 replica.fail(str(failure))
                 causes.append(f"{replica.name}: {failure}")
                 log.warning("prompt %d failed on %s", prompt.gid, causes[-1])
@@ -162,7 +131,6 @@ class Executor:
     async def _on(self, replica: Replica, prompt: Prompt, context: Context) -> list[Sample]:
         """The workflow on one replica, under the deadline."""
         sampler = CheckedSampler(replica, self.settings.vocab_size)
-        started = time.monotonic()
         try:
             async with asyncio.timeout(self.settings.deadline_s) as deadline:
                 samples = await contained(self.workflow.run(prompt, sampler, context))
@@ -171,7 +139,6 @@ class Executor:
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__
             if deadline.expired():
-                self.counts["deadlines"] += 1
                 told = f"the group was not done after {self.settings.deadline_s} s"
                 if sampler.was_waiting:
                     raise InfraFailure(f"{told}, waiting for tokens") from failure
@@ -179,15 +146,12 @@ class Executor:
             self._show_once(prompt, cause)
             detail = f"{type(cause).__name__}: {cause}"
             raise DataFailure("workflow_error", detail) from cause
-        finally:
-            self.seconds["generate"] += time.monotonic() - started
         own_prompts = isinstance(self.workflow, OwnPrompts)
         check_samples(prompt, samples, sampler.drawn, context.num_samples, own_prompts=own_prompts)
         return samples
 
     def _show_once(self, prompt: Prompt, cause: BaseException) -> None:
         """The traceback of a workflow's error, when it is the first from its place."""
-        self.counts["workflow_errors"] += 1
         place = traceback.extract_tb(cause.__traceback__)[-1:]
         known = f"{type(cause).__name__} {[(frame.filename, frame.lineno) for frame in place]}"
         if known not in self.shown:
@@ -200,11 +164,7 @@ class Executor:
                 rule = "none is set, and the workflow gave its samples no reward"
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
             return group
-        started = time.monotonic()
-        try:
-            return await self.reward.score(group)
-        finally:
-            self.seconds["reward"] += time.monotonic() - started
+        return await self.reward.score(group)
 
 
 def first_cause(failure: BaseException) -> BaseException:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -75,7 +74,6 @@ class RewardScorer:
         self.wanted: set[str] = {"completion", "answer"}
         self.needs_answer = True
         self.sandbox: Sandbox | None = None
-        self.counts: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Imports the reward where it will run and checks its signature. Raises UserError."""
@@ -138,13 +136,9 @@ class RewardScorer:
         if isinstance(answer, JobFailed):
             if answer.kind == "lost":
                 raise InfraFailure(f"the reward pool lost a worker: {answer.detail}")
-            self.counts[f"no_result/{answer.kind}"] += 1
             return None
         assert answer is None or isinstance(answer, str)
         return answer
-
-    def stats(self) -> dict[str, float]:
-        return {name: float(num) for name, num in self.counts.items()}
 
     def _payload(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
         """What the function is given. A missing answer field is the user's to mend, now."""
@@ -169,7 +163,6 @@ class RewardScorer:
         for _ in range(self.settings.max_retries):
             if isinstance(result, Scored):
                 break
-            self.counts["retries"] += 1
             result = await self._once(payload)
         return result
 
@@ -189,9 +182,7 @@ class RewardScorer:
 
     def _settle(self, result: Scored | JobFailed) -> Scored:
         if isinstance(result, Scored):
-            self.counts["scored"] += 1
             return result
-        self.counts[f"failed/{result.kind}"] += 1
         if result.kind == "lost":
             raise InfraFailure(f"the reward pool lost a worker: {result.detail}")
         if self.settings.on_failure == "zero":

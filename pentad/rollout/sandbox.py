@@ -34,29 +34,17 @@ CLEANING_S = 60.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rollout.warden import main; main()"
 WHERE_PYTHON_IS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
-GIB, MIB = 1 << 30, 1 << 20
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSettings:
+class SandboxSettings(confine.Limits):
     """How many workers there are, and what a job may use."""
 
     num_workers: int = 2
     timeout_s: float = 10.0
     start_timeout_s: float = 60.0
     """For starting a worker, the import of the reward's module included."""
-    max_memory_bytes: int = GIB
-    """Address space of each process of a job."""
-    max_file_bytes: int = 64 * MIB
-    max_result_bytes: int = MIB
-    isolate: bool = False
-    """For programs nobody has read: no network, no processes, no files but Python's own."""
-    allow_processes: bool = False
-    """Whether jobs may start processes."""
-    max_processes: int = 32
-    """Most of them at once, if they may."""
-    allow_weaker: bool = False
-    """Goes on without the protections that this machine does not offer."""
 
     def __post_init__(self) -> None:
         limits = (
@@ -76,16 +64,10 @@ class SandboxSettings:
         if problems:
             raise UserError(problems)
 
-    def limits(self) -> confine.Limits:
-        return confine.Limits(
-            isolate=self.isolate,
-            allow_processes=self.allow_processes,
-            max_processes=self.max_processes,
-            max_memory_bytes=self.max_memory_bytes,
-            max_file_bytes=self.max_file_bytes,
-            max_result_bytes=self.max_result_bytes,
-            allow_weaker=self.allow_weaker,
-        )
+    def limits(self) -> dict[str, Any]:
+        """What the worker process is told."""
+        names = [field.name for field in dataclasses.fields(confine.Limits)]
+        return {name: value for name, value in dataclasses.asdict(self).items() if name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +106,7 @@ class Worker:
 
     async def start(self) -> dict[str, Any]:
         """Returns the warden's first words: what it imported and which protections hold."""
-        limits = dataclasses.asdict(self.settings.limits())
+        limits = self.settings.limits()
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,

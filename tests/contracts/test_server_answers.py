@@ -359,14 +359,13 @@ def test_a_server_that_dies_in_a_request_is_replaced_by_another(model_folder):
             for sampler in (one, other):
                 await sampler.install(3, WEIGHTS)
             executor = groups_over({"one": one, "other": other})
-            groups = await asyncio.gather(
+            return await asyncio.gather(
                 *(executor.rollout(Prompt(gid, (1, gid), {}), 0) for gid in range(8))
             )
-            return groups, executor.stats()
 
-    groups, stats = asyncio.run(main())
+    groups = asyncio.run(main())
     assert len(groups) == 8 and all(len(g.samples) == 2 for g in groups)
-    assert broken.num_asked > 0 and stats["infra_failures"] > 0
+    assert broken.num_asked > 0
     assert whole.num_asked == 16
 
 

@@ -141,7 +141,7 @@ def test_a_dead_replica_is_left_alone_until_it_is_well(scripted, build):
         before = len(dead.requests)
         dead.error, dead.is_healthy = None, True
         async with asyncio.timeout(10):
-            while executor.stats()["suspect_replicas"]:
+            while any(r.last_error for r in executor.fleet.replicas.values()):
                 await asyncio.sleep(0.05)
         groups += [await executor.rollout(prompt(gid), 0) for gid in range(12, 24)]
         assert before == 1 and len(dead.requests) > 1
@@ -153,7 +153,6 @@ def test_a_dead_replica_is_left_alone_until_it_is_well(scripted, build):
     assert [drawn(g) for g in groups] == [
         drawn(asyncio.run(lone.rollout(prompt(gid), 0))) for gid in range(24)
     ]
-    assert executor.stats()["infra_failures"] == 1 and executor.stats()["groups"] == 24
 
 
 def test_no_healthy_replica_is_a_bounded_failure_with_the_reason(scripted, build):
@@ -199,7 +198,7 @@ def test_replicas_share_the_load_and_a_prompt_keeps_its_replica(scripted, build)
     asyncio.run(run())
     shares = [len(sampler.requests) for sampler in samplers]
     assert sum(shares) == 30 and max(shares) - min(shares) <= 2
-    assert all(load == 0 for name, load in executor.stats().items() if name.startswith("load/"))
+    assert all(replica.load == 0 for replica in executor.fleet.replicas.values())
     for _ in range(4):
         asyncio.run(executor.rollout(prompt(99, 8, 8, 8), 0))
     homes = [[r.prompt_ids for r in s.requests].count((8, 8, 8)) for s in samplers]
@@ -232,7 +231,6 @@ def test_a_deadline_stops_the_work_and_not_only_the_waiting(scripted, build):
         asyncio.run(executor.rollout(prompt(0), 0))
     assert sampler.aborted == [request.id for request in sampler.requests]
     assert len(sampler.aborted) == 2 and sampler.num_finished == 0
-    assert executor.stats()["deadlines"] == 2
 
 
 class Endless:
@@ -258,7 +256,6 @@ def test_an_environment_that_hangs_is_a_data_failure_and_is_closed(scripted, bui
         asyncio.run(executor.rollout(prompt(0), 0))
     assert caught.value.reason == "deadline"
     assert Endless.closed == 8  # two attempts of four samples
-    assert executor.stats()["dropped/deadline"] == 1 and executor.stats()["data_retries"] == 1
 
 
 def test_a_cancelled_rollout_aborts_its_requests(scripted, build):
@@ -275,8 +272,8 @@ def test_a_cancelled_rollout_aborts_its_requests(scripted, build):
 
     asyncio.run(run())
     assert sampler.aborted == [sampler.requests[0].id]
-    stats = executor.stats()
-    assert stats["under_way"] == 0 and stats["load/r0"] == 0 and stats["suspect_replicas"] == 0
+    (replica,) = executor.fleet.replicas.values()
+    assert replica.load == 0 and replica.last_error is None
 
 
 def test_data_failures_draw_fresh_samples_then_the_group_is_given_up(scripted, build):
@@ -290,7 +287,6 @@ def test_data_failures_draw_fresh_samples_then_the_group_is_given_up(scripted, b
         asyncio.run(executor.rollout(prompt(0), 1))
     assert len({request.seeds for request in sampler.requests}) == 3
     assert sampler.requests[0].seeds[0] == derive_seed(5, "sample", 0, 1, 0)
-    assert executor.stats()["dropped/reward_timeout"] == 1
 
 
 def test_a_prompt_that_is_too_long_is_not_tried_again(scripted, build):
@@ -298,7 +294,7 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(scripted, build):
     executor = build([sampler], max_total_tokens=3)
     with pytest.raises(DataFailure, match="too_long"):
         asyncio.run(executor.rollout(prompt(0), 0))
-    assert sampler.requests == [] and executor.stats()["dropped/too_long"] == 1
+    assert sampler.requests == []
 
 
 class Custom:
@@ -381,7 +377,7 @@ def test_the_traceback_of_a_workflow_is_shown_once_for_each_place(scripted, buil
             asyncio.run(executor.rollout(prompt(gid), 0))
     shown = [record for record in caplog.records if record.exc_info]
     assert len(shown) == 1 and "odd 0" in str(shown[0].exc_info[1])
-    assert executor.stats()["workflow_errors"] == 6
+    assert next(count) == 6
 
 
 def test_an_error_of_the_run_inside_a_workflow_is_passed_on(scripted, build):
