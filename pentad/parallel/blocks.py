@@ -96,15 +96,24 @@ def apply_to_block(
     if settings.compile and device.type == "cuda":
         has_budget = settings.gradient_checkpointing and settings.ac_mode == "memory_budget"
         budget = settings.ac_memory_budget if has_budget else None
-        # One function for all blocks, the block an argument: they share one compiled graph. Shapes
-        # that never change are compiled as they are.
-        run = torch.compile(
-            run or _run_plain,
-            dynamic=None if settings.pad_to_maximum else True,
-            backend="inductor" if budget is None else _inductor_within(budget),
-        )
+        backend = "inductor" if budget is None else _inductor_within(budget)
+        run = compile_run(run or _run_plain, backend, is_static=settings.pad_to_maximum)
     if run is not None:
         block.forward = partial(run, block)
+
+
+def compile_run(
+    run: Callable[..., Tensor], backend: str | Callable[..., Any], is_static: bool = False
+) -> Callable[..., Tensor]:
+    """One function for all blocks, the block an argument: they share one compiled graph. Shapes
+    that never change are compiled as they are."""
+    # Numbers of modules (an eps, a scale) never change either. As inputs of a graph they would be
+    # tensors of the CPU, for which a C++ kernel is built, after half a minute of trying compilers.
+    torch._dynamo.config.specialize_float = True
+    compiled: Callable[..., Tensor] = torch.compile(
+        run, dynamic=None if is_static else True, backend=backend
+    )
+    return compiled
 
 
 def _recomputing(index: int, settings: BlockSettings) -> Callable[..., Tensor] | None:

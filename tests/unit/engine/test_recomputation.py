@@ -65,6 +65,26 @@ def test_a_smaller_budget_keeps_less_and_changes_nothing(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_numbers_of_a_model_are_constants_of_its_compiled_blocks(monkeypatch, how):
+    """As an input, a norm's eps is a tensor of the CPU: a C++ kernel to build, run at each pass."""
+    inputs: list[Tensor] = []
+
+    def look(graph, example):
+        inputs.extend(x for x in example if isinstance(x, Tensor))
+        return graph
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, *, backend, **kw: compile_(f, backend=look, **kw))
+    torch._dynamo.reset()
+    decoder = make_engine().decoder
+    for i, block in decoder.layers.items():
+        apply_to_block(block, int(i), EngineSettings(compile=True, ac_mode=how), CUDA)
+    ids = torch.arange(24)
+    decoder(ids, ids, causal_attend)
+    assert len(inputs) > 5 and not [x for x in inputs if x.dim() == 0]
+
+
 def test_a_budget_is_refused_where_nothing_is_compiled():
     with pytest.raises(UserError, match=r"memory_budget: the compiler keeps to it.*compile = F"):
         EngineSettings(ac_mode="memory_budget")
