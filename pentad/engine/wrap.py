@@ -11,11 +11,12 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Layout
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import EngineSettings
-from pentad.models.decoder import Decoder
+from pentad.models.decoder import Block, Decoder
 from pentad.models.moe import Moe
 from pentad.models.registry import spec_of
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard
 from pentad.parallel.apply import ModelParts, lay_out
+from pentad.parallel.blocks import Parts
 from pentad.parallel.cuts import Cut, local
 from pentad.parallel.experts import CellDispatch
 from pentad.parallel.mesh import Axis, Meshes, build_meshes
@@ -37,6 +38,7 @@ def wrap_model(
         root=predictor,
         model=decoder,
         blocks=decoder.blocks,
+        mixtures=_mixtures(decoder),
         set_dispatch=partial(_set_dispatch, decoder),
         weight_map=decoder.weight_map,
         plan=spec.plan,
@@ -60,6 +62,16 @@ def check_strict(layout: Layout) -> None:
         given = ", ".join(f"{name} = {size}" for name, size in wrong.items())
         rule = f"the layout has {given}: layers cut over ranks add up in another order"
         raise UserError(Problem("strict = true", rule, "use data and pipeline parallelism only"))
+
+
+def _mixtures(decoder: Decoder) -> dict[int, Parts]:
+    found = {}
+    for layer, block in decoder.blocks.items():
+        if isinstance(block, Block) and isinstance(block.ffn, Moe):
+            inner = [block.ffn.experts, block.ffn.shared]
+            modules = tuple(module for module in inner if module is not None)
+            found[layer] = Parts(Block.mix, block.ffn, modules)
+    return found
 
 
 def _set_dispatch(decoder: Decoder, dispatch: CellDispatch) -> None:

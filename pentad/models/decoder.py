@@ -42,12 +42,18 @@ class Block(nn.Module):
         chosen_Tk: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The hidden states, and of a mixture the experts that were chosen, or given."""
-        x_TD = x_TD + self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
-        h_TD = self.ffn_norm(x_TD)
+        x_TD, h_TD = self.mix(x_TD, cos_Td, sin_Td, attend)
         if isinstance(self.ffn, Moe):
             y_TD, chosen_Tk = self.ffn(h_TD, chosen_Tk)
             return x_TD + y_TD, chosen_Tk
         return x_TD + self.ffn(h_TD), None
+
+    def mix(
+        self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """All that comes before the ffn: the hidden states, and what the ffn is given of them."""
+        x_TD = x_TD + self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
+        return x_TD, self.ffn_norm(x_TD)
 
 
 class Decoder(LanguageModel):

@@ -107,15 +107,12 @@ class PaddedAttend:
         self, q_SHLd: Tensor, k_SKLd: Tensor, v_SKLd: Tensor, window: Window
     ) -> Tensor:
         length = q_SHLd.shape[2]
-        gqa = q_SHLd.shape[1] != k_SKLd.shape[1]
+        # A branch: torch takes no comparison that a compiler has left symbolic.
+        how: dict[str, Any] = {"enable_gqa": True} if q_SHLd.shape[1] != k_SKLd.shape[1] else {}
         if window is None or window >= length:
-            return F.scaled_dot_product_attention(
-                q_SHLd, k_SKLd, v_SKLd, is_causal=True, enable_gqa=gqa
-            )
+            return F.scaled_dot_product_attention(q_SHLd, k_SKLd, v_SKLd, is_causal=True, **how)
         band = self._band(length, window, q_SHLd.device)
-        return F.scaled_dot_product_attention(
-            q_SHLd, k_SKLd, v_SKLd, attn_mask=band, enable_gqa=gqa
-        )
+        return F.scaled_dot_product_attention(q_SHLd, k_SKLd, v_SKLd, attn_mask=band, **how)
 
     def _band(self, length: int, window: int, device: torch.device) -> Tensor:
         if (length, window) not in self.bands:

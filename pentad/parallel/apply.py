@@ -23,11 +23,11 @@ from typing import Protocol
 from torch import nn
 
 from pentad.core.seams import Seam
-from pentad.parallel.blocks import BlockSettings, apply_to_blocks
+from pentad.parallel.blocks import BlockSettings, Parts, apply_to_blocks
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
 from pentad.parallel.experts import CellDispatch
 from pentad.parallel.mesh import Meshes
-from pentad.parallel.storage import StorageSettings, apply_storage
+from pentad.parallel.storage import StorageSettings, apply_storage, is_cast_whole, needs_storage
 from pentad.parallel.tensor import apply_seams
 from pentad.weights.map import WeightMap
 
@@ -46,6 +46,8 @@ class ModelParts:
     """Parameters under their native names."""
     blocks: Mapping[int, nn.Module]
     """By layer."""
+    mixtures: Mapping[int, Parts]
+    """By layer, of the blocks that have experts."""
     set_dispatch: Callable[[CellDispatch], None]
     """Says to all mixtures how tokens come to their experts."""
     weight_map: WeightMap
@@ -62,7 +64,10 @@ def lay_out(parts: ModelParts, settings: LayoutSettings, meshes: Meshes) -> dict
     apply_seams(parts.model, parts.seams, dims, cuts, meshes.tp)
     if meshes.cell.size > 1:
         parts.set_dispatch(CellDispatch(meshes.cell, meshes.layout.etp, dims.num_experts))
-    apply_to_blocks(parts.blocks, settings, meshes.device)
+    is_sharded = needs_storage(settings, meshes, cuts) and not is_cast_whole(settings, meshes)
+    is_apart = meshes.cell.size > 1 or is_sharded
+    mixtures = parts.mixtures if is_apart else {}
+    apply_to_blocks(parts.blocks, settings, meshes.device, mixtures)
     entries = parts.weight_map.entries
     own_dtypes = {name: entries[name].rule.dtype for name in named if entries[name].rule.dtype}
     blocks = parts.blocks.values()

@@ -7,11 +7,12 @@ names stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -35,6 +36,8 @@ KEPT_OPS = {
     "_c10d_functional.all_to_all_single.default",
 }
 """By name, since not every build of torch has all of them."""
+COMPILED_ON = {"cuda"}
+"""Types of devices; on a CPU the compiler takes longer than it saves."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
 """Experts run two, gate with up and then down; backward does not read the second's result."""
 
@@ -67,16 +70,32 @@ class BlockSettings(Protocol):
     def pad_to_maximum(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A block that is compiled in parts. Between them stands what a compiler would stumble over:
+    weights of modules that are gathered by themselves, and pairs on their way to other ranks."""
+
+    first: Callable[..., Any]
+    """The block's method, not bound, that comes before the ffn; it is replaced on the block."""
+    ffn: nn.Module
+    inner: tuple[nn.Module, ...]
+    """Modules of the ffn that neither gather nor send."""
+
+
 def apply_to_blocks(
-    blocks: Mapping[int, nn.Module], settings: BlockSettings, device: torch.device
+    blocks: Mapping[int, nn.Module],
+    settings: BlockSettings,
+    device: torch.device,
+    parts: Mapping[int, Parts] | None = None,
 ) -> None:
+    """`parts`, by layer, of the blocks that cannot be compiled whole."""
     has_budget = settings.ac_mode == "memory_budget" and settings.gradient_checkpointing
-    if has_budget and device.type != "cuda":
+    if has_budget and device.type not in COMPILED_ON:
         rule = f"the compiler keeps to it, and blocks are compiled on CUDA only, not on {device}"
         raise UserError(Problem("ac_mode = memory_budget", rule, "use selective or full"))
     watch = RecomputeLog() if settings.ac_debug else None
     for index, block in blocks.items():
-        apply_to_block(block, index, settings, device, watch)
+        apply_to_block(block, index, settings, device, watch, (parts or {}).get(index))
 
 
 def apply_to_block(
@@ -85,46 +104,63 @@ def apply_to_block(
     settings: BlockSettings,
     device: torch.device,
     watch: RecomputeLog | None = None,
+    parts: Parts | None = None,
 ) -> None:
-    run = _recomputing(index, settings)
+    how = _recomputing(index, settings)
     if watch is not None:
-        if run is None:
+        if how is _run_plain:
             watch.tell_kept(index)
         else:
-            contexts = _keep_products if run is _run_keeping_products else None
-            run = partial(_run_watched, watch, index, contexts)
-    if settings.compile and device.type == "cuda":
-        has_budget = settings.gradient_checkpointing and settings.ac_mode == "memory_budget"
-        budget = settings.ac_memory_budget if has_budget else None
-        backend = "inductor" if budget is None else _inductor_within(budget)
-        run = compile_run(run or _run_plain, backend, is_static=settings.pad_to_maximum)
-    if run is not None:
-        block.forward = partial(run, block)
+            contexts = _keep_products if how is _run_keeping_products else None
+            how = partial(_run_watched, watch, index, contexts)
+    if not (settings.compile and device.type in COMPILED_ON):
+        if how is not _run_plain:
+            block.forward = _around(block, how)
+        return
+    has_budget = settings.gradient_checkpointing and settings.ac_mode == "memory_budget"
+    backend = _inductor_within(settings.ac_memory_budget) if has_budget else "inductor"
+    compiled = partial(compile_run, backend=backend, is_static=settings.pad_to_maximum)
+    if parts is None:
+        block.forward = _around(block, compiled(how))
+    elif how is _run_keeping_products:
+        setattr(block, parts.first.__name__, partial(compiled(how), parts.first, block))
+        # Which operations are kept is decided one by one, so they are run one by one.
+        parts.ffn.forward = _around(parts.ffn, how)
+    else:
+        setattr(block, parts.first.__name__, partial(compiled(_run_plain), parts.first, block))
+        for module in parts.inner:
+            module.forward = _around(module, compiled(_run_plain))
+        if how is not _run_plain:
+            block.forward = _around(block, how)
+
+
+def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(how, type(module).forward, module)
 
 
 def compile_run(
-    run: Callable[..., Tensor], backend: str | Callable[..., Any], is_static: bool = False
-) -> Callable[..., Tensor]:
+    run: Callable[..., Any], backend: str | Callable[..., Any], is_static: bool = False
+) -> Callable[..., Any]:
     """One function for all blocks, the block an argument: they share one compiled graph. Shapes
     that never change are compiled as they are."""
     # Numbers of modules (an eps, a scale) never change either. As inputs of a graph they would be
     # tensors of the CPU, for which a C++ kernel is built, after half a minute of trying compilers.
     torch._dynamo.config.specialize_float = True
-    compiled: Callable[..., Tensor] = torch.compile(
+    compiled: Callable[..., Any] = torch.compile(
         run, dynamic=None if is_static else True, backend=backend
     )
     return compiled
 
 
-def _recomputing(index: int, settings: BlockSettings) -> Callable[..., Tensor] | None:
-    """How a block runs so that it keeps less; None: as it is."""
+def _recomputing(index: int, settings: BlockSettings) -> Callable[..., Any]:
+    """How a block is run so that it keeps as little as asked for."""
     if not settings.gradient_checkpointing or settings.ac_mode in ("none", "memory_budget"):
-        return None
+        return _run_plain
     if settings.ac_mode == "full":
         return _run_recomputed
     if settings.ac_selective == "op":
         return _run_keeping_products
-    return _run_recomputed if index % settings.ac_selective == 0 else None
+    return _run_recomputed if index % settings.ac_selective == 0 else _run_plain
 
 
 @cache
@@ -144,50 +180,42 @@ def _inductor_within(budget: float) -> Callable[..., Any]:
     return compile_within
 
 
-def _run_plain(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = type(block).forward(block, *args, **kwargs)
-    return result
+def _run_plain(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
-def _run_recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _run_recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Blocks draw no random numbers, so there is no generator state to restore.
-    result: Tensor = checkpoint(
-        _run_plain, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-    )
-    return result
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def _run_keeping_products(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = checkpoint(
-        _run_plain,
-        block,
+def _run_keeping_products(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        run,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=_keep_products,
         **kwargs,
     )
-    return result
 
 
 def _run_watched(
     watch: RecomputeLog,
     layer: int,
     contexts: Callable[[], Any] | None,
-    block: nn.Module,
+    run: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
-) -> Tensor:
-    result: Tensor = checkpoint(
-        _run_plain,
-        block,
+) -> Any:
+    return checkpoint(
+        run,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=partial(watch.contexts, layer, contexts),
         **kwargs,
     )
-    return result
 
 
 def _keep_products() -> Any:

@@ -10,7 +10,9 @@ P ranks of the cell, M pairs that arrive here, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,12 +21,16 @@ from pentad.ops.experts import sort_pairs, sum_rows, take_rows, take_weights
 from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
 
-Experts = Callable[[Tensor, Tensor], Tensor]
-"""(rows sorted by expert, how many each has) to their results."""
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows sorted by expert, how many each has, the weight of each row) to their results."""
 
 
 class CellDispatch:
-    """Implements `models.moe.Dispatch` over the ranks of a cell."""
+    """Implements `models.moe.Dispatch` over the ranks of a cell.
+
+    On a GPU pairs travel on a stream of their own, beside whatever needs no other rank. So do
+    their gradients: autograd runs a backward where its forward ran.
+    """
 
     def __init__(self, cell: Axis, etp: int, num_experts: int) -> None:
         self.cell = cell
@@ -41,20 +47,28 @@ class CellDispatch:
         experts: Experts,
         beside: Callable[[], Tensor] | None = None,
     ) -> Tensor:
+        road = Road(x_TD.device)
         pairs = sort_pairs(chosen_Tk, self.num_experts)
         sent_PE = pairs.sizes_E.view(self.num_ep, -1).repeat_interleave(self.etp, dim=0)
-        got_PE = self._swap_counts(sent_PE)
-        on_its_way = _fetch(torch.stack([sent_PE.sum(1), got_PE.sum(1)]))
+        with road.after(sent_PE):
+            got_PE = self._swap_counts(sent_PE)
+            numbers = Numbers(torch.stack([sent_PE.sum(1), got_PE.sum(1)]))
         x_ND = take_rows(x_TD, pairs)
+        weights_N = take_weights(weights_Tk, pairs)
+        rest = road.after(x_ND, weights_N)
         beside_TD = None if beside is None else beside()
-        # The one wait for the device: splits of an exchange are numbers of the host. It has been
-        # given what needs no numbers first, and goes on with that while the host waits.
-        sent, got = _arrived(*on_its_way)
+        # The one wait for the device: splits of an exchange are numbers of the host. The device
+        # has been given all that needs none, and goes on with it while the host waits.
+        sent, got = numbers.read()
         assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
-        x_MD = exchange(self._for_cell(x_ND, sent), self.cell, got, sent)
-        y_MD = _run_here(x_MD, got_PE, experts)
+        with rest:
+            x_MD = exchange(self._for_cell(x_ND, sent), self.cell, got, sent)
+            # A weight goes with its pair and stands before the down product: what comes back is
+            # only added up, and nobody has to keep it for the weights' gradients.
+            weights_M = exchange(self._for_cell(weights_N, sent), self.cell, got, sent)
+        road.join(got_PE, x_MD, weights_M)
+        y_MD = _run_here(x_MD, weights_M, got_PE, experts)
         y_ND = self._from_cell(exchange(y_MD, self.cell, sent, got), sent)
-        y_ND = y_ND * take_weights(weights_Tk, pairs)[:, None]
         y_TD = sum_rows(y_ND, pairs).to(x_TD.dtype)
         return y_TD if beside_TD is None else y_TD + beside_TD
 
@@ -78,31 +92,68 @@ class CellDispatch:
         return torch.cat([torch.stack(parts[n : n + self.etp]).sum(0) for n in starts])
 
 
-@torch.compiler.disable  # events are the host's
-def _fetch(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Starts the way of numbers to the host."""
-    if not numbers.is_cuda:
-        return numbers, None
-    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    there.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return there, event
-
-
-@torch.compiler.disable
-def _arrived(numbers: Tensor, event: torch.cuda.Event | None) -> list[list[int]]:
-    """Waits for these numbers, not for what the device was given after them."""
-    if event is not None:
-        event.synchronize()
-    found: list[list[int]] = numbers.tolist()
-    return found
-
-
-def _run_here(x_MD: Tensor, got_PE: Tensor, experts: Experts) -> Tensor:
+def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: Experts) -> Tensor:
     """Pairs lie by sender, then expert; the experts want them by expert."""
     num_senders, num_held = got_PE.shape
     expert_PE = torch.arange(num_held, device=x_MD.device).repeat(num_senders)
     expert_M = torch.repeat_interleave(expert_PE, got_PE.flatten(), output_size=len(x_MD))
     order = sort_pairs(expert_M[:, None], num_held)
-    return sum_rows(experts(take_rows(x_MD, order), order.sizes_E), order)
+    sorted_M = take_weights(weights_M[:, None], order)
+    return sum_rows(experts(take_rows(x_MD, order), order.sizes_E, sorted_M), order)
+
+
+class Numbers:
+    """A few numbers on their way from the device to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.there = numbers
+        self.event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self.there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.there.copy_(numbers, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list[list[int]]:
+        """Waits for these numbers, not for what the device was given after them."""
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[list[int]] = self.there.tolist()
+        return found
+
+
+class Road:
+    """The stream on which pairs travel: one for each device, none on a CPU."""
+
+    streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+
+    def after(self, *given: Tensor) -> AbstractContextManager[object]:
+        """A context on the road that waits for what has been asked for up to here, and no more;
+        what is given is used there."""
+        if self.stream is None:
+            return nullcontext()
+        event = torch.cuda.current_stream(self.stream.device).record_event()
+        for tensor in given:
+            tensor.record_stream(self.stream)
+        return self._on(event)
+
+    @contextmanager
+    def _on(self, event: torch.cuda.Event) -> Iterator[None]:
+        assert self.stream is not None
+        self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self, *taken: Tensor) -> None:
+        """From here on, results of the road can be used."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream(self.stream.device)
+        current.wait_stream(self.stream)
+        for tensor in taken:
+            tensor.record_stream(current)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -136,10 +137,24 @@ def _cut(shape: Shape, style: str, meshes: Meshes) -> Cut:
 
 
 def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
-    """Replaces the forward of every module with a style; modules themselves stay what they are."""
+    """Gives every module with a style a class of its own, as `tensor.apply_seams` does."""
     if tp.size == 1:
         return
     for name, style in styles.items():
         if style in RUNS:
-            module = model.get_submodule(name)
-            module.forward = partial(RUNS[style][1], module, tp)
+            module: Any = model.get_submodule(name)
+            module.__class__ = _styled(type(module), style)
+            module.tp = tp
+
+
+@cache
+def _styled(cls: Any, style: str) -> type:
+    run = RUNS[style][1]
+
+    class Styled(cls):
+        tp: Axis
+
+        def forward(self, x_TF: Tensor) -> Tensor:
+            return run(self, self.tp, x_TF)
+
+    return Styled

@@ -7,8 +7,8 @@ does for every parameter that tp does not cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ def apply_seams(
     cuts: Mapping[str, Cut],
     tp: Axis,
 ) -> None:
-    """Replaces the forward of every module at a seam; modules themselves stay what they are."""
+    """Gives every module at a seam a class of its own, with another forward. Not a forward of its
+    own: the compiler shares code among modules of one class."""
     if tp.size == 1:
         return
     modules = dict(model.named_modules())
@@ -38,33 +39,62 @@ def apply_seams(
             name = seam.module.format(i=i)
             if not seam.when(dims, i) or name not in modules:
                 continue  # a pipeline stage holds some of the modules
-            if seam.kind == "gather":
-                modules[name].forward = partial(_run_gathered, modules[name], tp)
-            elif seam.kind == "scatter":
-                modules[name].forward = partial(_run_scattered, modules[name], tp)
-            else:
-                start = cuts[f"{name}.weight"].box[0][0]
-                modules[name].forward = partial(_run_lookup, modules[name], tp, start)
+            module = modules[name]
+            module.__class__ = _MAKERS[seam.kind](type(module))
+            module.tp = tp
+            if seam.kind == "lookup":
+                module.start = cuts[f"{name}.weight"].box[0][0]
 
 
-def _run_gathered(module: nn.Module, tp: Axis, x_TD: Tensor, *args: Any) -> Tensor:
-    result: Tensor = type(module).forward(module, gather_parts(x_TD, tp), *args)
-    return result
+@cache
+def _gathered(cls: Any) -> type:
+    class Gathered(cls):
+        tp: Axis
+
+        def forward(self, x_TD: Tensor, *args: Any) -> Tensor:
+            result: Tensor = super().forward(gather_parts(x_TD, self.tp), *args)
+            return result
+
+    return Gathered
 
 
-def _run_scattered(module: nn.Module, tp: Axis, x_TF: Tensor) -> Tensor:
-    assert isinstance(module, nn.Linear), "a scatter seam is a projection"
-    y_TD = scatter_sum(F.linear(x_TF, module.weight), tp)
-    return y_TD if module.bias is None else y_TD + module.bias
+@cache
+def _scattered(cls: Any) -> type:
+    assert issubclass(cls, nn.Linear), f"a scatter seam is a projection, not a {cls.__name__}"
+
+    class Scattered(cls):
+        tp: Axis
+
+        def forward(self, x_TF: Tensor) -> Tensor:
+            y_TD = scatter_sum(F.linear(x_TF, self.weight), self.tp)
+            return y_TD if self.bias is None else y_TD + self.bias
+
+    return Scattered
 
 
-def _run_lookup(module: nn.Module, tp: Axis, start: int, ids_T: Tensor) -> Tensor:
-    assert isinstance(module, nn.Embedding), "a lookup seam is a table"
-    num_rows = module.weight.shape[0]
-    local_T = ids_T - start
-    is_away_T = (local_T < 0) | (local_T >= num_rows)
-    x_TD = F.embedding(local_T.clamp(0, num_rows - 1), module.weight)
-    return scatter_sum(x_TD.masked_fill(is_away_T[:, None], 0), tp)
+@cache
+def _looked_up(cls: Any) -> type:
+    assert issubclass(cls, nn.Embedding), f"a lookup seam is a table, not a {cls.__name__}"
+
+    class LookedUp(cls):
+        tp: Axis
+        start: int
+
+        def forward(self, ids_T: Tensor) -> Tensor:
+            num_rows = self.weight.shape[0]
+            local_T = ids_T - self.start
+            is_away_T = (local_T < 0) | (local_T >= num_rows)
+            x_TD = F.embedding(local_T.clamp(0, num_rows - 1), self.weight)
+            return scatter_sum(x_TD.masked_fill(is_away_T[:, None], 0), self.tp)
+
+    return LookedUp
+
+
+_MAKERS: dict[str, Callable[[type], type]] = {
+    "gather": _gathered,
+    "scatter": _scattered,
+    "lookup": _looked_up,
+}
 
 
 def max_over(tp: Axis, x: Tensor) -> Tensor:

@@ -75,7 +75,9 @@ def test_numbers_of_a_model_are_constants_of_its_compiled_blocks(monkeypatch, ho
         return graph
 
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, *, backend, **kw: compile_(f, backend=look, **kw))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, backend, **kw: compile_(f, backend=look, **kw)
+    )
     torch._dynamo.reset()
     decoder = make_engine().decoder
     for i, block in decoder.layers.items():
