@@ -10,7 +10,7 @@ Shapes: T tokens (any leading dims), F features in, G features out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any
 
@@ -143,7 +143,8 @@ def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
     for name, style in styles.items():
         if style in RUNS:
             module: Any = model.get_submodule(name)
-            module.__class__ = _styled(type(module), style)
+            plain: Hashable = type(module)
+            module.__class__ = _styled(plain, style)
             module.tp = tp
 
 

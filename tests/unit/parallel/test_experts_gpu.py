@@ -1,0 +1,133 @@
+"""Pairs on a road of their own: what one GPU can show of it, with a network that takes its time."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pentad.core.dims import dims_from_hf
+from pentad.models.moe import Moe
+from pentad.parallel import experts
+from pentad.parallel.experts import CellDispatch, Road
+from pentad.parallel.mesh import Axis
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 64,
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 16384,
+}
+TOKENS = 8192
+
+
+@pytest.fixture
+def cell(tmp_path):
+    """A cell of one rank over NCCL: what is sent comes back to the sender."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    group = dist.group.WORLD
+    yield Axis(size=1, rank=0, group=group)
+    dist.destroy_process_group()
+
+
+class SlowExchange(torch.autograd.Function):
+    """NCCL's exchange with the only rank there is, after a while on the stream of the caller."""
+
+    cycles = 0
+
+    @staticmethod
+    def forward(ctx, x, axis, out_sizes, in_sizes):
+        ctx.axis, ctx.out_sizes, ctx.in_sizes = axis, out_sizes, in_sizes
+        return SlowExchange.send(x, axis, out_sizes, in_sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return SlowExchange.send(grad, ctx.axis, ctx.in_sizes, ctx.out_sizes), None, None, None
+
+    @staticmethod
+    def send(x, axis, out_sizes, in_sizes):
+        torch.cuda._sleep(SlowExchange.cycles)
+        sizes = list(out_sizes), list(in_sizes)
+        out = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), *sizes, axis.name)
+        return torch.ops._c10d_functional.wait_tensor(out)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    monkeypatch.setattr(experts, "exchange", SlowExchange.apply)
+    SlowExchange.cycles = 0
+    return SlowExchange
+
+
+def make_mixture(dtype=torch.bfloat16) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    moe = Moe(dims_from_hf(CONFIG))
+    for parameter in moe.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    x_TD = torch.randn(TOKENS, CONFIG["hidden_size"], device="cuda", dtype=dtype)
+    return moe.to("cuda", dtype), x_TD
+
+
+def run(moe, x_TD) -> dict[str, torch.Tensor]:
+    x_TD = x_TD.clone().requires_grad_()
+    moe.zero_grad()
+    y_TD, _ = moe(x_TD)
+    y_TD.square().sum().backward()
+    found = {name: p.grad.clone() for name, p in moe.named_parameters()}
+    return found | {"y": y_TD.detach(), "x": x_TD.grad}
+
+
+def time_of(call, repeats: int = 5) -> float:
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def test_a_slow_road_changes_no_number(cell, slow):
+    """A wait that is missing shows at once: data would be read before it has arrived."""
+    moe, x_TD = make_mixture()
+    true = run(moe, x_TD)
+    moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
+    for cycles in (0, 4_000_000):
+        slow.cycles = cycles
+        for _ in range(3):  # memory is used again
+            mine = run(moe, x_TD)
+            for name, tensor in true.items():
+                assert torch.equal(mine[name], tensor), (cycles, name)
+
+
+def test_pairs_travel_while_the_shared_expert_computes(cell, slow, monkeypatch):
+    """Forward alone, so that the way back, which hides behind nothing, is counted once."""
+    moe, x_TD = make_mixture()
+    moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
+
+    @torch.no_grad()
+    def forward() -> None:
+        moe(x_TD)
+
+    plain = time_of(forward)
+    slow.cycles = 1_000_000  # four exchanges: counts, rows, weights, results
+    beside = time_of(forward) - plain
+    monkeypatch.setattr(Road, "after", lambda self, *given: torch.cuda.stream(None))
+    monkeypatch.setattr(Road, "join", lambda self, *taken: None)
+    in_line = time_of(forward) - plain
+    added = f"delays add {beside * 1e3:.2f} ms, in line {in_line * 1e3:.2f} ms"
+    print(f"plain {plain * 1e3:.2f} ms; {added}")
+    assert beside < 0.75 * in_line
