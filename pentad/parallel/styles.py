@@ -10,7 +10,7 @@ Shapes: T tokens (any leading dims), F features in, G features out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -140,11 +140,11 @@ def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
     """Gives every module with a style a class of its own, as `tensor.apply_seams` does."""
     if tp.size == 1:
         return
+    make: Callable[[type, str], type] = _styled
     for name, style in styles.items():
         if style in RUNS:
             module: Any = model.get_submodule(name)
-            plain: Hashable = type(module)
-            module.__class__ = _styled(plain, style)
+            module.__class__ = make(type(module), style)
             module.tp = tp
 
 
