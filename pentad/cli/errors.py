@@ -37,6 +37,12 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             _show_traceback()
             _show([str(error)])
             raise typer.Exit(FAILED) from None
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
+                raise
+            _show_traceback()
+            _show([f"the operating system refused: {error}."])
+            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             _show_traceback()
             _show(["interrupted."])

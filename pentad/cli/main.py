@@ -99,7 +99,9 @@ def plan(
     recipe: Recipe,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(min=1, help="GiB of each GPU, instead of what is found here.", metavar="GIB"),
+        typer.Option(
+            min=1, max=1e6, help="GiB of each GPU, instead of what is found here.", metavar="GIB"
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
@@ -107,7 +109,7 @@ def plan(
 
     Needs no GPU and no download: public models are known by name.
     """
-    config, notes = recipe.prepare("plan")
+    config, notes = recipe.prepare("plan", gpu_memory)
     from pentad.cli.plan import run_plan
 
     raise typer.Exit(run_plan(config, notes, gpu_memory, json))
@@ -262,12 +264,23 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model's name (the folder's).")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
-    max_running: Annotated[int, typer.Option(help="Answers written together.")] = 256,
-    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer.")] = None,
-    kv_cache_gb: Annotated[float | None, typer.Option(help="Memory of the cache.")] = None,
-    max_requests: Annotated[int, typer.Option(help="Under way; further ones get 429.")] = 256,
-    max_body_mb: Annotated[float, typer.Option(help="Largest request.")] = 4.0,
-    drain_s: Annotated[float, typer.Option(help="Time to finish after SIGTERM.")] = 30.0,
+    max_running: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 256,
+    max_context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer.")
+    ] = None,
+    kv_cache_gb: Annotated[
+        float | None, typer.Option(min=1e-9, max=1e6, help="Memory of the cache.")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Under way; further ones get 429.")
+    ] = 256,
+    max_body_mb: Annotated[float, typer.Option(min=1e-3, max=1e4, help="Largest request.")] = 4.0,
+    drain_s: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Time to finish after SIGTERM.")
+    ] = 30.0,
+    model_files: Annotated[
+        list[str] | None, typer.Option(help="Model files of your own: path/to/file.py:SPEC.")
+    ] = None,
 ) -> None:
     """Serve a model at an OpenAI-compatible address."""
     from pentad.cli.serve import SamplerSettings, ServeLimits, run_serve
@@ -290,6 +303,7 @@ def serve(
         settings=settings,
         limits=limits,
         drain_s=drain_s,
+        model_files=model_files or (),
     )
 
 

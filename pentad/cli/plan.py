@@ -14,6 +14,7 @@ from rich.text import Text
 
 from pentad.config.machine import GIB, host_memory
 from pentad.config.memory import RULE_OMITS, held_params, sharded_params
+from pentad.config.model_rules import uncounted
 from pentad.config.plan import (
     Plan,
     SamplePlan,
@@ -24,8 +25,11 @@ from pentad.config.plan import (
 )
 from pentad.config.ranks import inner_rows, span, stage_rows
 from pentad.config.remedies import Remedy, propose
-from pentad.config.rules import count_devices, layout_notes, uncounted
+from pentad.config.rule import Command
+from pentad.config.rules import count_devices, layout_notes, samples
 from pentad.config.schema import Config, DatasetConfig
+from pentad.config.start_rules import unbuilt_problems
+from pentad.config.unread import unread
 from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
 from pentad.data.rows import open_rows
@@ -41,6 +45,10 @@ def run_plan(
     config: Config, notes: list[str], gpu_memory: float | None = None, as_json: bool = False
 ) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not."""
+    command: Command = "train" if samples(config) else "sft"
+    notes = [*notes, *unread(config, command), *refusals(config)]
+    if command == "sft":
+        notes.append(f"allocation_mode = {config.allocation_mode} has no sampler: planned for sft")
     if reason := uncounted(config):
         show_places(config, [*notes, reason], as_json)
         return 0
@@ -59,6 +67,12 @@ def run_plan(
         # Tables pad their last column.
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if plan.fits else 1
+
+
+def refusals(config: Config) -> list[str]:
+    """What can be planned and is not built."""
+    problems = unbuilt_problems(config, samples=samples(config))
+    return [f"a run refuses it today: {problem}" for problem in problems]
 
 
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:

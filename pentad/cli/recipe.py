@@ -74,12 +74,16 @@ class Recipe:
     overrides: list[str]
     problems: list[Problem]
 
-    def prepare(self, command: Literal["train", "sft", "plan", "eval"]) -> tuple[Config, list[str]]:
+    def prepare(
+        self,
+        command: Literal["train", "sft", "plan", "eval"],
+        gpu_memory: float | None = None,
+    ) -> tuple[Config, list[str]]:
         """The resolved and checked config, with notes; raises UserError with every problem."""
         from pentad.config.load import prepare
 
         try:
-            config, notes = prepare(self.path, self.overrides, command)
+            config, notes = prepare(self.path, self.overrides, command, gpu_memory)
         except UserError as error:
             raise UserError([*self.problems, *error.problems]) from error
         if self.problems:

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.families import dims_of
+from pentad.models.families import dims_of, register
 from pentad.trainer.preflight import vocabulary_problems
 
 try:
@@ -46,9 +47,12 @@ def run_serve(
     settings: SamplerSettings,
     limits: ServeLimits,
     drain_s: float,
+    model_files: Sequence[str] = (),
 ) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     transformers.utils.logging.disable_progress_bar()
+    for path in model_files:
+        register(path)
     tokenizer = load_tokenizer(model, key="model")
     sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings)
     listener = bind(host, port)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from pentad.cli.parallel_cases import Case, Subject, choose_cases, read_subject, shrink
 from pentad.cli.plan import make_console
+from pentad.config.start_rules import too_many_ranks
 from pentad.core.dims import dims_from_hf
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
@@ -102,14 +103,17 @@ def _finite(value: Any) -> Any:
 
 
 def check_devices(cases: list[Case], device: str) -> None:
-    """Ranks on GPUs need one each."""
+    """Ranks on GPUs need one each, and those on a CPU a process that it can hold."""
     from pentad.core.device import pick_device
 
+    most = max(case.layout.world for case in cases)
     if pick_device(device).type == "cpu":
+        if rule := too_many_ranks(most):
+            raise UserError(Problem(f"--world {most}", rule, "give fewer"))
         return
     import torch
 
-    count, most = torch.cuda.device_count(), max(case.layout.world for case in cases)
+    count = torch.cuda.device_count()
     if most > count:
         rule = f"{most} ranks need as many GPUs, there are {count}"
         raise UserError(Problem(f"--device {device}", rule, "give --device cpu"))

@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pentad.config import algorithm_rules, megatron_rules, needs
+from pentad.config.model_rules import check_layout
 from pentad.config.resolve import are_apart, parsed_allocation, pipeline_size
 from pentad.config.rule import Command, Rule, Rules
-from pentad.config.rules import check_layout
+from pentad.config.rules import known_dims, samples
 from pentad.config.schema import GROUP_RELATIVE, WITH_CRITIC, Config, ModelConfig
+from pentad.config.start_rules import (
+    DeviceKind,
+    cache_problems,
+    device_problems,
+    process_problems,
+)
 from pentad.core.errors import Problem
 from pentad.core.stages import splits_backward
 
@@ -26,16 +33,35 @@ def all_rules() -> list[Rule]:
 def check(
     config: Config, command: Command = "plan", skip: frozenset[str] = frozenset()
 ) -> list[Problem]:
-    """Every broken rule, except those that read a key in `skip`."""
+    """Every broken rule, except those that read a key in `skip`.
+
+    A plan without a sampler is one of `sft`, and rules that only `train` has do not matter to it.
+    """
     problems: list[Problem] = []
+    is_sft = command == "plan" and not samples(config)
     for rule in all_rules():
         if command not in rule.commands or any(_touches(key, skip) for key in rule.keys):
+            continue
+        if is_sft and "sft" not in rule.commands:
             continue
         found = rule.check(config) or []
         problems += [found] if isinstance(found, Problem) else found
     if command == "eval":  # one sampler in one process, whatever the layout of the run
         return problems
     return problems + check_layout(config, command, skip)
+
+
+def check_planned(config: Config, kind: DeviceKind, skip: frozenset[str]) -> list[Problem]:
+    """What a start on such a device would refuse; where it is a GPU, its number is the cluster's.
+
+    What is not built is no problem of a plan: it is noted there (`start_rules.unbuilt_problems`).
+    """
+    problems = [
+        *device_problems(config, kind, samples=samples(config)),
+        *process_problems(config, kind),
+    ]
+    dims = None if "actor.path" in skip else known_dims(config.actor.path)
+    return problems if dims is None else problems + cache_problems(config, dims, kind)
 
 
 def _touches(key: str, bad: frozenset[str]) -> bool:
@@ -205,6 +231,14 @@ def training_draws_from_all_tokens(config: Config) -> Problem | None:
         return None
     rule = "must be 0 for training: the trainer's log-probs are those of the whole distribution"
     return Problem(f"gconfig.top_k = {config.gconfig.top_k}", rule, "leave it out")
+
+
+@RULES.add("gconfig.stop", commands=("train", "plan", "eval"))
+def stop_texts_are_not_empty(config: Config) -> Problem | None:
+    if "" not in config.gconfig.stop:
+        return None
+    where = f"gconfig.stop = {list(config.gconfig.stop)}"
+    return Problem(where, "every text holds the empty one", "leave it out")
 
 
 @RULES.add("gconfig.n_samples", "algorithm.name")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from pentad.config.schema import Config, Section
+from pentad.config.schema import MAX_INT, Config, Section, leaves
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -35,6 +35,12 @@ def iter_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[t
 def fields() -> dict[str, FieldInfo]:
     """Every dotted key with its field."""
     return dict(iter_fields())
+
+
+@cache
+def text_keys() -> frozenset[str]:
+    """Keys that take any text, alone or in a list."""
+    return frozenset(key for key, field in fields().items() if str in leaves(field.annotation))
 
 
 def takes(field: FieldInfo) -> str:
@@ -118,7 +124,8 @@ def _bounds(metadata: list[Any]) -> str:
     low = next((f" of at least {m.ge:g}" for m in metadata if isinstance(m, Ge)), "")
     low = next((f" above {m.gt:g}" for m in metadata if isinstance(m, Gt)), low)
     high = next((f"at most {m.le:g}" for m in metadata if isinstance(m, Le)), "")
-    high = next((f"below {m.lt:g}" for m in metadata if isinstance(m, Lt)), high)
+    limits = [m.lt for m in metadata if isinstance(m, Lt) and m.lt != MAX_INT]
+    high = next((f"below {limit:g}" for limit in limits), high)
     return f"{low} and {high}" if high else low
 
 

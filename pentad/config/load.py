@@ -15,12 +15,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentad.config.checks import check
-from pentad.config.describe import choices, fields, join_or, nearest_keys, section_of, show, takes
+from pentad.config.checks import check, check_planned
+from pentad.config.describe import (
+    choices,
+    fields,
+    join_or,
+    nearest_keys,
+    section_of,
+    show,
+    takes,
+    text_keys,
+)
 from pentad.config.foreign import HALF, NOT_BUILT, SPELLED
+from pentad.config.plan import choose_device
 from pentad.config.resolve import resolve
 from pentad.config.rule import Command
-from pentad.config.schema import Config
+from pentad.config.schema import MAX_INT, Config
 from pentad.config.tree import Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
 
@@ -34,6 +44,8 @@ class Reading:
     problems: list[Problem]
     bad: frozenset[str]
     """Keys whose value, or whose absence, is one of the problems."""
+    is_read: bool = True
+    """False where the recipe could not be read: every key may be in it."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -45,23 +57,33 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def prepare(
-    path: str | Path | None, overrides: Sequence[str] = (), command: Command = "plan"
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    command: Command = "plan",
+    gpu_memory: float | None = None,
 ) -> tuple[Config, list[str]]:
-    """The resolved and checked config of a command, with notes on what was chosen."""
+    """The resolved and checked config of a command, with notes on what was chosen.
+
+    `gpu_memory` (in GiB) plans for GPUs that need not be here.
+    """
     reading = read_config(path, overrides)
+    if not reading.is_read:
+        raise UserError(reading.problems)
     config, notes = resolve(reading.config)
     problems = [*reading.problems, *check(config, command, skip=reading.bad)]
+    if command == "plan":
+        problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)
     if problems:
         raise UserError(problems)
     return config, notes
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:
-    tree = read_tree(path, overrides, Config().model_dump(mode="json"))
+    tree = read_tree(path, overrides, Config().model_dump(mode="json"), text_keys())
     while True:
         try:
             config = Config.model_validate(tree.values)
-            return Reading(config, tree.problems, frozenset(tree.bad))
+            return Reading(config, tree.problems, frozenset(tree.bad), tree.is_read)
         except ValidationError as error:
             _take_out(error, tree)
 
@@ -139,7 +161,9 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     if value in HALF and "bfloat16" in expected:
         rule = "fp16 overflows without loss scaling, which is not built"
         return Problem(_where(key, value, tree), rule, f"use bfloat16; it must be {expected}")
-    if expected.startswith("a list") and isinstance(value, str | int):
+    if isinstance(value, int) and value >= MAX_INT:
+        remedy = "numbers have at most 63 bits"
+    elif expected.startswith("a list") and isinstance(value, str | int):
         remedy = f"write [{show(value)}]"
     elif expected.startswith("text") and isinstance(value, bool | dict | list):
         remedy = f'put quotes around it if it is meant as text: "{show(value)}"'

@@ -10,6 +10,8 @@ from pentad.config.schema import REWARD_NAMES, WITH_CRITIC, WORKFLOW_NAMES, Conf
 from pentad.core.errors import Problem
 
 RULES = Rules()
+MAX_NAME_BYTES = 255
+"""Of one folder, on every usual file system."""
 
 
 @RULES.add("actor.path", commands=("train", "sft", "plan", "eval"))
@@ -22,7 +24,7 @@ def a_model_is_named(config: Config) -> Problem | None:
 @RULES.add("actor.path", commands=("eval",))
 def the_evaluated_model_has_weights(config: Config) -> Problem | None:
     """Whatever a recipe says of its start: what is evaluated is what the folder holds."""
-    found = _model_folder("actor.path", config.actor.path)
+    found = _model_folder("actor.path", config.actor.path, must_be_trained=True)
     if found is None or not config.actor.init_from_scratch:
         return found
     rule = "the recipe starts from random weights, and there are none to evaluate"
@@ -69,7 +71,9 @@ def the_teacher_is_a_model_folder(config: Config) -> Problem | None:
     return _model_folder("teacher.path", config.teacher.path)
 
 
-def _model_folder(key: str, path: str | None, from_scratch: bool = False) -> Problem | None:
+def _model_folder(
+    key: str, path: str | None, from_scratch: bool = False, must_be_trained: bool = False
+) -> Problem | None:
     if path is None:
         return None
     folder = Path(path).expanduser()
@@ -80,7 +84,8 @@ def _model_folder(key: str, path: str | None, from_scratch: bool = False) -> Pro
         return Problem(where, "the folder has no config.json", "give the folder of a HF model")
     if not from_scratch and not any(folder.glob("*.safetensors")):
         remedy = f"save the model as safetensors, or set {key.split('.')[0]}.init_from_scratch"
-        remedy = remedy if key in ("actor.path", "critic.path") else "save it as safetensors"
+        if must_be_trained or key not in ("actor.path", "critic.path"):
+            remedy = "save it as safetensors"
         return Problem(where, "the folder has no *.safetensors", remedy)
     return None
 
@@ -168,6 +173,13 @@ def an_agent_workflow_has_an_agent(config: Config) -> Problem | None:
     return _part_problem("rollout.agent", rollout.agent, (), remedy)
 
 
+@RULES.add("model_files", commands=("train", "sft", "plan", "eval"))
+def model_files_can_be_found(config: Config) -> list[Problem]:
+    remedy = "give package.module:SPEC or path/to/file.py:SPEC"
+    found = [_part_problem("model_files", path, (), remedy) for path in config.model_files]
+    return [problem for problem in found if problem is not None]
+
+
 def _part_problem(
     key: str, name: str | None, known: tuple[str, ...], remedy: str
 ) -> Problem | None:
@@ -197,6 +209,10 @@ def names_can_be_folders(config: Config) -> list[Problem]:
         )
         for key, name in names.items()
         if name in ("", ".", "..") or set(name) & set("/\\\0\n")
+    ] + [
+        Problem(f"{key} = {show(name)}", "is too long for a folder's name", "use fewer letters")
+        for key, name in names.items()
+        if len(name.encode()) > MAX_NAME_BYTES
     ]
 
 

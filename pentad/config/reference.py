@@ -39,13 +39,21 @@ are another way to write overrides; setting one key both ways is an error.
 `\\${` for the two characters themselves.
 
 **Values.** Unquoted `true` and `false` are booleans, `null` is unset, `1e-6` is a number, and every
-other word, `on`, `off` and `0010` among them, is text. A key given twice is an error.
+other word, `on`, `off` and `0010` among them, is text. Where a key takes text, a number is the text
+that was written: `trial_name: 1.10` is "1.10". A key given twice is an error.
 
 **Unset values.** A default of null means that the run chooses. Choices that follow from other keys
 are made before the run starts and printed as notes; the config with all choices made is written
 to the run's folder and can be used as a recipe. What is given explicitly is kept: values that
 contradict each other are refused. (One is raised, with a note: `mb_spec.n_mbs` below the number of
 pipeline stages.)
+
+**Keys that are not read.** A key that differs from its default and that the run does not read given
+its other keys, is told by a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
+instance. A detail of the algorithm that nobody reads is refused.
+
+**Plan and start.** Whatever a start refuses for its config and its model's, `plan` says in the same
+words. What is planned and not built yet is a note of the plan and a refusal of the start.
 
 **Mistakes** are reported together, before anything starts, each with its key, its value, the line
 it stands on, the rule and a remedy, and the command ends with exit code 2:

@@ -18,11 +18,22 @@ from pentad.core.layout import Allocation, parse_allocation
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
+PATHS = (
+    "fileroot",
+    *("actor.path", "critic.path", "ref.path", "teacher.path"),
+    *("actor.checkpoint_load_path", "critic.checkpoint_load_path"),
+    *("megatron.ckpt_convertor.hf_model_path", "megatron.ckpt_convertor.save_path"),
+    *("train_dataset.path", "valid_dataset.path"),
+    *("rollout.server.python", "rollout.server.transfer_folder"),
+)
+"""Keys that take a file or folder of this machine."""
 
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
     """The config with open values chosen, and a note on each choice that has a reason."""
     draft = _Draft(config)
+    _expand_homes(draft)
+    config = draft.config
     _choose_user(draft)
     _choose_allocation(draft)
     _choose_mode(draft)
@@ -35,7 +46,7 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
         _choose_engine(draft, "critic", config.critic)
         if config.critic.path is None and config.actor.path is not None:
             draft.set("critic.path", config.actor.path, "that of the actor")
-    return draft.config, [*draft.notes, *_without_effect(draft.config)]
+    return draft.config, draft.notes
 
 
 def parsed_allocation(config: Config) -> Allocation | None:
@@ -83,6 +94,17 @@ def _replaced(section: Any, keys: list[str], value: object) -> Any:
     head, *rest = keys
     inner = _replaced(dict(section)[head], rest, value) if rest else value
     return section.model_copy(update={head: inner})
+
+
+def _expand_homes(draft: _Draft) -> None:
+    """A shell does not expand the ~ of `actor.path=~/m`, and nobody that of a recipe."""
+    for key in PATHS:
+        path: Any = draft.config
+        for name in key.split("."):
+            path = None if path is None else dict(path)[name]
+        if isinstance(path, str) and path.startswith("~"):
+            path = os.path.expanduser(path)  # noqa: PTH111 (Path's raises where there is no user)
+            draft.set(key, os.path.abspath(path) if path.startswith("~") else path)  # noqa: PTH100
 
 
 def _choose_user(draft: _Draft) -> None:
@@ -197,25 +219,3 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     if model.mb_spec.n_mbs < pp * stages:
         why = f"raised from {model.mb_spec.n_mbs} to the number of pipeline stages"
         draft.set(f"{role}.mb_spec.n_mbs", pp * stages, why)
-
-
-def _without_effect(config: Config) -> list[str]:
-    """Notes on what is given and read by nobody."""
-    name = config.algorithm.name
-    notes = []
-    if config.actor.enable_tree_training:
-        notes.append("actor.enable_tree_training = true: accepted, tree training is not built")
-    convertor = config.megatron.ckpt_convertor
-    if convertor.use_gpu_num > 0:
-        where = f"megatron.ckpt_convertor.use_gpu_num = {convertor.use_gpu_num}"
-        notes.append(f"{where}: without effect, converting is copying and done on the CPU")
-    if config.num_data_storage_units > 1:
-        count = config.num_data_storage_units
-        notes.append(f"num_data_storage_units = {count}: without effect, groups stay in memory")
-    if config.teacher.path is not None and name != "distill":
-        notes.append(f"teacher.path = {config.teacher.path}: without effect in {name}")
-    if config.critic.path is not None and name not in WITH_CRITIC:
-        notes.append(f"critic.path = {config.critic.path}: without effect, {name} has no critic")
-    if config.ref.path is not None and not config.algorithm.kl_coef:
-        notes.append(f"ref.path = {config.ref.path}: without effect, there is no KL term")
-    return notes

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from pentad.config.catalog import dims_of, model_type
+from pentad.config.catalog import dims_of
 from pentad.config.machine import GpuQueryError, find_gpus
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
@@ -33,8 +32,6 @@ from pentad.core.stages import (
     takes_stages_per_rank,
 )
 
-COUNTED = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families of which `ModelDims` tells all there is, so that memory can be counted."""
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
 ROLES = (*TRAINING_ROLES, "rollout")
 
@@ -79,65 +76,6 @@ def layout_problems(
     return problems
 
 
-def check_layout(
-    config: Config, command: str = "plan", skip: frozenset[str] = frozenset()
-) -> list[Problem]:
-    """The layout rules for a command, the model and the machine looked up; `skip`: bad keys."""
-    problems: list[Problem] = []
-    dims: ModelDims | None = None
-    if config.actor.path is not None and "actor.path" not in skip:
-        try:
-            dims = dims_of(config.actor.path)
-            is_sampled = command != "sft" and samples(config)
-            if is_sampled and (Path(config.actor.path) / "config.json").is_file():
-                problems += context_fits(config, dims)
-                problems += routes_exist(config, dims)
-        except UserError as error:
-            # A run complains about a missing folder by itself.
-            if command == "plan" and uncounted(config) is None:
-                problems += problems_of(error)
-    if command == "plan":
-        problems += unknown_models(config, skip)
-    if "allocation_mode" in skip:
-        return problems
-    if command == "train" and not samples(config):
-        where = f"allocation_mode = {config.allocation_mode}"
-        remedy = f"use for instance embedded:d1|{config.allocation_mode}"
-        problems.append(Problem(where, "there is no sampler, and train needs one", remedy))
-    return problems + layout_problems(config, dims, count_devices(config))
-
-
-def uncounted(config: Config) -> str | None:
-    """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
-    allocation, _ = read_allocation(config)
-    actor = allocation.find("actor") if allocation else None
-    if actor is None or actor.backend != "fsdp" or config.actor.path is None:
-        return None
-    family = model_type(config.actor.path)
-    if family is None or family in COUNTED:
-        return None
-    return f"memory unknown for this architecture (model_type = {family}): it is not counted"
-
-
-def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
-    """Further models whose dimensions cannot be found out."""
-    has_critic = config.algorithm.name in WITH_CRITIC
-    paths = {
-        "critic.path": config.critic.path if has_critic else None,
-        "ref.path": config.ref.path if config.algorithm.kl_coef else None,
-        "teacher.path": config.teacher.path if config.algorithm.name == "distill" else None,
-    }
-    problems: list[Problem] = []
-    for key, path in paths.items():
-        if path is None or path == config.actor.path or key in skip:
-            continue
-        try:
-            dims_of(path, key)
-        except UserError as error:
-            problems += problems_of(error)
-    return problems
-
-
 def count_devices(config: Config) -> int | None:
     """Devices of the cluster; None on a machine without GPUs, where processes share the cores."""
     per_node = config.cluster.n_gpus_per_node
@@ -171,17 +109,18 @@ def cases(config: Config, allocation: Allocation, dims: ModelDims | None) -> lis
         other = {"critic": config.critic.path, "ref": config.ref.path}.get(component.role)
         other = config.teacher.path if component.role == "teacher" else other
         same = other is None or other == config.actor.path
-        known = dims if same else _known(other)
+        known = dims if same else known_dims(other)
         found.append(Case(config, component, known, "critic" if critic else "actor", model))
     actor = allocation.find("actor")
     if config.algorithm.name in WITH_CRITIC and actor and allocation.find("critic") is None:
         same = config.critic.path in (None, config.actor.path)
-        known = dims if same else _known(config.critic.path)
+        known = dims if same else known_dims(config.critic.path)
         found.append(Case(config, actor, known, "critic", config.critic))
     return found
 
 
-def _known(path: str | None) -> ModelDims | None:
+def known_dims(path: str | None) -> ModelDims | None:
+    """None also of a model that the rules on models refuse."""
     try:
         return dims_of(path) if path else None
     except UserError:
@@ -221,27 +160,6 @@ def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
             yield Problem(where, f"{component.backend} {kind} and cannot be {role}", f"use {fits}")
     if allocation.find("actor") is None and all(c.role in ROLES for c in allocation):
         yield Problem(where, "there is no actor: nobody trains", "add for instance archon:d1")
-
-
-def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
-    """The longest sequence a run can meet lies within the positions the model was made for."""
-    prompt, answer = config.train_dataset.max_length, config.gconfig.max_new_tokens
-    stretched = dims.rope_scaling.get("factor", 1.0) * dims.rope_scaling.get(
-        "original_max_position_embeddings", dims.max_position
-    )
-    limit = int(max(dims.max_position, stretched))
-    least = prompt or 1  # a prompt has at least one token
-    if least + answer > limit:
-        where = f"gconfig.max_new_tokens = {answer}"
-        given = f" and a prompt of train_dataset.max_length = {prompt}" if prompt else ""
-        rule = f"the answer{given} does not fit the model's {limit} positions"
-        yield Problem(where, rule, f"use at most {max(limit - least, 1)}")
-
-
-def routes_exist(config: Config, dims: ModelDims) -> Iterator[Problem]:
-    if config.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
-        rule = f"the model in {config.actor.path} has no mixture of experts"
-        yield Problem("rollout.replay_routes = true", rule, "leave it out")
 
 
 # What samples.
@@ -392,7 +310,10 @@ def transformers_own_models(case: Case) -> Iterator[Problem]:
             rule = "the fsdp backend does not balance experts: that needs a model file"
             where = f"{case.key}.archon.{key} = {value:g}"
             yield Problem(where, rule, "leave it out, or use archon")
-    if case.dims is not None and case.dims.num_kv_heads % tp and case.dims.num_heads % tp == 0:
+    if case.dims is not None and case.dims.num_experts and tp > 1:
+        rule = f"t{tp} of fsdp would cut experts, for which transformers' plan is not built"
+        yield Problem(case.where, rule, "use t1, or archon")
+    elif case.dims is not None and case.dims.num_kv_heads % tp and case.dims.num_heads % tp == 0:
         rule = f"t{tp} of fsdp must divide num_kv_heads = {case.dims.num_kv_heads}"
         fits = list_of(divisors(case.dims.num_kv_heads))
         yield Problem(case.where, rule, f"t can be {fits}, or use archon")
@@ -480,16 +401,11 @@ def layout_notes(
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
     for case in cases(config, allocation, dims):
         notes += component_notes(case)
-    many = [str(c) for c in allocation if c.backend == "embedded" and c.world > 1]
-    if many:
-        notes.append(f"{', '.join(many)}: planned here; train takes embedded:d1, vllm or sglang")
     actor = allocation.find("actor")
     for component in allocation:
         is_server = component.backend in ("vllm", "sglang")
         if actor and is_server and min(allocation.devices(actor)) > 0:
             notes.append(f"{component}: on one machine training has the first GPUs all the same")
-    if config.scheduler.type != "local":
-        notes.append(f"scheduler.type = {config.scheduler.type}: planned here, refused by train")
     return notes
 
 

@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+MAX_INT = 2**63
+"""Integers are below it: what is larger fits no tensor, file or clock."""
+Count = Annotated[int, Field(ge=1, lt=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_INT)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -86,14 +88,14 @@ class Section(BaseModel):
 def _as_word(field: FieldInfo | None, value: Any) -> Any:
     if field is None or not isinstance(value, bool):
         return value
-    types = _leaves(field.annotation)
+    types = leaves(field.annotation)
     return value if bool in types or str in types else str(value).lower()
 
 
-def _leaves(annotation: Any) -> list[Any]:
+def leaves(annotation: Any) -> list[Any]:
     """The plain types and literal values an annotation is made of."""
     args = get_args(annotation)
-    return [leaf for arg in args for leaf in _leaves(arg)] if args else [annotation]
+    return [leaf for arg in args for leaf in leaves(arg)] if args else [annotation]
 
 
 class ClusterConfig(Section):
@@ -406,7 +408,7 @@ class RolloutConfig(Section):
     """Most tokens the sampler runs in one forward pass; `max_running` where that is more."""
     max_running: Count = 256
     """Most sequences decoded together."""
-    kv_cache_gb: Positive | None = None
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Memory of the key-value cache. null: derived from what is free."""
     on_update: Literal["continue", "reprefill"] = "continue"
     """What new weights do to answers under way: they go on with the cache of the old weights, or

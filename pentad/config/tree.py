@@ -7,7 +7,7 @@ out of the tree and its key is remembered, so that the rest can still be checked
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ PLAIN_TYPES = {
 }
 """What an unquoted word may be besides text. Stricter than YAML 1.1: `on`, `off`, `yes`, `no`,
 `0010`, `1:30` and dates stay the text they were written as; 1e-6 is a number."""
+
+TEXT = "tag:yaml.org,2002:str"
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+YAML_TEXT = re.compile(
+    "['\"[{]|("
+    + "|".join(PLAIN_TYPES[f"tag:yaml.org,2002:{t}"][0] for t in ("bool", "null"))
+    + ")$"
+)
+"""What an override for a text begins with, or is, if it is YAML and not the text itself."""
 
 
 class Loader(yaml.SafeLoader):
@@ -61,7 +70,7 @@ class Dumper(yaml.SafeDumper):
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
     # PyYAML folds unusual line breaks such as U+0085 away unless they stand in double quotes.
     style = None if text.isprintable() else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+    return dumper.represent_scalar(TEXT, text, style)
 
 
 Dumper.add_representer(str, _represent_text)
@@ -80,17 +89,27 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Dotted keys that were left out."""
+    is_read: bool = True
+    """False where the recipe could not be read, so that nothing is known of what it says."""
 
 
 def read_tree(
-    path: str | Path | None, overrides: Sequence[str], defaults: Mapping[str, Any]
+    path: str | Path | None,
+    overrides: Sequence[str],
+    defaults: Mapping[str, Any],
+    texts: Collection[str] = (),
 ) -> Tree:
-    """The recipe with overrides applied; `${...}` may also refer to keys left at their default."""
+    """The recipe with overrides applied; `${...}` may also refer to keys left at their default.
+
+    `texts` are the dotted keys whose values are texts: a number there stays what was written.
+    """
     tree = Tree()
     if path is not None:
-        _read_file(Path(path), tree)
+        _read_file(Path(path), tree, texts)
+        tree.is_read = not tree.problems
     for override in overrides:
-        _apply_override(override, tree)
+        _apply_override(override, tree, texts)
+    _refuse_half_characters(tree)
     _resolve_interpolations(tree, defaults)
     return tree
 
@@ -107,7 +126,7 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _read_file(path: Path, tree: Tree) -> None:
+def _read_file(path: Path, tree: Tree, texts: Collection[str]) -> None:
     where = f"recipe = {path}"
     try:
         text = path.read_text(encoding="utf-8")
@@ -119,12 +138,12 @@ def _read_file(path: Path, tree: Tree) -> None:
         tree.problems.append(Problem(where, "is not UTF-8 text", "give the path of a YAML file"))
         return
     try:
-        values = _parse(text, path.name, tree.sources)
+        values = _parse(text, path.name, tree.sources, texts)
     except yaml.YAMLError as error:
         tree.problems.append(_syntax_problem(str(path), error))
         return
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
-        tree.problems.append(Problem(where, f"cannot be read: {error}"))
+        tree.problems.append(Problem(where, f"cannot be read: {_first_clause(error)}"))
         return
     if values is None:
         return
@@ -135,31 +154,41 @@ def _read_file(path: Path, tree: Tree) -> None:
     tree.values = _with_text_keys(values)
 
 
-def _parse(text: str, name: str, sources: dict[str, str]) -> Any:
+def _parse(text: str, name: str, sources: dict[str, str], texts: Collection[str]) -> Any:
     loader = Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        _note_lines(node, name, (), sources)
+        for keys, inner, line in _iter_nodes(node):
+            if isinstance(keys[-1], str):
+                sources[dotted(keys)] = f"{name}:{line}"
+            _keep_text(inner, keys, texts)
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _note_lines(node: Any, name: str, keys: Keys, sources: dict[str, str]) -> None:
+def _iter_nodes(node: Any, keys: Keys = (), line: int = 0) -> Iterator[tuple[Keys, Any, int]]:
+    """(keys, node, line of its key) of everything below a node, and of the node if it has keys."""
     if len(keys) > MAX_DEPTH:
         raise yaml.MarkedYAMLError(
             problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=node.start_mark
         )
+    if keys:
+        yield keys, node, line
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = (*keys, str(key.value))
-            sources[dotted(inner)] = f"{name}:{key.start_mark.line + 1}"
-            _note_lines(value, name, inner, sources)
+            yield from _iter_nodes(value, (*keys, str(key.value)), key.start_mark.line + 1)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _note_lines(value, name, (*keys, 0), sources)
+            yield from _iter_nodes(value, (*keys, 0), node.start_mark.line + 1)
+
+
+def _keep_text(node: Any, keys: Keys, texts: Collection[str]) -> None:
+    """1.10 is the text "1.10" where a text is wanted; as a number it would be 1.1."""
+    if node.tag in NUMBERS and dotted(_names(keys)) in texts:
+        node.tag = TEXT
 
 
 def _syntax_problem(where: str, error: yaml.YAMLError) -> Problem:
@@ -171,8 +200,8 @@ def _syntax_problem(where: str, error: yaml.YAMLError) -> Problem:
     return Problem(place, f"{error.problem}{context}", "check indentation, colons and quotes")
 
 
-def _apply_override(override: str, tree: Tree) -> None:
-    where = f'override "{override}"'
+def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
+    where = _escaped(f'override "{override}"')
     key, equals, text = override.partition("=")
     key = key.strip().lstrip("+")
     if not equals or not KEY.fullmatch(key):
@@ -180,15 +209,17 @@ def _apply_override(override: str, tree: Tree) -> None:
         tree.problems.append(Problem(where, rule, "for example gconfig.n_samples=16"))
         return
     try:
-        value = yaml.load(text, Loader)
+        value = _read_value(text, key, texts)
     except yaml.YAMLError as error:
-        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        is_marked = isinstance(error, yaml.MarkedYAMLError)
+        reason = error.problem if is_marked else " ".join(str(error).split())
         remedy = "put quotes around text with special characters"
         tree.problems.append(Problem(where, f"the value is not YAML: {reason}", remedy))
         tree.bad.add(key)
         return
     except (ValueError, RecursionError) as error:
-        tree.problems.append(Problem(where[:80], f"the value cannot be read: {error}"))
+        rule = f"the value cannot be read: {_first_clause(error)}"
+        tree.problems.append(Problem(where[:80], rule))
         tree.bad.add(key)
         return
     *outer, last = key.split(".")
@@ -199,6 +230,42 @@ def _apply_override(override: str, tree: Tree) -> None:
         place = place[name]
     place[last] = _with_text_keys(value)
     tree.sources[key] = "command line"
+
+
+def _first_clause(error: Exception) -> str:
+    """What follows is advice to programmers."""
+    return str(error).partition(":")[0].lower()
+
+
+def _refuse_half_characters(tree: Tree) -> None:
+    """Halves of surrogate pairs, which YAML's escapes and bytes of a command line can hold."""
+    for keys, value in list(_iter_leaves(tree.values)):
+        names = [value, *keys] if isinstance(value, str) else keys
+        if any(isinstance(name, str) and _escaped(name) != name for name in names):
+            rule = "holds half of a character, which no file can"
+            _leave_out(tree, keys, value, rule, "write it in UTF-8")
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _read_value(text: str, key: str, texts: Collection[str]) -> Any:
+    """The value of an override. Where a text is wanted it is the text, unless quotes, a bracket or
+    a word of YAML's says otherwise: `#` begins no comment there, and `*` no alias."""
+    bare = text.strip()
+    if key in texts and not re.match(YAML_TEXT, bare):
+        return bare
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        for keys, inner, _ in _iter_nodes(node, tuple(key.split("."))):
+            _keep_text(inner, keys, texts)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
@@ -247,7 +314,7 @@ def _leave_out(tree: Tree, keys: Keys, value: object, rule: str, remedy: str) ->
     """Reports a value and drops the key that holds it (of a list, the whole list)."""
     names = _names(keys)
     source = tree.sources.get(dotted(names))
-    where = f"{dotted(keys)} = {value}" + (f" ({source})" if source else "")
+    where = _escaped(f"{dotted(keys)} = {value}") + (f" ({source})" if source else "")
     tree.problems.append(Problem(where, rule, remedy))
     tree.bad.add(dotted(names))
     drop(tree.values, names)

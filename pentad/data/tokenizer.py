@@ -8,6 +8,7 @@ two); an id outside the vocabulary is refused, since a model that never stops is
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,8 @@ class Tokenizer:
 
 def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     """The tokenizer in a model folder; `key` is the config key to name in errors."""
-    where, path = f"{key} = {folder}", Path(folder).expanduser()
+    # Not Path's, which raises where there is no such user.
+    where, path = f"{key} = {folder}", Path(os.path.expanduser(folder))  # noqa: PTH111
     if not path.is_dir():
         raise UserError(Problem(where, "no such folder", "give a folder with a tokenizer"))
     if not any((path / name).exists() for name in TOKENIZER_FILES):

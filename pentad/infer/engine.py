@@ -268,9 +268,10 @@ def count_blocks(model: Decoder, settings: SamplerSettings, max_context: int) ->
     if usable < 1:
         raise UserError(
             Problem(
-                "sampler.kv_cache",
-                f"holds no block of {size} tokens, each takes {bytes_each} bytes",
-                f"give at least {2 * bytes_each} bytes",
+                "the sampler's key-value cache",
+                f"has no room for a block of {size} tokens, each takes {bytes_each} bytes",
+                f"give at least {2 * bytes_each / 2**30:.2g} GiB (rollout.kv_cache_gb of a run, "
+                "--kv-cache-gb of serve)",
             )
         )
     return usable + 1

@@ -7,7 +7,6 @@ module loads no torch, so dimensions and maps can be had where torch is not want
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.families import has_model_file, no_such_family, own_families
 from pentad.models.spec import ModelSpec
 from pentad.weights.map import WeightMap
 
@@ -46,20 +46,8 @@ def register(path: str) -> ModelSpec:
 
 
 def known_families() -> list[str]:
-    """The families of this package (each module here that holds a SPEC), and registered ones."""
-    own = [path.stem for path in Path(__file__).parent.glob("*.py")]
-    return sorted({*filter(_is_family, own), *REGISTERED})
-
-
-@lru_cache
-def _is_family(name: str) -> bool:
-    """Told by the file's syntax: listing families must not import every module beside them."""
-    file = Path(__file__).parent / f"{name}.py"
-    if not name.isidentifier() or not file.is_file():
-        return False
-    body = ast.parse(file.read_text()).body
-    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
-    return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
+    """The families of this package, and registered ones."""
+    return sorted({*own_families(), *REGISTERED})
 
 
 def path_of(family: str) -> str:
@@ -69,13 +57,9 @@ def path_of(family: str) -> str:
         return family
     if family in REGISTERED:
         return REGISTERED[family]
-    if _is_family(family):
+    if has_model_file(family):
         return f"{PACKAGE}.{family}:SPEC"
-    remedy = (
-        f"use one of {', '.join(known_families())}, give a model file of your own, or train it "
-        "with the backend fsdp"
-    )
-    raise UserError(Problem(f"model_type = {family}", "no such model family", remedy))
+    raise UserError(no_such_family(family, known_families()))
 
 
 def spec_of(family: str) -> ModelSpec:
@@ -87,11 +71,10 @@ def _load(path: str) -> ModelSpec:
     where, _, name = path.rpartition(":")
     try:
         spec = vars(_module(where))[name]
-    except (ImportError, OSError, KeyError) as error:
+    except (Exception, SystemExit) as error:  # it is a program of the user's
+        rule = f"cannot be imported ({type(error).__name__}: {error})"
         remedy = "give package.module:SPEC or path/to/file.py:SPEC"
-        raise UserError(
-            Problem(f"model = {path}", f"cannot be imported ({error})", remedy)
-        ) from error
+        raise UserError(Problem(f"model = {path}", rule, remedy)) from error
     if not isinstance(spec, ModelSpec):
         raise UserError(Problem(f"model = {path}", f"is a {type(spec).__name__}, not a ModelSpec"))
     return spec

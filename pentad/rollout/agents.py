@@ -153,7 +153,7 @@ def load_agent(spec: str | None) -> AgentWorkflow:
     assert spec is not None, "checked with the config"
     try:
         agent = load(spec)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         rule = f"it cannot be loaded ({type(failure).__name__}: {failure})"
         raise UserError(Problem(f"rollout.agent = {spec}", rule)) from failure
     return AgentWorkflow(agent)

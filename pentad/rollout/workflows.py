@@ -241,7 +241,7 @@ def load_workflow(spec: str, agent: str | None = None) -> Workflow:
         raise UserError(Problem(where, "there is no built-in workflow of that name", remedy))
     try:
         workflow = load(spec)()
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         rule = f"it cannot be made ({type(failure).__name__}: {failure})"
         raise UserError(Problem(where, rule)) from failure
     run = getattr(workflow, "run", None)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
 
+import torch
+
 from pentad.config.schema import Config
+from pentad.config.unread import unread
 from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
@@ -30,7 +33,14 @@ from pentad.trainer.preflight import Checked, check_train
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.rollout_pump import RolloutPump
-from pentad.trainer.run import OpenRun, RunSummary, checkpoint_path, count_steps, open_run
+from pentad.trainer.run import (
+    OpenRun,
+    RunSummary,
+    checkpoint_path,
+    count_steps,
+    open_run,
+    repeat_warnings,
+)
 from pentad.trainer.samplers import open_samplers
 from pentad.trainer.saver import Saver
 from pentad.trainer.scheduler import Scheduler
@@ -62,21 +72,25 @@ def run_train(
     return run_over_ranks(lead_train, begin_train, config, notes, fresh, device)
 
 
-def begin_train(config: Config) -> Checked:
+def begin_train(config: Config, device: torch.device) -> Checked:
     """What must be done before anything else is, on any rank."""
-    checked = check_train(config)
+    checked = check_train(config, device)
     start_run(config, ("actor", "critic") if checked.algorithm.needs_critic else ("actor",))
     return checked
 
 
 def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
     """The run, on rank 0 or alone."""
-    checked = begin_train(config)
+    checked = begin_train(config, lead.device)
     steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
     num_steps = count_steps(config, steps_per_epoch)
     with open_run(
         config,
         [*notes, checked.stream.summary()],
+        warnings=[
+            *unread(config, "train"),
+            *repeat_warnings(config.train_dataset.batch_size, len(checked.stream)),
+        ],
         title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=checked.dims,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pentad.config.model_rules import stop_ids_are_words
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
@@ -28,7 +29,6 @@ from pentad.rollout.workflows import Workflow, load_workflow
 from pentad.trainer.preflight import (
     Collector,
     answer_problems,
-    stop_problems,
     valid_stream,
     vocabulary_problems,
 )
@@ -82,7 +82,7 @@ def check_eval(config: Config) -> Subject:
     stream = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
-        asked.problems += stop_problems(config, dims)
+        asked.problems += stop_ids_are_words(config, dims)
         stream = asked.ask(lambda: valid_stream(config, dims, tokenizer))
         asked.problems += answer_problems(config, stream, config.valid_dataset)
     asked.settle()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
+
+from pentad.config.model_rules import stop_ids_are_words
 from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
-from pentad.core.device import pick_device
+from pentad.config.start_rules import (
+    DeviceKind,
+    cache_problems,
+    device_problems,
+    unbuilt_problems,
+)
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.layout import Allocation, Component
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.rl.settings import AlgorithmSettings
+from pentad.rollout.rewards import RewardScorer
 from pentad.rollout.workflows import Workflow, load_workflow
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start, trained_dims
@@ -22,7 +31,7 @@ from pentad.trainer.translate import (
     allocation_of,
     data_settings,
     register_models,
-    unbuilt_problems,
+    reward_settings,
 )
 
 T = TypeVar("T")
@@ -58,13 +67,12 @@ class Collector:
             raise UserError(self.problems)
 
 
-def check_train(config: Config) -> Checked:
+def check_train(config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
-    asked.problems += allocation_problems(config, needs_sampler=True)
-    asked.problems += server_problems(config, pick_device())
-    asked.problems += unbuilt_problems(config)
-    asked.problems += mode_problems(config)
+    asked.problems += unbuilt_problems(config, samples=True)
+    asked.problems += device_problems(config, kind_of(device), samples=True)
+    asked.problems += server_problems(config, device)
     path = config.actor.path
     assert path is not None, "checked with the config"
     algorithm = asked.ask(lambda: algorithm_settings(config))
@@ -72,10 +80,12 @@ def check_train(config: Config) -> Checked:
     dims = asked.ask(lambda: sampled_dims(config, path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
+    asked.ask(lambda: asyncio.run(try_reward(config)))
     stream = valid = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
-        asked.problems += stop_problems(config, dims)
+        asked.problems += stop_ids_are_words(config, dims)
+        asked.problems += cache_problems(config, dims, kind_of(device))
         asked.ask(lambda: check_start(config, "actor"))
         if algorithm is not None and algorithm.needs_critic:
             asked.ask(lambda: check_start(config, "critic"))
@@ -88,6 +98,10 @@ def check_train(config: Config) -> Checked:
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
 
 
+def kind_of(device: torch.device) -> DeviceKind:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
 def sampled_dims(config: Config, path: str) -> ModelDims:
     """Of a model that is trained and sampled; the embedded sampler knows model files only."""
     dims = trained_dims(config, path)
@@ -97,6 +111,18 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
         remedy = "sample with vllm or sglang, which run any HF model"
         raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
     return dims
+
+
+async def try_reward(config: Config) -> None:
+    """Raises UserError if the reward cannot be imported or called; models load for minutes."""
+    settings = reward_settings(config, config.train_dataset.answer_key)
+    if settings is None:
+        return
+    scorer = RewardScorer(replace(settings, sandbox=replace(settings.sandbox, num_workers=1)))
+    try:
+        await scorer.start()
+    finally:
+        await scorer.close()
 
 
 def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream:
@@ -146,19 +172,6 @@ def vocabulary_problems(
     return [Problem(f"{key} = {path}", rule)]
 
 
-def stop_problems(config: Config, dims: ModelDims) -> list[Problem]:
-    problems = []
-    outside = [token for token in config.gconfig.stop_token_ids if token >= dims.vocab_size]
-    if outside:
-        rule = f"{outside[0]} is outside the model's vocabulary of {dims.vocab_size}"
-        where = f"gconfig.stop_token_ids = {list(config.gconfig.stop_token_ids)}"
-        problems.append(Problem(where, rule, "leave it out"))
-    if "" in config.gconfig.stop:
-        where = f"gconfig.stop = {list(config.gconfig.stop)}"
-        problems.append(Problem(where, "every text holds the empty one", "leave it out"))
-    return problems
-
-
 def answer_problems(
     config: Config, stream: PromptStream | None, data: DatasetConfig | None
 ) -> list[Problem]:
@@ -177,43 +190,3 @@ def answer_problems(
         f"{len(stream)} rows have none, the first at {rows.where(missing[0])}"
     )
     return [Problem(where, rule, f"that row has {has}")]
-
-
-def allocation_problems(config: Config, *, needs_sampler: bool) -> list[Problem]:
-    """What of the allocation is not built; `plan` knows every layout."""
-    where = f"allocation_mode = {config.allocation_mode}"
-    allocation = allocation_of(config)
-    actor = allocation.find("actor")
-    problems = []
-    for component in allocation:
-        is_server = component.backend in ("vllm", "sglang")
-        if component.is_inference and (is_server or not needs_sampler):
-            continue
-        if component.backend not in ("embedded", "archon", "fsdp"):
-            rule = f"the {component.backend} backend is not built yet"
-            remedy = "use embedded:d1" if component.is_inference else "use archon"
-            problems.append(Problem(where, rule, remedy))
-        elif component.is_inference and component.world > 1:
-            rule = f"{component}: one embedded sampler is built, on the device of rank 0"
-            problems.append(Problem(where, rule, "use embedded:d1"))
-        elif (
-            actor and not component.is_inference and not _share_ranks(allocation, actor, component)
-        ):
-            rule = f"{component} and {actor} must stand on the same ranks, all that trains does"
-            problems.append(Problem(where, rule, "give both as many, joined with |"))
-    if config.scheduler.type != "local":
-        where = f"scheduler.type = {config.scheduler.type}"
-        remedy = "use local, under torchrun for several machines"
-        problems.append(Problem(where, "is not built yet", remedy))
-    return problems
-
-
-def _share_ranks(allocation: Allocation, actor: Component, other: Component) -> bool:
-    return other.world == actor.world and allocation.shares_devices(actor, other)
-
-
-def mode_problems(config: Config) -> list[Problem]:
-    if config.mode == "async" and (config.algorithm.kl_coef or config.algorithm.name == "distill"):
-        rule = "scorers on devices of their own are not built yet, and this algorithm needs one"
-        return [Problem("mode = async", rule, "use hybrid, which scores in the trainer")]
-    return []

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from pentad.config.schema import Config
+from pentad.config.start_rules import process_problems
 from pentad.core.device import pick_device
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError
 from pentad.core.layout import Layout
 from pentad.runtime.join import device_of
 from pentad.runtime.launch import LaunchSettings, run_ranks
@@ -24,8 +25,9 @@ from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
+from pentad.trainer.preflight import Collector, kind_of
 from pentad.trainer.run import RunSummary, take_folder
-from pentad.trainer.translate import check_device, component_of, register_models
+from pentad.trainer.translate import component_of, register_models
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ Run = Callable[[Lead, Config, Sequence[str], bool], RunSummary]
 
 def run_over_ranks(
     run: Run,
-    check: Callable[[Config], object],
+    check: Callable[[Config, torch.device], object],
     config: Config,
     notes: Sequence[str],
     fresh: bool,
@@ -46,7 +48,6 @@ def run_over_ranks(
 
     Under torchrun every rank comes here, and rank 0 alone returns.
     """
-    check_device(config, pick_device(device))
     world = component_of(config, "actor").world
     own = rank_from_environment()
     if world == 1 and (own is None or own.world == 1):
@@ -54,8 +55,10 @@ def run_over_ranks(
             return run(lead, config, notes, fresh)
     folder = Path()
     if own is None:
-        check(config)
-        check_devices(config, world, device)
+        asked = Collector()
+        asked.problems += rank_problems(config, world, pick_device(device))
+        asked.ask(lambda: check(config, pick_device(device)))
+        asked.settle()
         with take_folder(config, fresh=fresh) as taken:
             folder = taken.file("ranks/")
     payload = {
@@ -100,15 +103,14 @@ def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
     return asdict(summary) | {"records": str(summary.records), "model": str(summary.model)}
 
 
-def check_devices(config: Config, world: int, device: str) -> None:
-    """Each rank needs a GPU of its own where there are any."""
-    if device == "cpu" or not torch.cuda.is_available():
-        return
+def rank_problems(config: Config, world: int, device: torch.device) -> list[Problem]:
+    """Each rank needs a GPU of its own where there are any, and a process in any case."""
     count = torch.cuda.device_count()
-    if world > count:
+    if device.type == "cuda" and world > count:
         rule = f"needs {world} GPUs, and torch finds {count} on this machine"
         remedy = "make the axes smaller, or start it with torchrun on several machines"
-        raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
+        return [Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)]
+    return process_problems(config, kind_of(device))
 
 
 def layout_of(config: Config, role: str) -> Layout:

@@ -100,6 +100,7 @@ def open_run(
     config: Config,
     notes: Sequence[str],
     *,
+    warnings: Sequence[str],
     title: str,
     fresh: bool,
     dims: ModelDims,
@@ -117,6 +118,8 @@ def open_run(
         stack.enter_context(stop_early())
         for note in notes:
             log.info("%s", note)
+        for warning in warnings:
+            log.warning("%s", warning)
         if num_steps < (config.total_train_steps or 0):
             log.warning(
                 "total_train_steps = %d: the run ends after %d, which is total_train_epochs = %d; "
@@ -168,6 +171,14 @@ def logged_end() -> Iterator[None]:
         log.info("the run failed", exc_info=True)
         raise
     log.info("the run is complete")
+
+
+def repeat_warnings(batch_size: int, num_rows: int) -> list[str]:
+    """A batch that goes through the data more than once is rarely meant."""
+    if batch_size <= num_rows:
+        return []
+    where = f"train_dataset.batch_size = {batch_size}"
+    return [f"{where}: there are {num_rows} rows, so rows come several times in one step"]
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:

@@ -161,12 +161,6 @@ def server_problems(config: Config, device: torch.device) -> list[Problem | str]
     if component.backend == "embedded":
         return []
     problems: list[Problem | str] = []
-    if device.type == "cpu" and config.offload_rollout:
-        rule = f"{component.backend} cannot give back memory on a CPU"
-        problems.append(Problem("offload_rollout = true", rule, "leave it out"))
-    if device.type == "cpu" and server.weight_transport == "ipc":
-        where = "rollout.server.weight_transport = ipc"
-        problems.append(Problem(where, "there is no GPU to share", "use disk or broadcast"))
     if device.type == "cuda" and not server.addresses:
         problems += gpu_problems(config)
     if not server.addresses:

@@ -7,7 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pentad.config.schema import Config
+from pentad.config.start_rules import device_problems, unbuilt_problems
+from pentad.config.unread import unread
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Learner
 from pentad.core.types import Row
@@ -17,9 +21,9 @@ from pentad.engine.engine import build_engine
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
 from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.preflight import Collector, allocation_problems
+from pentad.trainer.preflight import Collector, kind_of
 from pentad.trainer.ranks import layout_of, run_over_ranks
-from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
+from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
 from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.start import (
@@ -34,7 +38,6 @@ from pentad.trainer.translate import (
     data_settings,
     engine_settings,
     register_models,
-    unbuilt_problems,
 )
 
 log = logging.getLogger(__name__)
@@ -47,9 +50,11 @@ def run_sft(
     return run_over_ranks(lead_sft, begin_sft, config, notes, fresh, device)
 
 
-def begin_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]:
+def begin_sft(
+    config: Config, device: torch.device
+) -> tuple[ModelDims, SftDataset, SftDataset | None]:
     """What must be done before anything else is, on any rank."""
-    checked = check_sft(config)
+    checked = check_sft(config, device)
     start_run(config, ("actor",))
     return checked
 
@@ -57,7 +62,7 @@ def begin_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]
 def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
     """The run, on rank 0 or alone."""
     assert config.actor.path is not None, "checked with the config"
-    dims, data, valid = begin_sft(config)
+    dims, data, valid = begin_sft(config, lead.device)
     layout = layout_of(config, "actor")
     weights = weights_folder(config, "actor")
     size = config.train_dataset.batch_size
@@ -75,6 +80,7 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
     with open_run(
         config,
         [*notes, data.summary()],
+        warnings=[*unread(config, "sft"), *repeat_warnings(size, len(data))],
         title=f"sft {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=dims,
@@ -107,11 +113,13 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
             return train(lead, run, learner, data, held_out, num_steps, size, stop)
 
 
-def check_sft(config: Config) -> tuple[ModelDims, SftDataset, SftDataset | None]:
+def check_sft(
+    config: Config, device: torch.device
+) -> tuple[ModelDims, SftDataset, SftDataset | None]:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
-    asked.problems += allocation_problems(config, needs_sampler=False)
-    asked.problems += unbuilt_problems(config)
+    asked.problems += unbuilt_problems(config, samples=False)
+    asked.problems += device_problems(config, kind_of(device), samples=False)
     path = config.actor.path
     assert path is not None, "checked with the config"
     asked.ask(lambda: register_models(config))

@@ -8,9 +8,9 @@ import torch
 
 from pentad.config.memory import default_microbatch_tokens
 from pentad.config.plan import reshards
-from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig
+from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.seeds import derive_seed
 from pentad.core.types import SamplingParams
@@ -129,40 +129,6 @@ def engine_settings(
             total_steps=total_steps,
         ),
     )
-
-
-def check_device(config: Config, device: torch.device) -> None:
-    """Refuses what the device cannot honour, before anything is made."""
-    if device.type == "cuda":
-        return
-    models = {"actor": config.actor}
-    if config.algorithm.name in WITH_CRITIC:
-        models["critic"] = config.critic
-    problems = []
-    for role, model in models.items():
-        rule = f"blocks are compiled on CUDA only, and this run computes on {device}"
-        if model.archon.ac_mode == "memory_budget":
-            where = f"{role}.archon.ac_mode = memory_budget"
-            rule = f"the compiler keeps to it: {rule}"
-            problems.append(Problem(where, rule, "use selective or full"))
-        elif model.archon.enable_compile is True:
-            problems.append(Problem(f"{role}.archon.enable_compile = true", rule, "leave it out"))
-    if problems:
-        raise UserError(problems)
-
-
-def unbuilt_problems(config: Config) -> list[Problem]:
-    """Values that the schema knows and this version cannot honour: refused, never ignored."""
-    found: dict[str, tuple[object, object, str]] = {
-        "balance_data": (config.balance_data, False, "rows are always spread by cost"),
-        "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
-        "saver.mode": (config.saver.mode, "async", "exports are written while training waits"),
-    }
-    return [
-        Problem(f"{key} = {str(value).lower()}", rule, "leave it out")
-        for key, (value, refused, rule) in found.items()
-        if value == refused and type(value) is type(refused)
-    ]
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:

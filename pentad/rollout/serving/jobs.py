@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """As with OpenAI; a chat answer may fill the context."""
 CHAT = Columns(key="messages", messages_key="messages")
 PLAIN = Columns(key="prompt")
+CALLS = ("tool_calls", "function_call", "audio")
+"""Fields of a message that are part of what was said, beside its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +191,11 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) 
         rule = f"the tokenizer in {tokenizer.folder} has no chat template"
         raise ApiError(Problem("messages", rule, "use /v1/completions"), param="messages")
     try:
-        plain = messages_of({"messages": [flat(m) for m in messages]}, "messages", CHAT)
+        flattened = [with_calls(flat(message)) for message in messages]
+        plain = messages_of({"messages": flattened}, "messages", CHAT)
         if plain[-1]["role"] == "assistant":
             raise BadRow("the last one is the assistant's, so there is nothing to answer")
+        check_shown(plain, tokenizer)
     except BadRow as error:
         raise ApiError(error.at("messages"), param="messages") from error
     return plain
@@ -208,6 +213,51 @@ def flat(message: Mapping[str, Any]) -> dict[str, Any]:
     if kinds != ["text"] * len(content) or not all(isinstance(text, str) for text in texts):
         raise BadRow(f"content has parts {shown(kinds)}", "there is only text")
     return {**message, "content": "".join(map(str, texts))}
+
+
+def with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of tool calls as objects, which templates write out; OpenAI's are texts of JSON."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise BadRow(f"tool_calls = {shown(calls)} is not a list")
+    return {**message, "tool_calls": [read_call(call) for call in calls]}
+
+
+def read_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not function.get("name"):
+        raise BadRow(f"tool_calls holds {shown(call)}", "give type, id and function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            rule = f"the arguments of {shown(function['name'])} are not JSON: {error}"
+            raise BadRow(rule) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def check_shown(messages: Messages, tokenizer: Tokenizer) -> None:
+    """What a template passes over would silently be no part of the conversation."""
+    for index, message in enumerate(messages):
+        for field in CALLS:
+            if not message.get(field):
+                continue
+            bare = {key: value for key, value in message.items() if key != field}
+            others = [*messages[:index], bare, *messages[index + 1 :]]
+            if _text_of(others, tokenizer) == _text_of(messages, tokenizer):
+                rule = f"the chat template in {tokenizer.folder} does not show {field}"
+                raise BadRow(f"message {index + 1}: {rule}", "write the call as content")
+
+
+def _text_of(messages: Messages, tokenizer: Tokenizer) -> str | None:
+    """None where the template refuses them."""
+    try:
+        return render(messages, tokenizer, for_answer=True)
+    except BadRow:
+        return None
 
 
 def check_unicode(text: str, where: str) -> None:

@@ -297,6 +297,20 @@ BROKEN = [
         "whole distribution",
     ),
     (
+        "model_files_can_be_found",
+        "plan",
+        ["model_files=[mine.py]"],
+        "model_files = mine.py",
+        "is not a place with a :",
+    ),
+    (
+        "stop_texts_are_not_empty",
+        "train",
+        ["gconfig.stop=['', a]"],
+        "gconfig.stop = ['', 'a']",
+        "every text holds",
+    ),
+    (
         "training_draws_from_all_tokens",
         "train",
         ["gconfig.top_k=5"],

@@ -263,3 +263,61 @@ def test_fp16_is_refused_with_its_reason(key):
     assert f"{key} = fp16" in problem.where
     assert problem.rule == "fp16 overflows without loss scaling, which is not built"
     assert problem.remedy.startswith("use bfloat16; it must be ")
+
+
+@pytest.mark.parametrize("text", ["1.10", "007", "1_000", "1e3", "-0.50"])
+def test_a_number_where_text_is_wanted_is_the_text_that_was_written(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"trial_name: {text}\nexperiment_name: ${{trial_name}}-x\n"
+        f"gconfig: {{stop: [{text}, a]}}\nactor: {{path: {text}, optimizer: {{lr: 0.10}}}}\n"
+    )
+    config = load_config(path)
+    assert config.trial_name == config.actor.path == text
+    assert config.experiment_name == f"{text}-x"
+    assert config.gconfig.stop == (text, "a")
+    assert config.actor.optimizer.lr == 0.1
+    given = load_config(None, [f"trial_name={text}", f"actor={{path: {text}}}", f"user={text}"])
+    assert given.trial_name == given.actor.path == given.user == text
+
+
+@pytest.mark.parametrize("text", ["#1", "1.10 #a", "a b # c", "*.x", "a: b", "&c", "- d", "on"])
+def test_a_bare_override_of_a_text_is_that_text(text):
+    assert load_config(None, [f"trial_name={text}"]).trial_name == text
+
+
+def test_half_a_character_is_refused_and_can_be_printed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text('trial_name: "a\\ud800"\nactor: {path: x}\n')
+    (problem,) = read_config(path).problems
+    assert str(problem) == (
+        "trial_name = a\\ud800 (recipe.yaml:1): holds half of a character, which no file can; "
+        "write it in UTF-8."
+    )
+    (problem,) = read_config(None, ["user=b\udcff"]).problems
+    assert str(problem).startswith("user = b\\udcff (command line): holds half of a character")
+    (problem,) = read_config(None, ["seed=b\udcff"]).problems
+    assert 'override "seed=b\\udcff": the value is not YAML' in str(problem)
+    assert "\n" not in str(problem) and str(problem).encode()
+
+
+def test_numbers_that_fit_nowhere_are_refused():
+    (problem,) = read_config(None, [f"seed={2**63}"]).problems
+    assert "must be an integer of at least 0; numbers have at most 63 bits" in str(problem)
+    assert load_config(None, [f"seed={2**63 - 1}"]).seed == 2**63 - 1
+    (problem,) = read_config(None, ["rollout.kv_cache_gb=1e300"]).problems
+    assert "above 0 and at most 1e+06" in str(problem)
+
+
+def test_of_a_recipe_that_cannot_be_read_nothing_else_is_said(tmp_path):
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path / "none.yaml", [], "train")
+    (problem,) = error.value.problems
+    assert "no such file" in str(problem)
+    (tmp_path / "number.yaml").write_text(f"seed: {'9' * 5000}\n")
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path / "number.yaml", [], "train")
+    assert str(error.value) == (
+        f"recipe = {tmp_path}/number.yaml: cannot be read: exceeds the limit (4300 digits) for "
+        "integer string conversion."
+    )

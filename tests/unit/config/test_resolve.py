@@ -1,7 +1,7 @@
 import pytest
 
 from pentad.config.load import dump_config, load_config, prepare
-from pentad.config.resolve import DEFAULT_KL_COEF, resolve
+from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
 
 MODEL = "actor.path=Qwen/Qwen3-8B"
 
@@ -127,21 +127,6 @@ def test_a_critic_starts_from_the_actor():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("actor.enable_tree_training=true", "tree training is not built"),
-        ("num_data_storage_units=2", "without effect"),
-        ("teacher.path=x", "without effect in grpo"),
-        ("critic.path=x", "grpo has no critic"),
-    ],
-)
-def test_what_nobody_reads_is_said_and_said_again(override, said):
-    config, notes = resolved(override)
-    assert sum(said in note for note in notes) == 1
-    assert sum(said in note for note in resolve(config)[1]) == 1
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         [MODEL],
@@ -158,3 +143,15 @@ def test_a_resolved_config_fed_back_is_the_same_and_raises_no_notes(tmp_path, ov
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     assert prepare(path) == (config, [])
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_the_tilde_of_a_path_is_the_home_folder(key, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir("/")
+    found = resolved(f"{key}=~/m")[0].model_dump()
+    for name in key.split("."):
+        found = found[name]
+    assert found == "/home/me/m"
+    # Nobody of that name: a folder that is not there, and no crash.
+    assert resolved("actor.path=~nobody-here/m")[0].actor.path == "/~nobody-here/m"

@@ -187,7 +187,7 @@ def test_what_is_dumped_reads_back_equal(tmp_path_factory, values):
     [
         ("? [a, b]\n: c\n", "a key must be a word"),
         ("seed: \x01\n", "is not YAML: unacceptable character"),
-        ("seed: " + "9" * 5000, "cannot be read: Exceeds the limit"),
+        ("seed: " + "9" * 5000, "cannot be read: exceeds the limit"),
         ("a: " + "[" * 3000 + "]" * 3000, "cannot be read: maximum recursion depth"),
     ],
 )

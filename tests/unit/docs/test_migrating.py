@@ -9,10 +9,10 @@ from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
 from pentad.config.foreign import NOT_BUILT, SPELLED
 from pentad.config.load import prepare, read_config
+from pentad.config.start_rules import unbuilt_problems
 from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
 from pentad.models.families import known_families
-from pentad.trainer.translate import unbuilt_problems
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "migrating.md").read_text()
@@ -60,7 +60,8 @@ def test_values_that_train_refuses_are_all_on_the_page_and_refused():
     overrides = [f"{key}={value}" for key, value in REFUSED]
     config, _ = prepare(None, ["actor.path=Qwen/Qwen3-8B", *overrides], "plan")
     said = [
-        str(problem).partition(":")[0].replace(" = ", "=") for problem in unbuilt_problems(config)
+        str(problem).partition(":")[0].replace(" = ", "=")
+        for problem in unbuilt_problems(config, samples=True)
     ]
     assert sorted(said) == sorted(overrides)
 

@@ -271,7 +271,7 @@ def trained(*overrides):
     }
     changed = dict(entry.split("=", 1) for entry in overrides)
     given = [f"{key}={value}" for key, value in {**base, **changed}.items()]
-    return refusal(lambda: check_train(prepare(None, given, "train")[0]))
+    return refusal(lambda: check_train(prepare(None, given, "train")[0], torch.device("cpu")))
 
 
 def end(call):

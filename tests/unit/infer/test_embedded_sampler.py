@@ -249,7 +249,10 @@ def test_settings_that_cannot_work_are_refused(settings, sentence):
 
 
 def test_a_cache_without_a_block_is_refused(make_sampler):
-    with pytest.raises(UserError, match="holds no block of 4 tokens"):
+    with pytest.raises(
+        UserError,
+        match="no room for a block of 4 tokens.*rollout.kv_cache_gb of a run, --kv-cache-gb of",
+    ):
         make_sampler(kv_cache_tokens=None, kv_cache_bytes=100)
 
 

@@ -118,12 +118,16 @@ def test_a_draft_never_replaces_a_file(folder):
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("no.such.module:SPEC", r"cannot be imported \(No module named 'no'\)"),
+        ("no.such.module:SPEC", r"cannot be imported \(ModuleNotFoundError: No module named 'no"),
+        ("broken.py:SPEC", r"cannot be imported \(SyntaxError: "),
+        ("leaving.py:SPEC", r"cannot be imported \(SystemExit: 3\)"),
         ("absent.py:SPEC", "cannot be imported"),
         ("pentad.models.qwen3:RULES", "is a tuple, not a ModelSpec"),
-        ("pentad.models.qwen3:SPECIAL", r"cannot be imported \('SPECIAL'\)"),
+        ("pentad.models.qwen3:SPECIAL", r"cannot be imported \(KeyError: 'SPECIAL'\)"),
     ],
 )
 def test_a_wrong_path_is_told(folder, path, sentence):
+    (folder / "broken.py").write_text("def (:\n")
+    (folder / "leaving.py").write_text("import sys; sys.exit(3)\n")
     with pytest.raises(UserError, match=f"model = {path}: {sentence}"):
         families.spec_of(path)

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from pentad.models.columns import padded_vocab
+from pentad.models.families import known_families
 from pentad.models.registry import dims_of, map_of, spec_of
 from pentad.weights import flow
 from pentad.weights.flow import Pairs, whole_shards
@@ -78,3 +79,41 @@ def test_every_weight_but_the_value_head_comes_back(column):
     back = dict(flow.iter_sources(theirs, weight_map))
     assert back.keys() == hf.keys() == map_of(dims).sources.keys() - {"score.weight"}
     assert all(torch.equal(back[name], hf[name]) for name in hf)
+
+
+LAYER = "decoder.layers.{i}."
+LOCAL_NAMES = {
+    LAYER + "self_attention.linear_qkv.layer_norm_weight": LAYER + "input_layernorm.weight",
+    LAYER + "mlp.linear_fc1.layer_norm_weight": LAYER + "pre_mlp_layernorm.weight",
+    LAYER + "mlp.experts.linear_fc1.weight{e}": (
+        LAYER + "mlp.experts.local_experts.{e}.linear_fc1.weight"
+    ),
+    LAYER + "mlp.experts.linear_fc2.weight{e}": (
+        LAYER + "mlp.experts.local_experts.{e}.linear_fc2.weight"
+    ),
+}
+"""Of megatron-core 0.16: what its local layer spec calls differently from Transformer-Engine's."""
+SAME_NAMES = {
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "decoder.final_layernorm.weight",
+    *(f"{LAYER}self_attention.linear_{x}.{y}" for x in ("qkv", "proj") for y in ("weight", "bias")),
+    *(f"{LAYER}self_attention.{x}_layernorm.weight" for x in "qk"),
+    *(f"{LAYER}mlp.linear_{x}.{y}" for x in ("fc1", "fc2") for y in ("weight", "bias")),
+    *(f"{LAYER}mlp.shared_experts.linear_{x}.weight" for x in ("fc1", "fc2")),
+    LAYER + "mlp.shared_experts.gate_weight",
+    LAYER + "mlp.router.weight",
+    LAYER + "mlp.router.expert_bias",
+    LAYER + "pre_mlp_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("family", known_families())
+def test_names_and_aliases_are_those_of_megatron_core(family):
+    """An alias is read by no round trip through the other spelling, so it is held to a list."""
+    rules = spec_of(family).megatron
+    assert rules, "every family here has a column"
+    for rule in rules:
+        given = {rule.target: rule.alias[0] if rule.alias else rule.target}
+        assert len(rule.alias) <= 1
+        assert given.items() <= {**{name: name for name in SAME_NAMES}, **LOCAL_NAMES}.items()

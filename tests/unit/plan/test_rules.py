@@ -6,8 +6,9 @@ import pytest
 
 from pentad.config.catalog import MODELS
 from pentad.config.load import read_config
+from pentad.config.model_rules import check_layout
 from pentad.config.resolve import resolve
-from pentad.config.rules import check_layout, layout_notes, layout_problems
+from pentad.config.rules import layout_notes, layout_problems
 from pentad.core.dims import ModelDims
 
 DENSE = MODELS["Qwen3-8B"]  # 32 heads, 8 kv heads, 36 layers, width 12288
@@ -35,6 +36,7 @@ RED = [
     ("sampler", ODD, ["vllm:t8+archon:d1"], None, "t8 of vllm must divide num_heads = 28", "7, 14"),
     ("sampler", DENSE, ["vllm:p64+archon:d1"], None, "p64 of vllm exceeds num_layers = 36", "36"),
     ("fsdp", DENSE, ["fsdp:t16"], None, "t16 of fsdp must divide num_kv_heads = 8", "1, 2, 4, 8"),
+    ("fsdp", MOE, ["fsdp:t2"], None, "t2 of fsdp would cut experts", "use t1, or archon"),
     ("fsdp", MOE, ["fsdp:d2", "actor.archon.moe_z_loss_coef=1"], None, "needs a model file", "out"),
     ("megatron", DENSE, ["megatron:d2p2t2"], None, "Megatron-Core is not built", "archon:d2p2t2"),
     (
@@ -254,7 +256,9 @@ def test_answers_fit_the_positions_of_the_model(tmp_path):
     assert check_layout(config_of(*keys, *long)) == []  # a plan for sft: nothing is sampled
     hf["rope_scaling"] = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    assert check_layout(config_of(*keys, "train_dataset.max_length=110")) == []
+    # What a run samples and trains ends at max_position_embeddings, stretched or not.
+    (found,) = check_layout(config_of(*keys, "train_dataset.max_length=110"))
+    assert found.remedy == "use at most 1"
 
 
 def test_train_needs_a_sampler_and_sft_and_plan_do_not():
@@ -275,9 +279,4 @@ def test_notes_tell_what_is_lawful_and_odd():
     config = config_of("allocation_mode=embedded:d1+archon:d8", "gconfig.n_samples=4", *keys)
     (note,) = layout_notes(config, DENSE)
     assert "a step has 4 samples for d * n_mbs = 8" in note
-    config = config_of("allocation_mode=embedded:d2+archon:d1", "scheduler.type=ray")
-    assert layout_notes(config, DENSE) == [
-        "embedded:d2: planned here; train takes embedded:d1, vllm or sglang",
-        "scheduler.type = ray: planned here, refused by train",
-    ]
     assert layout_notes(config_of("actor.path=Qwen3-8B"), DENSE) == []

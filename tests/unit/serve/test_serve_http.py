@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from pentad.cli import serve as serve_command
+from pentad.cli.main import app
 from pentad.core.errors import UserError
-from pentad.models.registry import save_model
+from pentad.data.tokenizer import load_tokenizer
+from pentad.models import families
+from pentad.models.registry import create_model, dims_of, save_model
+from pentad.rollout.serving.jobs import chat_ids
 from pentad.rollout.serving.server import bind
 
 LONG = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True}
@@ -37,7 +44,20 @@ def parts(*found):
     return [{"role": "user", "content": list(found)}]
 
 
+def called(**call):
+    """A conversation in which the assistant called a tool."""
+    calls = [{"type": "function", "id": "c1", "function": call}]
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+
+
 BAD = [
+    (chat(messages=called(name="f", arguments="{}")), 400, "messages", "does not show tool_calls"),
+    (chat(messages=called(name="f", arguments="{")), 400, "messages", "are not JSON"),
+    (chat(messages=called(arguments="{}")), 400, "messages", "give type, id and function"),
     (completion(model="other"), 404, "model", "model = other: this server has only tiny"),
     (completion(model="\ud800"), 404, "model", "model = \\ud800: this server has only tiny"),
     (completion(**{"\ud800": 1}), 400, "\\ud800", "\\ud800 = 1: there is no such field"),
@@ -333,3 +353,41 @@ def test_the_command_serves_at_loopback_and_ends_on_sigterm(
             process.kill()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), 2)
+
+
+def test_tool_calls_of_a_conversation_are_rendered_as_the_template_says(byte_folder, tmp_path):
+    folder = tmp_path / "tools"
+    shutil.copytree(byte_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }} "
+        "{{ c.function.arguments | tojson }}]{% endfor %};{% endfor %}"
+    )
+    tokenizer = load_tokenizer(folder)
+    ids = chat_ids(called(name="add", arguments='{"a": 1}'), tokenizer)
+    assert tokenizer.decode(ids) == 'user:Hi;assistant:[add {"a": 1}];tool:42;'
+
+
+def test_a_model_file_of_your_own_is_served(byte_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "REGISTERED", {})
+    folder = tmp_path / "own"
+    shutil.copytree(byte_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "from pentad.models.qwen3 import SPEC as QWEN3\n"
+        "SPEC = replace(QWEN3, family='mine', "
+        "read_dims=lambda hf: QWEN3.read_dims({**hf, 'model_type': 'qwen3'}))\n"
+    )
+    served = []
+    monkeypatch.setattr(serve_command.asyncio, "run", lambda work: served.append(work.close()))
+    model = create_model(dims_of(byte_folder), seed=1)
+    save_model(model, tmp_path / "weights", source_folder=byte_folder)
+    shutil.copy(tmp_path / "weights" / "model.safetensors", folder)
+    words = ["serve", str(folder), "--port", "0", "--device", "cpu"]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2 and "model_type = mine: no such model family" in refused.output
+    shown = CliRunner().invoke(app, [*words, "--model-files", f"{tmp_path}/mine.py:SPEC"])
+    assert shown.exit_code == 0, shown.output
+    assert served == [None]

@@ -64,5 +64,5 @@ def test_a_model_file_of_the_config_trains_as_the_family_it_copies(task):
 
 
 def test_a_model_file_that_is_not_there_is_told(task):
-    with pytest.raises(UserError, match=r"model = gone.py:SPEC: cannot be imported"):
+    with pytest.raises(UserError, match=r"model_files = gone.py:SPEC: there is no file gone.py"):
         sft(task, "known", "model_files=[gone.py:SPEC]")

@@ -103,18 +103,6 @@ def test_a_server_that_is_not_installed_is_refused_before_the_run(config, monkey
     assert f"there is no interpreter {tmp_path}/bin/python" in str(said)
 
 
-def test_what_a_cpu_cannot_do_is_refused(config):
-    asked = config(
-        "allocation_mode=vllm:d1|archon:d1",
-        "rollout.server.addresses=[http://a:1]",
-        "offload_rollout=true",
-        "rollout.server.weight_transport=ipc",
-    )
-    said = " ".join(map(str, server_problems(asked, CPU)))
-    assert "offload_rollout = true: vllm cannot give back memory on a CPU" in said
-    assert "weight_transport = ipc: there is no GPU to share" in said
-
-
 def test_more_gpus_than_there_are_is_refused(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     python = f"rollout.server.python={sys.executable}"

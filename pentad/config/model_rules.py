@@ -1,0 +1,166 @@
+"""The rules between a run and the models it names, read off their config.json without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from pentad.config.catalog import dims_of, model_type
+from pentad.config.rules import (
+    count_devices,
+    known_dims,
+    layout_problems,
+    problems_of,
+    read_allocation,
+    samples,
+)
+from pentad.config.schema import WITH_CRITIC, Config
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.core.families import has_model_file, no_such_family, own_families
+
+COUNTED_WITHOUT_FILE = ("mistral",)
+"""Families without a model file of which `ModelDims` tells all there is."""
+
+
+def check_layout(
+    config: Config, command: str = "plan", skip: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """The layout rules for a command, the model and the machine looked up; `skip`: bad keys."""
+    problems = unknown_families(config, command, skip)
+    dims: ModelDims | None = None
+    is_sampled = command != "sft" and samples(config)
+    if config.actor.path is not None and "actor.path" not in skip and not problems:
+        try:
+            dims = dims_of(config.actor.path)
+            if is_sampled and (Path(config.actor.path) / "config.json").is_file():
+                problems += context_fits(config, dims)
+                problems += routes_exist(config, dims)
+                problems += stop_ids_are_words(config, dims)
+        except UserError as error:
+            # A run complains about a missing folder by itself.
+            if command == "plan" and uncounted(config) is None:
+                problems += problems_of(error)
+    if command == "plan":
+        problems += unknown_models(config, skip)
+    if is_sampled and dims is not None and not skip & {"ref.path", "teacher.path"}:
+        problems += tags_are_alike(config, dims)
+    if "allocation_mode" in skip:
+        return problems
+    if command == "train" and not samples(config):
+        where = f"allocation_mode = {config.allocation_mode}"
+        remedy = f"use for instance embedded:d1|{config.allocation_mode}"
+        problems.append(Problem(where, "there is no sampler, and train needs one", remedy))
+    return problems + layout_problems(config, dims, count_devices(config))
+
+
+def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list[Problem]:
+    """Models without a model file, which `fsdp` trains and the embedded sampler cannot run.
+
+    Of model files of the user's own only a run knows which families they are for.
+    """
+    allocation, _ = read_allocation(config)
+    if allocation is None or config.model_files or "model_files" in skip:
+        return []
+    actor, rollout = allocation.find("actor"), allocation.find("rollout")
+    is_fsdp = actor is not None and actor.backend == "fsdp"
+    samples_here = command != "sft" and rollout is not None and rollout.backend == "embedded"
+    has_critic = command != "sft" and config.algorithm.name in WITH_CRITIC
+    paths = [config.actor.path, config.critic.path if has_critic else None]
+    found: dict[str, Problem] = {}
+    for path in filter(None, paths):
+        family = model_type(path)
+        if family is None or has_model_file(family):
+            continue
+        if not is_fsdp:
+            found[family] = no_such_family(family, own_families())
+        elif samples_here and path == config.actor.path:
+            rule = f"the embedded sampler has no model file for model_type = {family}"
+            remedy = "sample with vllm or sglang, which run any HF model"
+            found[family] = Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
+    return list(found.values())
+
+
+def uncounted(config: Config) -> str | None:
+    """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
+    allocation, _ = read_allocation(config)
+    actor = allocation.find("actor") if allocation else None
+    if actor is None or actor.backend != "fsdp" or config.actor.path is None:
+        return None
+    family = model_type(config.actor.path)
+    if family is None or has_model_file(family) or family in COUNTED_WITHOUT_FILE:
+        return None
+    return f"memory unknown for this architecture (model_type = {family}): it is not counted"
+
+
+def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
+    """Further models whose dimensions cannot be found out."""
+    has_critic = config.algorithm.name in WITH_CRITIC
+    paths = {
+        "critic.path": config.critic.path if has_critic else None,
+        "ref.path": config.ref.path if config.algorithm.kl_coef else None,
+        "teacher.path": config.teacher.path if config.algorithm.name == "distill" else None,
+    }
+    problems: list[Problem] = []
+    for key, path in paths.items():
+        if path is None or path == config.actor.path or key in skip:
+            continue
+        try:
+            dims_of(path, key)
+        except UserError as error:
+            problems += problems_of(error)
+    return problems
+
+
+def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
+    """The longest sequence a run can meet lies within the model's positions."""
+    limit = dims.max_position
+    asked = {"gconfig": ("train_dataset", config.train_dataset, config.gconfig.max_new_tokens)}
+    if config.valid_dataset is not None and config.evaluator.max_new_tokens is not None:
+        answer = config.evaluator.max_new_tokens
+        asked["evaluator"] = ("valid_dataset", config.valid_dataset, answer)
+    for key, (name, data, answer) in asked.items():
+        least = data.max_length or 1  # a prompt has at least one token
+        if least + answer > limit:
+            given = f" and a prompt of {name}.max_length = {least}" if data.max_length else ""
+            rule = f"the answer{given} does not fit the model's {limit} positions"
+            where = f"{key}.max_new_tokens = {answer}"
+            yield Problem(where, rule, f"use at most {max(limit - least, 1)}")
+
+
+def routes_exist(config: Config, dims: ModelDims) -> Iterator[Problem]:
+    if config.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
+        rule = f"the model in {config.actor.path} has no mixture of experts"
+        yield Problem("rollout.replay_routes = true", rule, "leave it out")
+
+
+def stop_ids_are_words(config: Config, dims: ModelDims) -> Iterator[Problem]:
+    ids = config.gconfig.stop_token_ids
+    outside = [token for token in ids if token >= dims.vocab_size]
+    if outside:
+        rule = f"{outside[0]} is outside the model's vocabulary of {dims.vocab_size}"
+        yield Problem(f"gconfig.stop_token_ids = {list(ids)}", rule, "leave it out")
+
+
+def tags_are_alike(config: Config, actor: ModelDims) -> Iterator[Problem]:
+    """Reference and teacher are other weights of the actor's model, so they are made like it."""
+    paths = {
+        "ref.path": config.ref.path if config.algorithm.kl_coef else None,
+        "teacher.path": config.teacher.path if config.algorithm.name == "distill" else None,
+    }
+    for key, path in paths.items():
+        dims = known_dims(path)
+        if dims is None:
+            continue
+        given, wanted = asdict(dims), asdict(actor)
+        unlike = [n for n in given if n not in OF_THE_ACTOR and given[n] != wanted[n]]
+        if unlike:
+            name = unlike[0]
+            rule = f"its {name} is {given[name]} and the actor's {wanted[name]}"
+            remedy = "give weights of the same architecture: they take turns in the actor's model"
+            yield Problem(f"{key} = {path}", rule, remedy)
+
+
+OF_THE_ACTOR = ("max_position", "initializer_range")
+"""How long texts may be and how weights begin: what the weights of a tag do not depend on."""

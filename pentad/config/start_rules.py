@@ -1,0 +1,143 @@
+"""Rules on what a run can start: what is built, and what the device it computes on can do.
+
+A start refuses by these what a plan only points out (`plan` draws layouts that are not built yet)
+or refuses too, where it plans for the machine it is asked on. Both say the same sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pentad.config.machine import GIB, host_memory, num_cores
+from pentad.config.memory import OVERHEAD_BYTES, Sampling, kv_token_bytes
+from pentad.config.resolve import parsed_allocation
+from pentad.config.schema import WITH_CRITIC, Config
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem
+from pentad.core.layout import Allocation, Component
+
+DeviceKind = Literal["cuda", "cpu"]
+RANKS_PER_CORE = 16
+"""A rank takes 5 s of a core to start; so many take over a minute and then crawl."""
+BLOCK_TOKENS = 16
+"""Of the embedded sampler's cache (infer.settings)."""
+
+
+def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
+    """What the schema and `plan` know and this version cannot do: refused, never ignored."""
+    found: dict[str, tuple[object, object, str]] = {
+        "balance_data": (config.balance_data, False, "rows are always spread by cost"),
+        "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
+        "saver.mode": (config.saver.mode, "async", "exports are written while training waits"),
+    }
+    problems = [
+        Problem(f"{key} = {str(value).lower()}", rule, "leave it out")
+        for key, (value, refused, rule) in found.items()
+        if value == refused and type(value) is type(refused)
+    ]
+    allocation = parsed_allocation(config)
+    if allocation is not None:
+        problems += _unbuilt_layouts(config, allocation, samples)
+    if config.scheduler.type != "local":
+        where = f"scheduler.type = {config.scheduler.type}"
+        remedy = "use local, under torchrun for several machines"
+        problems.append(Problem(where, "is not built yet", remedy))
+    needs_scorer = config.algorithm.kl_coef or config.algorithm.name == "distill"
+    if samples and config.mode == "async" and needs_scorer:
+        rule = "scorers on devices of their own are not built yet, and this algorithm needs one"
+        problems.append(Problem("mode = async", rule, "use hybrid, which scores in the trainer"))
+    return problems
+
+
+def _unbuilt_layouts(config: Config, allocation: Allocation, samples: bool) -> Iterator[Problem]:
+    where, actor = f"allocation_mode = {config.allocation_mode}", allocation.find("actor")
+    for part in allocation:
+        if part.is_inference:
+            if samples and part.backend == "embedded" and part.world > 1:
+                rule = f"{part}: one embedded sampler is built, on the device of rank 0"
+                yield Problem(where, rule, "use embedded:d1")
+        elif actor and not _share_ranks(allocation, actor, part):
+            rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
+            yield Problem(where, rule, "give both as many, joined with |")
+
+
+def _share_ranks(allocation: Allocation, actor: Component, other: Component) -> bool:
+    return other.world == actor.world and allocation.shares_devices(actor, other)
+
+
+def device_problems(config: Config, kind: DeviceKind, *, samples: bool) -> list[Problem]:
+    """What a run that computes on such a device cannot honour."""
+    if kind == "cuda":
+        return []
+    models = {"actor": config.actor}
+    if samples and config.algorithm.name in WITH_CRITIC:
+        models["critic"] = config.critic
+    problems = []
+    for role, model in models.items():
+        rule = "blocks are compiled on CUDA only, and this run computes on cpu"
+        if model.archon.ac_mode == "memory_budget":
+            where = f"{role}.archon.ac_mode = memory_budget"
+            rule = f"the compiler keeps to it: {rule}"
+            problems.append(Problem(where, rule, "use selective or full"))
+        elif model.archon.enable_compile is True:
+            problems.append(Problem(f"{role}.archon.enable_compile = true", rule, "leave it out"))
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    if samples and rollout and rollout.backend != "embedded":
+        if config.offload_rollout:
+            rule = f"{rollout.backend} cannot give back memory on a CPU"
+            problems.append(Problem("offload_rollout = true", rule, "leave it out"))
+        if config.rollout.server.weight_transport == "ipc":
+            where = "rollout.server.weight_transport = ipc"
+            problems.append(Problem(where, "there is no GPU to share", "use disk or broadcast"))
+    return problems
+
+
+def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
+    """Whether this machine can hold a process for each rank where they share its cores.
+
+    Where torchrun starts them, it is for whoever gave their number to know.
+    """
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if not actor or kind == "cuda":
+        return []
+    rule = too_many_ranks(actor.world)
+    if rule is None:
+        return []
+    remedy = "make the axes smaller, start it with torchrun, or plan with cluster.n_gpus_per_node"
+    return [Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)]
+
+
+def too_many_ranks(world: int) -> str | None:
+    """Why this machine cannot hold so many processes that compute on its cores; None if it can."""
+    cores, (memory_bytes, _) = num_cores(), host_memory()
+    most = max(1, min(RANKS_PER_CORE * cores, memory_bytes // OVERHEAD_BYTES["cpu"]))
+    if world <= most:
+        return None
+    room = f"{cores} cores with {memory_bytes / GIB:.0f} GiB"
+    return f"starts {world} processes here, and {room} hold at most {most}"
+
+
+def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
+    """The embedded sampler's cache holds the longest sequence, if its size is given."""
+    allocation, size_gb = parsed_allocation(config), config.rollout.kv_cache_gb
+    rollout = allocation and allocation.find("rollout")
+    if size_gb is None or not rollout or rollout.backend != "embedded":
+        return []
+    is_wide = config.actor.dtype == "float32" or (config.actor.dtype == "auto" and kind == "cpu")
+    prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
+    longest = min(prompt + config.gconfig.max_new_tokens, dims.max_position)
+    sampling = Sampling(
+        dims=dims, weight_bytes=4 if is_wide else 2, sequence_tokens=longest, num_sequences=1
+    )
+    block_bytes = BLOCK_TOKENS * kv_token_bytes(sampling)
+    num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
+    needed = -(-longest // BLOCK_TOKENS)
+    if num_blocks >= needed:
+        return []
+    tokens = int(max(num_blocks, 0)) * BLOCK_TOKENS
+    rule = f"holds {tokens} tokens, and prompt and answer may have {longest}"
+    least_gb = 1.01 * (needed + 1) * block_bytes / GIB  # three digits are off by less
+    return [Problem(f"rollout.kv_cache_gb = {size_gb:g}", rule, f"give at least {least_gb:.3g}")]

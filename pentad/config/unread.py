@@ -1,0 +1,168 @@
+"""Which keys a run does not read, given its other keys: each is told, none is silently ignored.
+
+One table says when a key is read. A key that differs from its default and is not read costs one
+sentence, in `plan` and at the start of a run; it is no error, since recipes are used for several
+layouts and commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pentad.config.describe import fields, show
+from pentad.config.resolve import parsed_allocation, pipeline_size
+from pentad.config.rule import Command
+from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig, Section
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """When some keys are read."""
+
+    keys: tuple[str, ...]
+    """Dotted keys; a block stands for everything in it."""
+    reads: Callable[[Config], object]
+    """True where the run reads them."""
+    why: str
+    """Why it does not, where it is false."""
+
+
+def unread(config: Config, command: Command = "plan") -> list[str]:
+    """A sentence on each key that is given and that a command does not read."""
+    readers = list(READERS)
+    for role, model in (("actor", config.actor), ("critic", config.critic)):
+        if role == "actor" or config.algorithm.name in WITH_CRITIC:
+            readers += model_readers(role, model)
+    for key, data in (
+        ("train_dataset", config.train_dataset),
+        ("valid_dataset", config.valid_dataset),
+    ):
+        readers += dataset_readers(key, data)
+    if command == "sft":
+        readers.append(Reader(OF_ROLLOUT, lambda _: False, "sft does not sample"))
+    found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
+    for reader in readers:
+        if not reader.reads(config):
+            for key, value in [pair for name in reader.keys for pair in given(config, name)]:
+                found.setdefault(key, f"{key} = {show(value)}: without effect, {reader.why}")
+    return list(found.values())
+
+
+def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what differs from its default at or below a key."""
+    default: Any = fields()[key].default
+    value: Any = config
+    for name in key.split("."):
+        if value is None:  # the block it is in is not there
+            return
+        value = dict(value)[name]
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from given(config, f"{key}.{name}")
+    elif value != default:
+        yield key, value
+
+
+def samples_with(config: Config, *backends: str) -> bool:
+    """Whether the sampler is one of these, or not known."""
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    return not rollout or rollout.backend in backends
+
+
+def model_readers(role: str, model: ModelConfig) -> list[Reader]:
+    archon, key = model.archon, f"{role}.archon"
+    keeps = archon.ac_mode if model.gradient_checkpointing else "none"
+    return [
+        Reader(
+            (f"{key}.pp_schedule", f"{key}.stages_per_rank", f"{key}.layers_per_stage"),
+            lambda config: pipeline_size(config, role) > 1,
+            "the layout has no pipeline (p1)",
+        ),
+        Reader(
+            (f"{key}.ac_selective",),
+            lambda _: keeps in ("selective", "auto"),
+            f"{key}.ac_mode = {archon.ac_mode} does not select",
+        ),
+        Reader(
+            (f"{key}.ac_memory_budget",),
+            lambda _: keeps == "memory_budget",
+            f"{key}.ac_mode = {archon.ac_mode} has no budget",
+        ),
+        Reader(
+            (f"{role}.optimizer.min_lr_ratio",),
+            lambda _: model.optimizer.lr_scheduler_type != "constant",
+            f"{role}.optimizer.lr_scheduler_type = constant does not fall",
+        ),
+        Reader((f"{role}.enable_tree_training",), lambda _: False, "tree training is not built"),
+    ]
+
+
+def dataset_readers(key: str, data: DatasetConfig | None) -> list[Reader]:
+    if data is None:
+        return []
+    has_messages = data.messages_key is not None
+    why = f"{key}.messages_key = {data.messages_key} takes its place"
+    return [Reader((f"{key}.prompt_key",), lambda _: not has_messages, why)]
+
+
+READERS = (
+    Reader(
+        ("critic",),
+        lambda config: config.algorithm.name in WITH_CRITIC,
+        "the algorithm has no critic",
+    ),
+    Reader(("ref.path",), lambda config: config.algorithm.kl_coef, "there is no KL term"),
+    Reader(
+        ("teacher.path",),
+        lambda config: config.algorithm.name == "distill",
+        "only algorithm.name = distill has a teacher",
+    ),
+    Reader(
+        ("megatron.ckpt_convertor.use_gpu_num", "megatron.ckpt_convertor.use_gpu_index"),
+        lambda _: False,
+        "converting is copying and done on the CPU",
+    ),
+    Reader(
+        ("megatron.ckpt_convertor",),
+        lambda config: config.megatron.use_hf_ckpt,
+        "megatron.use_hf_ckpt = false converts nothing",
+    ),
+    Reader(("num_data_storage_units",), lambda _: False, "groups stay in memory"),
+    Reader(
+        ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
+        lambda config: config.valid_dataset is not None,
+        "there is no valid_dataset",
+    ),
+    Reader(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
+    Reader(("reward",), lambda config: config.reward.fn, "reward.fn is not set"),
+    Reader(
+        ("rollout.kv_cache_gb", "rollout.max_batch_tokens"),
+        lambda config: samples_with(config, "embedded", "vllm"),
+        "SGLang chooses it; rollout.server.args can say otherwise",
+    ),
+    Reader(
+        (
+            *("rollout.kv_cache_gb", "rollout.max_batch_tokens", "rollout.max_running"),
+            *("rollout.server.python", "rollout.server.args", "rollout.server.start_timeout_s"),
+            "rollout.server.gpu_memory_share",
+        ),
+        lambda config: not config.rollout.server.addresses,
+        "the servers of rollout.server.addresses run already",
+    ),
+    Reader(
+        ("rollout.server.transfer_folder",),
+        lambda config: config.rollout.server.weight_transport == "disk",
+        "only rollout.server.weight_transport = disk writes there",
+    ),
+)
+"""Of every run. Keys of the algorithm that nobody reads are refused by its own rules."""
+OF_ROLLOUT = (
+    *("gconfig", "reward", "rollout", "algorithm", "ref", "teacher", "max_staleness"),
+    *("num_iters_per_train_update", "updates_per_batch", "use_streaming_dataset"),
+    *("ref_update_interval", "compute_advantages_and_returns", "use_kl_loss", "use_tis", "strict"),
+    *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
+)
+"""Read by `train` alone."""

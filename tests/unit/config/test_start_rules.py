@@ -1,0 +1,226 @@
+"""What a start refuses is said by `plan` too, in the same words, where it plans for here."""
+
+import json
+
+import pytest
+
+from pentad.config import plan, start_rules
+from pentad.config.load import load_config, prepare
+from pentad.config.machine import GIB
+from pentad.config.model_rules import check_layout
+from pentad.config.resolve import resolve
+from pentad.config.start_rules import (
+    cache_problems,
+    device_problems,
+    process_problems,
+    unbuilt_problems,
+)
+from pentad.core.dims import ModelDims
+from pentad.core.errors import UserError
+from pentad.core.families import has_model_file, no_such_family, own_families
+
+QWEN = "actor.path=Qwen/Qwen3-0.6B"
+TINY = ModelDims(
+    family="qwen3",
+    vocab_size=10,
+    hidden_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    max_position=100,
+)
+
+
+def config_of(*overrides):
+    return resolve(load_config(None, overrides))[0]
+
+
+def planned(*overrides, gpu_memory=None):
+    """What `plan` says of a recipe: its problems, as sentences."""
+    try:
+        prepare(None, [QWEN, *overrides], "plan", gpu_memory)
+    except UserError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(plan, "find_gpus", lambda: ())
+    monkeypatch.setattr(start_rules, "num_cores", lambda: 2)
+    monkeypatch.setattr(start_rules, "host_memory", lambda: (16 * GIB, 8 * GIB))
+
+
+@pytest.mark.parametrize("override", ["balance_data=false", "offload_train=true"])
+def test_what_is_not_built_is_refused_by_name(override):
+    (problem,) = unbuilt_problems(config_of(override), samples=True)
+    assert problem.where == override.replace("=", " = ")
+
+
+def test_defaults_ask_for_nothing_that_is_not_built():
+    assert unbuilt_problems(config_of(), samples=True) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["allocation_mode=embedded:d2+archon:d1"], "one embedded sampler is built"),
+        (["scheduler.type=ray"], "is not built yet"),
+        (["saver.mode=async"], "exports are written while training waits"),
+        (["mode=async", "algorithm.kl_coef=0.1"], "scorers on devices of their own"),
+        (
+            ["allocation_mode=embedded[rollout]:d1|archon[actor]:d2+archon[critic]:d2"],
+            "must stand on the same ranks",
+        ),
+    ],
+)
+def test_layouts_that_are_only_planned_are_told(overrides, said):
+    config = config_of(*overrides)
+    (problem,) = unbuilt_problems(config, samples=True)
+    assert said in problem.rule
+
+
+def test_sft_does_not_mind_a_sampler():
+    given = ["allocation_mode=embedded:d2+archon:d1", "mode=async", "algorithm.kl_coef=0.1"]
+    assert unbuilt_problems(config_of(*given), samples=False) == []
+
+
+def test_what_needs_a_gpu_is_refused_where_there_is_none(no_gpu):
+    given = [
+        "actor.archon.ac_mode=memory_budget",
+        "critic.archon.enable_compile=true",
+        "algorithm.name=ppo",
+    ]
+    config = config_of(*given)
+    assert device_problems(config, "cuda", samples=True) == []
+    said = [str(problem) for problem in device_problems(config, "cpu", samples=True)]
+    assert said == [
+        "actor.archon.ac_mode = memory_budget: the compiler keeps to it: blocks are compiled on "
+        "CUDA only, and this run computes on cpu; use selective or full.",
+        "critic.archon.enable_compile = true: blocks are compiled on CUDA only, and this run "
+        "computes on cpu; leave it out.",
+    ]
+    assert planned(*given) == said
+    # A plan for GPUs needs none here.
+    assert planned(*given, "cluster.n_gpus_per_node=8") == planned(*given, gpu_memory=80) == []
+
+
+def test_what_servers_cannot_do_on_a_cpu_is_refused(no_gpu):
+    given = [
+        "allocation_mode=vllm:d1|archon:d1",
+        "offload_rollout=true",
+        "rollout.server.weight_transport=ipc",
+    ]
+    assert planned(*given) == [
+        "offload_rollout = true: vllm cannot give back memory on a CPU; leave it out.",
+        "rollout.server.weight_transport = ipc: there is no GPU to share; use disk or broadcast.",
+    ]
+
+
+@pytest.mark.parametrize(("d", "fits"), [(32, True), (33, False), (64, False)])
+def test_ranks_that_share_cores_have_a_limit(no_gpu, d, fits):
+    given = f"allocation_mode=archon:d{d}"
+    said = [str(problem) for problem in process_problems(config_of(given), "cpu")]
+    assert said == planned(given)
+    assert (said == []) == fits
+    assert process_problems(config_of(given), "cuda") == []
+    assert planned(given, "cluster.n_nodes=8", "cluster.n_gpus_per_node=8") == []
+    if not fits:
+        assert (
+            f"archon:d{d}: starts {d} processes here, and 2 cores with 16 GiB hold at most 32"
+            in (said[0])
+        )
+
+
+def test_memory_limits_ranks_too(no_gpu, monkeypatch):
+    monkeypatch.setattr(start_rules, "host_memory", lambda: (2 * GIB, 1 * GIB))
+    (problem,) = process_problems(config_of("allocation_mode=archon:d6"), "cpu")
+    assert "with 2 GiB hold at most 5" in problem.rule
+    assert process_problems(config_of("allocation_mode=archon:d5"), "cpu") == []
+
+
+def test_a_cache_that_is_too_small_is_refused_under_its_own_key(no_gpu):
+    # A token has 2 layers x (key + value) x 4 numbers of 4 bytes; a block 16 tokens.
+    block_gb = 16 * 2 * 2 * 4 * 4 / GIB
+    for num_blocks, fits in ((5, False), (6, True)):
+        given = [f"rollout.kv_cache_gb={num_blocks * block_gb!r}", "gconfig.max_new_tokens=79"]
+        found = cache_problems(config_of(*given), TINY, "cpu")
+        assert (found == []) == fits
+    (problem,) = cache_problems(config_of("rollout.kv_cache_gb=1e-9"), TINY, "cpu")
+    assert problem.where == "rollout.kv_cache_gb = 1e-09"
+    assert problem.rule == "holds 0 tokens, and prompt and answer may have 100"
+    enough = problem.remedy.removeprefix("give at least ")
+    assert cache_problems(config_of(f"rollout.kv_cache_gb={enough}"), TINY, "cpu") == []
+    assert any(
+        text.startswith("rollout.kv_cache_gb = 1e-09")
+        for text in planned("rollout.kv_cache_gb=1e-9")
+    )
+    # On a GPU numbers have half the bytes.
+    half = f"rollout.kv_cache_gb={3 * block_gb!r}"
+    assert cache_problems(config_of(half, "gconfig.max_new_tokens=79"), TINY, "cuda") == []
+
+
+def write_model(folder, **changes):
+    hf = {
+        "model_type": "qwen3",
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": 8,
+        "max_position_embeddings": 1000,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf | changes))
+    return folder
+
+
+def test_families_without_a_file_are_refused_as_at_the_start(tmp_path):
+    folder = write_model(tmp_path / "m", model_type="olmo9")
+    problem = no_such_family("olmo9", own_families())
+    for command in ("plan", "train", "sft"):
+        assert check_layout(config_of(f"actor.path={folder}"), command) == [problem]
+    own = config_of(f"actor.path={folder}", "model_files=[mine.py:SPEC]")
+    assert problem not in check_layout(own, "train")
+    fsdp = [f"actor.path={folder}", "allocation_mode=embedded:d1|fsdp:d1"]
+    (found,) = check_layout(config_of(*fsdp), "train")
+    assert "embedded sampler has no model file for model_type = olmo9" in found.rule
+    assert check_layout(config_of(*fsdp), "sft") == []
+
+
+def test_every_model_file_is_counted():
+    assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(own_families())
+    assert not has_model_file("decoder") and not has_model_file("../core/dims")
+
+
+@pytest.mark.parametrize("key", ["ref", "teacher"])
+def test_other_weights_of_the_actor_are_of_its_architecture(tmp_path, key):
+    actor = write_model(tmp_path / "actor")
+    given = {"ref": "algorithm.kl_coef=0.1", "teacher": "algorithm.name=distill"}[key]
+    overrides = [f"actor.path={actor}", given, f"{key}.path={tmp_path / 'other'}"]
+    write_model(tmp_path / "other", rope_theta=5e5, max_position_embeddings=50)
+    for command in ("plan", "train"):
+        (problem,) = check_layout(config_of(*overrides), command)
+        assert problem.where == f"{key}.path = {tmp_path / 'other'}"
+        assert problem.rule == "its rope_theta is 500000.0 and the actor's 10000.0"
+    (tmp_path / "other" / "config.json").write_text((actor / "config.json").read_text())
+    assert check_layout(config_of(*overrides), "train") == []
+
+
+def test_held_out_answers_fit_the_positions_too(tmp_path):
+    folder = write_model(tmp_path / "m")
+    given = [f"actor.path={folder}", "valid_dataset.path=x", "evaluator.max_new_tokens=1000"]
+    (problem,) = check_layout(config_of(*given))
+    assert str(problem) == (
+        "evaluator.max_new_tokens = 1000: the answer does not fit the model's 1000 positions; "
+        "use at most 999."
+    )
+
+
+def test_stop_ids_are_in_the_vocabulary(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (problem,) = check_layout(config_of(f"actor.path={folder}", "gconfig.stop_token_ids=[3, 10]"))
+    assert problem.rule == "10 is outside the model's vocabulary of 10"

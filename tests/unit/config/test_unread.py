@@ -1,0 +1,130 @@
+"""Every key that is given and not read is told, and what is read is not."""
+
+import pytest
+
+from pentad.config.describe import fields, section_of
+from pentad.config.load import load_config
+from pentad.config.resolve import resolve
+from pentad.config.unread import OF_ROLLOUT, READERS, dataset_readers, model_readers, unread
+
+PPO = "algorithm.name=ppo"
+
+
+def said(*overrides, command="plan"):
+    return unread(resolve(load_config(None, overrides))[0], command)
+
+
+@pytest.mark.parametrize(
+    ("override", "why", "read_with"),
+    [
+        ("actor.archon.layers_per_stage=[1, 1]", "no pipeline", ["allocation_mode=archon:d1p2"]),
+        ("actor.archon.stages_per_rank=2", "no pipeline", ["allocation_mode=archon:d1p2"]),
+        ("actor.archon.pp_schedule=1F1B", "no pipeline", ["allocation_mode=archon:d1p2"]),
+        (
+            "critic.archon.layers_per_stage=[1, 1]",
+            "has no critic",
+            [PPO, "allocation_mode=archon:d1p2"],
+        ),
+        (
+            "actor.archon.ac_selective=2",
+            "ac_mode = full does not select",
+            ["actor.archon.ac_mode=selective"],
+        ),
+        (
+            "actor.archon.ac_memory_budget=0.25",
+            "has no budget",
+            ["actor.archon.ac_mode=memory_budget"],
+        ),
+        (
+            "actor.optimizer.min_lr_ratio=0.1",
+            "constant does not fall",
+            ["actor.optimizer.lr_scheduler_type=cosine"],
+        ),
+        ("critic.path=x", "has no critic", [PPO]),
+        ("critic.optimizer.lr=0.5", "has no critic", [PPO]),
+        ("ref.path=x", "no KL term", ["algorithm.kl_coef=0.01"]),
+        ("teacher.path=x", "distill has a teacher", ["algorithm.name=distill"]),
+        ("megatron.ckpt_convertor.process_num=4", "converts", ["megatron.use_hf_ckpt=true"]),
+        ("evaluator.n_samples=4", "no valid_dataset", ["valid_dataset.path=x"]),
+        ("reward.timeout_s=3", "reward.fn is not set", ["reward.fn=gsm8k"]),
+        (
+            "rollout.kv_cache_gb=1",
+            "SGLang chooses it",
+            ["allocation_mode=vllm:d1|archon:d1"],
+        ),
+        (
+            "rollout.server.transfer_folder=x",
+            "disk writes there",
+            ["rollout.server.weight_transport=disk"],
+        ),
+        ("actor.enable_tree_training=true", "not built", None),
+        ("num_data_storage_units=2", "groups stay in memory", None),
+        ("megatron.ckpt_convertor.use_gpu_num=1", "done on the CPU", None),
+    ],
+)
+def test_a_key_that_is_not_read_is_told_until_it_is_read(override, why, read_with):
+    other = {
+        "actor.archon.ac_selective=2": ["actor.archon.ac_mode=full"],
+        "rollout.kv_cache_gb=1": ["allocation_mode=sglang:d1|archon:d1"],
+        "rollout.server.transfer_folder=x": ["rollout.server.weight_transport=broadcast"],
+    }.get(override, [])
+    (sentence,) = said(override, *other)
+    key, _, value = override.partition("=")
+    assert sentence.startswith(f"{key} = {value}: without effect, ")
+    assert why in sentence
+    if read_with is not None:
+        assert [text for text in said(override, *read_with) if text.startswith(f"{key} =")] == []
+
+
+def test_a_critic_has_the_engine_keys_of_the_actor():
+    assert said(PPO, "critic.archon.layers_per_stage=[1, 1]") == [
+        "critic.archon.layers_per_stage = [1, 1]: without effect, the layout has no pipeline (p1)"
+    ]
+
+
+def test_another_prompt_column_is_not_read_beside_messages():
+    given = ["train_dataset.prompt_key=q", "train_dataset.messages_key=m"]
+    assert said(*given) == [
+        "train_dataset.prompt_key = q: without effect, train_dataset.messages_key = m takes its "
+        "place"
+    ]
+    assert said(given[0]) == []
+
+
+def test_servers_that_run_are_not_told_how_to_start():
+    given = ["allocation_mode=vllm:d1+archon:d1", "rollout.server.args=[--x]"]
+    address = "rollout.server.addresses=[http://a:1]"
+    assert said(*given) == []
+    assert said(*given, address, "rollout.max_running=3") == [
+        "rollout.max_running = 3: without effect, the servers of rollout.server.addresses run "
+        "already",
+        "rollout.server.args = [--x]: without effect, the servers of rollout.server.addresses run "
+        "already",
+    ]
+
+
+def test_sft_tells_what_only_train_reads():
+    assert said("strict=true", "gconfig.top_k=3", command="train") == []
+    assert said("strict=true", "gconfig.top_k=3", command="sft") == [
+        "gconfig.top_k = 3: without effect, sft does not sample",
+        "strict = true: without effect, sft does not sample",
+    ]
+
+
+def test_defaults_are_silent():
+    for command in ("train", "sft", "plan"):
+        assert said(command=command) == []
+        assert said(PPO, "allocation_mode=embedded:d2|archon:d2p2", command="train") == []
+
+
+def test_every_key_of_the_table_is_a_key():
+    config = load_config(None, ["valid_dataset.path=x"])
+    readers = [
+        *READERS,
+        *model_readers("actor", config.actor),
+        *model_readers("critic", config.critic),
+        *dataset_readers("train_dataset", config.train_dataset),
+    ]
+    keys = {key for reader in readers for key in reader.keys} | set(OF_ROLLOUT)
+    assert keys <= set(fields())
+    assert section_of(fields()["critic"].annotation) is not None
