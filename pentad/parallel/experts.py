@@ -128,9 +128,10 @@ class Road:
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+        if device.type == "cuda" and device not in self.streams:
+            # First in line where both have work: what others wait for goes out early.
+            self.streams[device] = torch.cuda.Stream(device, priority=-1)
+        self.stream = self.streams.get(device)
 
     def after(self, *given: Tensor) -> AbstractContextManager[object]:
         """A context on the road that waits for what has been asked for up to here, and no more;
