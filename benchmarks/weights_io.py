@@ -138,7 +138,8 @@ def measure(repeats: int) -> tuple[int, dict[str, list[dict[str, float]]]]:
 def make_folder(folder: str) -> None:
     import torch
 
-    from pentad.models.registry import create_model, dims_of, save_model
+    from pentad.models.families import dims_of
+    from pentad.models.registry import create_model, save_model
 
     model = create_model(dims_of(CONFIG), dtype=torch.bfloat16, seed=1)
     save_model(model, folder, hf_config=CONFIG)

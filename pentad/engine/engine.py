@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import Layout
@@ -34,7 +35,7 @@ from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted
 from pentad.engine.schedule import compute_lr
-from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.engine.settings import EngineSettings
 from pentad.engine.state import present_all, take_all
 from pentad.engine.step import OpenStep
 from pentad.engine.tags import WeightTags, copy_all

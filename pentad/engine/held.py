@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
 from pentad.engine.predictor import Predictor
-from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.engine.settings import EngineSettings
 from pentad.engine.wrap import wrap_model
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder

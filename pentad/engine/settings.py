@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.models.balance import BalanceSettings
 
-__all__ = ["DTYPES", "DType", "EngineSettings", "OptimizerSettings"]
 DType = Literal["float32", "bfloat16", "float64"]
 
 

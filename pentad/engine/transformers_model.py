@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.engine.held import Maker
 from pentad.engine.predictor import Predictor
-from pentad.engine.settings import DTYPES, EngineSettings
+from pentad.engine.settings import EngineSettings
 from pentad.engine.wrap import present_cut
 from pentad.models.balance import BalanceSettings
 from pentad.models.families import ConfigLike

@@ -12,8 +12,8 @@ from pentad.core.layout import Layout
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import EngineSettings
 from pentad.models.decoder import Block, Decoder
+from pentad.models.families import spec_of
 from pentad.models.moe import Moe
-from pentad.models.registry import spec_of
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard
 from pentad.parallel.apply import ModelParts, lay_out
 from pentad.parallel.blocks import Parts

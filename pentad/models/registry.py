@@ -14,7 +14,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
-from pentad.models.families import ConfigLike, dims_of, map_of, read_config, register, spec_of
+from pentad.models.families import ConfigLike, dims_of, map_of, read_config, spec_of
 from pentad.models.language_model import LanguageModel
 from pentad.models.sources import open_weights
 from pentad.weights import flow
@@ -22,18 +22,6 @@ from pentad.weights.hf import SHARD_BYTES, save_folder
 from pentad.weights.random import RandomReader
 from pentad.weights.regions import slices
 
-__all__ = [
-    "build_model",
-    "create_model",
-    "dims_of",
-    "initialise",
-    "load_model",
-    "load_weights",
-    "map_of",
-    "register",
-    "save_model",
-    "spec_of",
-]
 Device = torch.device | str
 
 

@@ -3,7 +3,7 @@
 Three ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by
 side and uses SDPA (any device, any dtype); `VarlenAttend` is torch's flash kernel over the packed
 tokens (CUDA, 16 bit); `EqualAttend` is cuDNN's kernel for sequences of one length, about twice as
-fast (Hopper and later). Each refuses what it cannot honour; none falls back in silence.
+fast (Hopper and later).
 
 Shapes: T packed tokens, P padded slots, S sequences, L length, H query heads, K key-value heads,
 d head width.
@@ -20,8 +20,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from pentad.core.errors import Problem, UserError
 
 try:  # torch is built without it on some platforms
     from torch.nn.attention.varlen import varlen_attn
@@ -46,9 +44,9 @@ def build_attend(
     lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> PaddedAttend | VarlenAttend | EqualAttend:
     """The fastest attention that honours the boundaries on this device, dtype and head width."""
-    if device.type != "cuda" or varlen_problems(device, dtype, head_dim):
+    if not has_varlen_attention(device, dtype, head_dim):
         return PaddedAttend(lengths, device=device)
-    packed = VarlenAttend(lengths, device=device, dtype=dtype, head_dim=head_dim)
+    packed = VarlenAttend(lengths, device=device)
     is_equal = len(set(lengths)) == 1 and lengths[0] % CUDNN_STEP == 0
     if is_equal and has_cudnn_attention(device, head_dim):
         return EqualAttend(lengths, packed)
@@ -204,16 +202,7 @@ def _unpad(x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
 class VarlenAttend:
     """Packed attention by torch's variable-length flash kernel."""
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-    ) -> None:
-        if problems := varlen_problems(device, dtype, head_dim):
-            raise UserError(problems)
+    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
         self.bounds_S = bounds.to(device, non_blocking=True)
@@ -277,19 +266,8 @@ def has_cudnn_attention(device: torch.device, head_dim: int) -> bool:
     )
 
 
-def varlen_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Problem]:
-    """Why the flash kernel cannot be used here; empty when it can."""
-    remedy = "use the padded attention"
-    problems = []
-    if "window_size" not in VARLEN_OPTIONS:
-        rule = f"torch {torch.__version__} has no causal varlen_attn"
-        problems.append(Problem("attention = varlen", rule, "install torch >= 2.11"))
-    if device.type != "cuda":
-        problems.append(Problem("attention = varlen", f"it runs on CUDA, not {device}", remedy))
-    if dtype not in (torch.bfloat16, torch.float16):
-        rule = f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-        problems.append(Problem("attention = varlen", rule, remedy))
-    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
-        rule = f"head_dim = {head_dim} must be a multiple of 8 up to {MAX_FLASH_HEAD_DIM}"
-        problems.append(Problem("attention = varlen", rule, remedy))
-    return problems
+def has_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash kernel takes this: on CUDA, 16 bit, head widths that are multiples of 8."""
+    is_narrow = dtype in (torch.bfloat16, torch.float16)
+    fits = head_dim <= MAX_FLASH_HEAD_DIM and head_dim % 8 == 0
+    return device.type == "cuda" and "window_size" in VARLEN_OPTIONS and is_narrow and fits

@@ -23,8 +23,6 @@ from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
 from pentad.rollout.workflows import Context, OwnPrompts, Workflow, contained
 
-__all__ = ["DataFailure", "Executor", "ExecutorSettings", "InfraFailure"]
-
 log = logging.getLogger(__name__)
 
 

@@ -22,27 +22,23 @@ class ScreenHandler(logging.Handler):
 
 
 @contextmanager
-def log_to(path: Path | None, *, level: int = logging.INFO) -> Iterator[None]:
+def log_to(path: Path) -> Iterator[None]:
     """Within the context the program's messages go to `path` (appended to) and to the screen.
 
     Python warnings are messages too, in the file only, since libraries give many of no use.
     """
     root = logging.getLogger()
-    handlers: list[logging.Handler] = []
     screen = ScreenHandler(logging.WARNING)
     screen.addFilter(lambda record: record.name != "py.warnings")
     screen.setFormatter(logging.Formatter("%(message)s"))
-    handlers.append(screen)
-    if path is not None:
-        file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter(FILE_FORMAT))
-        file.setLevel(level)
-        handlers.append(file)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter(FILE_FORMAT))
+    file.setLevel(logging.INFO)
     old_level, ours = root.level, logging.getLogger("pentad")
     old_ours = ours.level
     root.setLevel(logging.WARNING)
-    ours.setLevel(level)
-    for handler in handlers:
+    ours.setLevel(logging.INFO)
+    for handler in (screen, file):
         root.addHandler(handler)
     logging.captureWarnings(True)
     try:
@@ -51,6 +47,6 @@ def log_to(path: Path | None, *, level: int = logging.INFO) -> Iterator[None]:
         logging.captureWarnings(False)
         root.setLevel(old_level)
         ours.setLevel(old_ours)
-        for handler in handlers:
+        for handler in (screen, file):
             root.removeHandler(handler)
             handler.close()

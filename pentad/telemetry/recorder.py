@@ -62,49 +62,42 @@ class Recorder:
     def step(self, record: StepRecord, groups: Sequence[Group] = ()) -> dict[str, Any]:
         """Records one step and some samples of its groups; returns the record as written."""
         with self._lock:
-            return self._step(record, groups)
+            line = record.as_json()
+            line["evals"] = self._new_evals or None
+            self._new_evals = []
+            self._try("steps.jsonl", lambda: self._steps.append(line))
+            picks: list[dict[str, Any]] = []
+            self._try(
+                "samples.jsonl", lambda: picks.extend(self._write_samples(record.step, groups))
+            )
+            values = scalars(line)
+            for sink in self.sinks:
+                sink.write(record.step, values)
+            self._show(lambda screen: screen.samples(picks))
+            self._show(lambda screen: screen.step(line))
+            self._try("alarms", lambda: self._raise_alarms(line))
+            return line
 
     def evaluation(self, result: Mapping[str, Any]) -> None:
         """Records one evaluation; `result` has at least `version`."""
         with self._lock:
-            self._evaluation(result)
+            line = plain_json(result)
+            self._new_evals.append(line)
+            self._try("evals.jsonl", lambda: self._evals.append(line))
+            values = {f"eval/{path}": value for path, value in scalars(line).items()}
+            for sink in self.sinks:
+                sink.write(int(result["version"]), values)
+            self._show(lambda screen: screen.evaluation(line))
 
     def close(self) -> None:
         with self._lock:
-            self._close()
-
-    def _step(self, record: StepRecord, groups: Sequence[Group]) -> dict[str, Any]:
-        line = record.as_json()
-        line["evals"] = self._new_evals or None
-        self._new_evals = []
-        self._try("steps.jsonl", lambda: self._steps.append(line))
-        picks: list[dict[str, Any]] = []
-        self._try("samples.jsonl", lambda: picks.extend(self._write_samples(record.step, groups)))
-        values = scalars(line)
-        for sink in self.sinks:
-            sink.write(record.step, values)
-        self._show(lambda screen: screen.samples(picks))
-        self._show(lambda screen: screen.step(line))
-        self._try("alarms", lambda: self._raise_alarms(line))
-        return line
-
-    def _evaluation(self, result: Mapping[str, Any]) -> None:
-        line = plain_json(result)
-        self._new_evals.append(line)
-        self._try("evals.jsonl", lambda: self._evals.append(line))
-        values = {f"eval/{path}": value for path, value in scalars(line).items()}
-        for sink in self.sinks:
-            sink.write(int(result["version"]), values)
-        self._show(lambda screen: screen.evaluation(line))
-
-    def _close(self) -> None:
-        self._show(lambda screen: screen.close())
-        for sink in self.sinks:
-            sink.close()
-        for writer in (self._steps, self._samples, self._evals):
-            writer.close()
-        for what, count in self.failures.items():
-            log.warning("%s failed %d times in this run", what, count)
+            self._show(lambda screen: screen.close())
+            for sink in self.sinks:
+                sink.close()
+            for writer in (self._steps, self._samples, self._evals):
+                writer.close()
+            for what, count in self.failures.items():
+                log.warning("%s failed %d times in this run", what, count)
 
     def _write_samples(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         picks = pick_samples(groups, self.samples_per_step, step=step, seed=self.seed)

@@ -15,10 +15,10 @@ from pentad.config.model_rules import stop_ids_are_words
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
 from pentad.core.roles import Sampler
 from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
-from pentad.engine.settings import DTYPES
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.families import dims_of
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise

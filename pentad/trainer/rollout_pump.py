@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pentad.core.errors import RunError
 from pentad.core.types import Group
 from pentad.data.prompts import PromptStream, RejectedPrompt
-from pentad.rollout.executor import DataFailure, Executor, InfraFailure
+from pentad.rollout.executor import Executor
+from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.state import RunState
 

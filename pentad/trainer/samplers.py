@@ -13,11 +13,11 @@ import torch
 
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.data.tokenizer import Tokenizer
-from pentad.engine.settings import DTYPES
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
 from pentad.rollout.servers import sglang, vllm

@@ -24,21 +24,6 @@ from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
 from pentad.weights.flow import NUM_READERS, TensorInfo
 from pentad.weights.regions import Box
 
-__all__ = [
-    "COMPANIONS",
-    "INDEX",
-    "METADATA",
-    "SHARD_BYTES",
-    "SINGLE",
-    "HfFolder",
-    "bytes_of",
-    "copy_companions",
-    "move_into_place",
-    "plan_files",
-    "save_folder",
-    "write_file",
-    "write_json",
-]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}

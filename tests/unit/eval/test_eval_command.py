@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from pentad.cli import main as cli
 from pentad.data.rows import open_rows
 from pentad.data.toy import write_byte_model, write_model, write_task
-from pentad.models.registry import create_model, dims_of, save_model
+from pentad.models.families import dims_of
+from pentad.models.registry import create_model, save_model
 
 
 @pytest.fixture(scope="module", autouse=True)

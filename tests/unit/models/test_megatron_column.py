@@ -5,8 +5,7 @@ import torch
 import transformers
 
 from pentad.models.columns import padded_vocab
-from pentad.models.families import known_families
-from pentad.models.registry import dims_of, map_of, spec_of
+from pentad.models.families import dims_of, known_families, map_of, spec_of
 from pentad.weights import flow
 from pentad.weights.flow import Pairs, whole_shards
 

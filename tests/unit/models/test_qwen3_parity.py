@@ -6,7 +6,8 @@ import transformers
 
 from pentad.models.decoder import causal_attend
 from pentad.models.exchange import hf_metadata, install_hf, iter_hf
-from pentad.models.registry import create_model, load_model, map_of, save_model
+from pentad.models.families import map_of
+from pentad.models.registry import create_model, load_model, save_model
 from pentad.weights import flow
 
 # All dims distinct and odd where they may be; head_dim is not hidden / heads; four kv groups.

@@ -12,15 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from pentad.core.errors import UserError
 from pentad.models import families
-from pentad.models.registry import (
-    build_model,
-    create_model,
-    dims_of,
-    load_model,
-    load_weights,
-    save_model,
-    spec_of,
-)
+from pentad.models.families import dims_of, spec_of
+from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
 from pentad.weights import flow
 
 CONFIG = {

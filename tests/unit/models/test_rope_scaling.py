@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pentad.core.errors import UserError
-from pentad.models.registry import dims_of
+from pentad.models.families import dims_of
 from pentad.models.rope import Rotary, frequencies
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

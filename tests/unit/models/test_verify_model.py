@@ -11,10 +11,10 @@ from pentad.core.errors import UserError
 from pentad.core.seams import Seam
 from pentad.models import families
 from pentad.models.columns import MEGATRON
+from pentad.models.families import spec_of
 from pentad.models.proof import checks, shards
 from pentad.models.proof.tiny import variants_of
 from pentad.models.proof.verify import Subject, subject_of, verify, verify_subject
-from pentad.models.registry import spec_of
 from pentad.weights import cuts
 from pentad.weights.map import Glu, Stack, Transposed, as_spec
 

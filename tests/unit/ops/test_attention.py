@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pentad.core.errors import UserError
 from pentad.ops.attention import (
+    VARLEN_OPTIONS,
     EqualAttend,
     PaddedAttend,
     VarlenAttend,
     build_attend,
     has_cudnn_attention,
+    has_varlen_attention,
     plan_buckets,
     reference_attention,
 )
@@ -99,14 +100,19 @@ def test_every_token_has_its_own_slot_and_padding_is_bounded(lengths):
         start += n
 
 
-def test_the_flash_kernel_refuses_what_it_cannot_honour():
-    with pytest.raises(UserError) as error:
-        VarlenAttend([3], device=CPU, dtype=torch.float32, head_dim=260)
-    text = str(error.value)
-    assert "it runs on CUDA, not cpu" in text
-    assert "bfloat16 or float16, not float32" in text
-    assert "head_dim = 260 must be a multiple of 8 up to 256" in text
-    assert isinstance(build_attend([3], device=CPU, dtype=torch.float32, head_dim=8), PaddedAttend)
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "is_taken"),
+    [
+        ("cuda", torch.bfloat16, 256, True),
+        ("cpu", torch.bfloat16, 256, False),
+        ("cuda", torch.float32, 256, False),
+        ("cuda", torch.bfloat16, 264, False),
+        ("cuda", torch.bfloat16, 100, False),
+    ],
+)
+def test_the_flash_kernel_is_taken_only_where_it_can_be(device, dtype, head_dim, is_taken):
+    found = has_varlen_attention(torch.device(device), dtype, head_dim)
+    assert found == (is_taken and "window_size" in VARLEN_OPTIONS)
 
 
 @pytest.mark.gpu
@@ -145,7 +151,7 @@ def test_the_flash_kernel_equals_the_reference(kv_heads, window):
     plain.square().sum().backward()
     grads = [x.grad for x in (q, k, v)]
     q16, k16, v16 = (x.detach().bfloat16().requires_grad_() for x in (q, k, v))
-    attend = VarlenAttend(RAGGED, device=device, dtype=torch.bfloat16, head_dim=64)
+    attend = VarlenAttend(RAGGED, device=device)
     ours = attend(0, q16, k16, v16, window)
     ours.float().square().sum().backward()
     # bf16 has 8 bits: relative error of a few parts in a hundred on values around 1.

@@ -13,7 +13,8 @@ import pytest
 from pentad.core.errors import UserError
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.agents import AgentWorkflow
-from pentad.rollout.executor import DataFailure, Executor, ExecutorSettings, InfraFailure
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.failures import DataFailure, InfraFailure
 
 END = "<|im_end|>"
 

@@ -11,7 +11,8 @@ from pentad.core.errors import RunError, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Group, Prompt, SamplingParams
 from pentad.rollout.environments import Step
-from pentad.rollout.executor import DataFailure, Executor, ExecutorSettings, InfraFailure
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.rollout.rewards import RewardScorer, RewardSettings
 from pentad.rollout.workflows import MultiTurn, SingleTurn, Transcript
 

@@ -14,7 +14,8 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.registry import create_model
 from pentad.rollout.environments import Step
-from pentad.rollout.executor import Executor, ExecutorSettings, InfraFailure
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.failures import InfraFailure
 from pentad.rollout.workflows import MultiTurn, SingleTurn
 
 

@@ -15,7 +15,8 @@ from pentad.data.toy import write_byte_model
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
-from pentad.models.registry import create_model, dims_of
+from pentad.models.families import dims_of
+from pentad.models.registry import create_model
 from pentad.rollout.serving.app import Face, ServeLimits
 from pentad.rollout.serving.server import bind, serve
 from pentad.rollout.serving.service import Service

@@ -149,11 +149,11 @@ def test_a_pipe_gets_plain_lines():
 def test_a_terminal_gets_the_live_table_and_messages_above_it():
     """A real terminal of 80 columns: a program draws, warns meanwhile, and ends."""
     code = (
-        "import sys, logging\n"
+        "import sys, logging, os\n"
         "from pentad.telemetry.log import log_to\n"
         "from pentad.telemetry.record import Rl, StepRecord\n"
         "from pentad.telemetry.screen import open_screen, LiveScreen\n"
-        "with log_to(None):\n"
+        "with log_to(os.devnull):\n"
         "    screen = open_screen('x', 3)\n"
         "    assert isinstance(screen, LiveScreen)\n"
         "    for step in (1, 2, 3):\n"
