@@ -28,13 +28,12 @@ from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
 from pentad.engine.held import HeldModel, decoder_maker
-from pentad.engine.optim import build_adamw, clip_scale, optimizer_state
+from pentad.engine.optim import build_adamw, clip_scale, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
 from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted
-from pentad.engine.schedule import compute_lr
 from pentad.engine.settings import EngineSettings
 from pentad.engine.state import present_all, take_all
 from pentad.engine.step import OpenStep

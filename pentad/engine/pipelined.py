@@ -7,7 +7,6 @@ pipeline ranks, so that they go on alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from pentad.engine.settings import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.parallel.collectives import reduce_ranks
-from pentad.parallel.mesh import Axis, Meshes
+from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline
 from pentad.parallel.pipeline_run import PartCompute, PipelineRun
 from pentad.parallel.tied import TiedHead
@@ -138,7 +137,7 @@ class PipelinedPasses:
         flat = [torch.cat(column) if column else None for column in columns]
         numbers = [(float(s), {n: float(x) for n, x in stats.items()}) for s, stats in sums]
         note = [(numbers, [None if x is None else x.dtype for x in flat])]
-        _send_objects(note, source, axis)
+        dist.broadcast_object_list(note, group=axis.group, group_src=source)
         numbers, dtypes = note[0]
         sizes = [len(mb.ids_T) for mb in packed]
         out: list[tuple[Tensor, ...] | None] = []
@@ -153,10 +152,6 @@ class PipelinedPasses:
             for mb in range(len(packed))
         ]
         return told, [_as_tensors(loss_sum, stats) for loss_sum, stats in numbers]
-
-
-def _send_objects(objects: list[Any], source: int, axis: Axis) -> None:
-    dist.broadcast_object_list(objects, group=axis.group, group_src=source)
 
 
 def _as_tensors(loss_sum: float, stats: dict[str, float]) -> Sums:

@@ -17,10 +17,10 @@ from pentad.models.moe import Moe
 from pentad.ops.logprob import WHOLE_VOCAB, VocabShard
 from pentad.parallel.apply import ModelParts, lay_out
 from pentad.parallel.blocks import Parts
+from pentad.parallel.collectives import reduce_ranks
 from pentad.parallel.cuts import Cut, local
 from pentad.parallel.experts import CellDispatch
 from pentad.parallel.mesh import Axis, Meshes, build_meshes
-from pentad.parallel.tensor import max_over, sum_over
 
 
 def wrap_model(
@@ -84,8 +84,8 @@ def vocab_shard(cut: Cut, tp: Axis) -> VocabShard:
     """The rows of the head that this rank holds."""
     if tp.size == 1:
         return WHOLE_VOCAB
-    reduce_max, reduce_sum = partial(max_over, tp), partial(sum_over, tp)
-    return VocabShard(cut.box[0][0], reduce_max, reduce_sum)
+    over = partial(reduce_ranks, axis=tp)
+    return VocabShard(cut.box[0][0], partial(over, op="max"), over)
 
 
 def present_cut(cuts: dict[str, Cut], name: str, tensor: Tensor) -> Tensor:

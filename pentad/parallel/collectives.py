@@ -101,46 +101,38 @@ class _Exchange(torch.autograd.Function):
         return _swap(grads[0], ctx.axis, ctx.in_sizes, ctx.out_sizes), None, None, None
 
 
+def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, *sizes: Any) -> Tensor:
+    if axis.size == 1:
+        return x
+    result: Tensor = function.apply(x, axis, *sizes)
+    return result
+
+
 def gather_parts(x: Tensor, axis: Axis) -> Tensor:
     """All ranks' rows, one after the other; each rank then computes something of its own with
     them, so the gradients are summed."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _GatherParts.apply(x, axis)
-    return result
+    return _apply(_GatherParts, x, axis)
 
 
 def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """This rank's share of the rows of the sum over ranks."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _ScatterSum.apply(x, axis)
-    return result
+    return _apply(_ScatterSum, x, axis)
 
 
 def gather_shared(x: Tensor, axis: Axis) -> Tensor:
     """All ranks' rows, of which all ranks compute one and the same thing: its gradient counts
     once."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _GatherShared.apply(x, axis)
-    return result
+    return _apply(_GatherShared, x, axis)
 
 
 def sum_ranks(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, of which each rank computes a part of the whole: gradients are summed."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _SumRanks.apply(x, axis)
-    return result
+    return _apply(_SumRanks, x, axis)
 
 
 def exchange(x: Tensor, axis: Axis, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Tensor:
     """Rows dealt to ranks, in_sizes[r] of them to rank r, and out_sizes[r] received from it."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _Exchange.apply(x, axis, out_sizes, in_sizes)
-    return result
+    return _apply(_Exchange, x, axis, out_sizes, in_sizes)
 
 
 class _Share(torch.autograd.Function):
@@ -177,24 +169,15 @@ class _Deal(torch.autograd.Function):
 
 def share(x: Tensor, axis: Axis) -> Tensor:
     """The same on all ranks, with which each computes a part of its own: gradients are summed."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _Share.apply(x, axis)
-    return result
+    return _apply(_Share, x, axis)
 
 
 def sum_shared(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, of which all ranks compute one and the same thing: its gradient counts
     once."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _SumShared.apply(x, axis)
-    return result
+    return _apply(_SumShared, x, axis)
 
 
 def deal(x: Tensor, axis: Axis) -> Tensor:
     """Of rows that are the same on all ranks this rank's share; the gradient is put together."""
-    if axis.size == 1:
-        return x
-    result: Tensor = _Deal.apply(x, axis)
-    return result
+    return _apply(_Deal, x, axis)

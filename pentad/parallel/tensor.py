@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.seams import Seam
-from pentad.parallel.collectives import gather_parts, reduce_ranks, scatter_sum
+from pentad.parallel.collectives import gather_parts, scatter_sum
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Axis
 
@@ -95,11 +95,3 @@ _MAKERS: dict[str, Callable[[type], type]] = {
     "scatter": _scattered,
     "lookup": _looked_up,
 }
-
-
-def max_over(tp: Axis, x: Tensor) -> Tensor:
-    return reduce_ranks(x, tp, "max")
-
-
-def sum_over(tp: Axis, x: Tensor) -> Tensor:
-    return reduce_ranks(x, tp)

@@ -21,11 +21,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from pentad.core.errors import Problem, RunError, UserError
@@ -39,9 +37,9 @@ from pentad.runtime.report import (
     read_failure,
     tail,
 )
+from pentad.runtime.signals import hearing
 
 HOST = "127.0.0.1"
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.05
 FOLLOW_S, SETTLE_S = 2.0, 0.3
 """After a failure, how long others may take to say what they saw; once a cause is known, less."""
@@ -96,7 +94,8 @@ def run_ranks(
     folder = Path(tempfile.mkdtemp(prefix="pentad-ranks-"))
     group = RankGroup(folder, log_folder, world, settings)
     try:
-        with group.hearing_signals():
+        # Noted, and passed on by `watch`.
+        with hearing(lambda number, frame: group.signals.append(number)):
             group.start(target, payload)
             return group.watch()
     finally:
@@ -283,25 +282,6 @@ class RankGroup:
         return RunError(f"{sentence}\n{shown}\nIts log is {self.log(cause.rank)}")
 
     # Ending
-
-    @contextmanager
-    def hearing_signals(self) -> Iterator[None]:
-        """Signals that ask to stop are noted, and passed on by `watch`; only in the main thread,
-        and not those that the starter has us ignore."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.signals.append(number)
-
-        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _stop(self, number: int) -> list[Any]:
         """Passes a signal on and lets the ranks leave in their own way. What they return or say

@@ -27,6 +27,7 @@ from pentad.core.errors import RunError
 from pentad.core.roles import Learner
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.runtime.rank import Rank
+from pentad.runtime.signals import hearing
 
 PATIENCE = timedelta(days=60)
 """How long followers wait for the next call: rank 0 may generate, evaluate or save for hours."""
@@ -40,7 +41,6 @@ Build = Callable[..., Learner]
 """Makes a learner; takes `device` besides what it is told. Importable, as all that is told."""
 ARRAYS = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool}
 """The types of tensors that travel as arrays."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Channel:
@@ -204,12 +204,8 @@ def follow(rank: Rank, device: torch.device) -> None:
 
     Signals that stop a run are rank 0's: one that reached all ranks would end some in mid call.
     """
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
-    try:
+    with hearing(signal.SIG_IGN):
         _follow(Channel(), rank, device)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _follow(channel: Channel, rank: Rank, device: torch.device) -> None:

@@ -1,5 +1,4 @@
-"""How a run is asked to stop: SIGINT (ctrl-C), SIGTERM, and SIGHUP (the terminal was closed) end
-it after the step in progress, saved."""
+"""How a run is asked to stop: a signal ends it after the step in progress, saved."""
 
 from __future__ import annotations
 
@@ -11,13 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from pentad.core.errors import RunError
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def heeded() -> list[signal.Signals]:
-    """The signals that stop a run: not those the starter has us ignore, as nohup does SIGHUP."""
-    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+from pentad.runtime.signals import hearing, heeded
 
 
 @dataclass(slots=True)
@@ -34,22 +27,6 @@ class StopFlag:
 
 class Interrupted(KeyboardInterrupt):
     """Asked to stop where no step is under way. No plain exception, which somebody might catch."""
-
-
-@contextmanager
-def hearing(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has `stop` called for every signal that is heeded."""
-    before: dict[signal.Signals, object] = {}
-    for number in heeded():
-        try:
-            before[number] = signal.signal(number, stop)
-        except ValueError:  # not the main thread: the caller handles signals
-            continue
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
 
 
 @contextmanager

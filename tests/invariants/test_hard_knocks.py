@@ -9,8 +9,8 @@ import pytest
 
 from pentad.core.errors import RunError, UserError
 from pentad.engine.engine import Engine
+from pentad.runtime import signals
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import stopping
 
 REWARDS = """\
 def equal(completion): return 1.0
@@ -121,8 +121,8 @@ def test_bad_input_met_in_the_middle_does_not_claim_that_nothing_was_started(lab
 def test_signals_that_the_starter_ignores_stay_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        assert signal.SIGHUP not in stopping.heeded()
+        assert signal.SIGHUP not in signals.heeded()
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signal.SIGHUP in stopping.heeded()
+        assert signal.SIGHUP in signals.heeded()
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -3,7 +3,7 @@
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.engine.schedule import compute_lr
+from pentad.engine.optim import compute_lr
 from pentad.engine.settings import EngineSettings, OptimizerSettings
 
 

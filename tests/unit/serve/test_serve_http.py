@@ -20,7 +20,8 @@ from pentad.cli.main import app
 from pentad.core.errors import UserError
 from pentad.data.tokenizer import load_tokenizer
 from pentad.models import families
-from pentad.models.registry import create_model, dims_of, save_model
+from pentad.models.families import dims_of
+from pentad.models.registry import create_model, save_model
 from pentad.rollout.serving.jobs import chat_ids
 from pentad.rollout.serving.server import bind
 
