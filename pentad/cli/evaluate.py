@@ -60,6 +60,8 @@ def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
         yield None
         return
     part = out.with_name(out.name + ".part")
+    if out.is_dir():
+        raise UserError(Problem(f"--out = {out}", "is a folder", "give the name of a file"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = part.open("w", encoding="utf-8")

@@ -207,7 +207,7 @@ def convert(
     ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
     etp: Annotated[int | None, typer.Option(help="Tensor parallel size of experts (tp).")] = None,
     processes: Annotated[int, typer.Option(help="Processes that share the files.")] = 1,
-    iteration: Annotated[int | None, typer.Option(help="Which Megatron checkpoint.")] = None,
+    iteration: Annotated[int | None, typer.Option(min=0, help="Which Megatron checkpoint.")] = None,
     release: Annotated[bool, typer.Option("--release", help="The one named release.")] = False,
     config: Annotated[
         str | None, typer.Option(help="HF folder of the model, if SRC has no config.json.")
@@ -223,7 +223,7 @@ def convert(
         bool, typer.Option("--separate-layers", help="torch_dist with a key for each layer.")
     ] = False,
     make_vocab_size_divisible_by: Annotated[
-        int, typer.Option(help="As in Megatron: the vocabulary is padded to tp times this.")
+        int, typer.Option(min=1, help="As in Megatron: the vocabulary is padded to tp times this.")
     ] = 128,
     force: Annotated[bool, typer.Option("--force", help="Replace what DST holds.")] = False,
 ) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from pentad.config import algorithm_rules, megatron_rules, needs
 from pentad.config.model_rules import check_layout
+from pentad.config.plan import DeviceKind
 from pentad.config.resolve import are_apart, parsed_allocation, pipeline_size
 from pentad.config.rule import Command, Rule, Rules
 from pentad.config.rules import known_dims, samples
 from pentad.config.schema import GROUP_RELATIVE, WITH_CRITIC, Config, ModelConfig
 from pentad.config.start_rules import (
-    DeviceKind,
     cache_problems,
     device_problems,
     process_problems,

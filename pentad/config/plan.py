@@ -31,6 +31,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.stages import is_interleaved
 
+DeviceKind = Literal["cuda", "cpu"]
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -47,7 +48,7 @@ TIGHT = 0.9
 class Device:
     """What each rank computes on."""
 
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceKind
     memory_bytes: int
     source: str
     """How that is known, for people."""
@@ -297,9 +298,10 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
     )
 
 
-def compute_bytes(model: ModelConfig, device: Device) -> int:
+def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
+    """Of one number as it is computed with, sampled from and saved."""
     if model.dtype == "auto":
-        return 2 if device.kind == "cuda" else 4
+        return 2 if kind == "cuda" else 4
     return BYTES[model.dtype]
 
 
@@ -335,7 +337,7 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
             selective=archon.ac_selective or "op",
             budget=archon.ac_memory_budget,
             is_compiled=compiles and device.kind == "cuda",
-            compute_bytes=compute_bytes(model, device),
+            compute_bytes=compute_bytes(model, device.kind),
         ),
         schedule=archon.pp_schedule,
         stages_per_rank=case.stages_per_rank,
@@ -381,7 +383,7 @@ def plan_sampler(
         dims=case.dims,
         tp=component.size("t"),
         pp=component.size("p"),
-        weight_bytes=compute_bytes(config.actor, device),
+        weight_bytes=compute_bytes(config.actor, device.kind),
         sequence_tokens=batch.sequence_tokens,
         num_sequences=min(config.rollout.max_running, math.ceil(batch.samples / replicas)),
         kv_cache_bytes=None if given is None else int(given * GIB),
@@ -462,7 +464,7 @@ def host_phases(
             totals[name] = totals.get(name, 0.0) + local * worst
     if config.mode in ("hybrid", "async") and device.kind == "cuda":
         # The snapshot on its way to the samplers, whole, on the node of rank 0.
-        totals["publish"] += compute_bytes(config.actor, device) * dims.num_params
+        totals["publish"] += compute_bytes(config.actor, device.kind) * dims.num_params
     if device.kind == "cpu":
         alone = [s for s in samplers if s.is_alone]
         extra = sum(s.component.world * s.device_bytes for s in alone)
@@ -480,7 +482,7 @@ def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) ->
     with_critic = 2 if config.algorithm.name in WITH_CRITIC else 1
     free, folder = free_disk(config.fileroot)
     return Files(
-        export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device)),
+        export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device.kind)),
         num_exports=count,
         recover_bytes=with_critic * recover_bytes(dims, BYTES[config.actor.param_dtype]),
         free_bytes=free,

@@ -7,17 +7,16 @@ or refuses too, where it plans for the machine it is asked on. Both say the same
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
-from pentad.config.machine import GIB, host_memory, num_cores
-from pentad.config.memory import OVERHEAD_BYTES, Sampling, kv_token_bytes
+from pentad.config.machine import GIB, free_disk, host_memory, num_cores
+from pentad.config.memory import OVERHEAD_BYTES, Sampling, export_bytes, kv_token_bytes
+from pentad.config.plan import DeviceKind, compute_bytes
 from pentad.config.resolve import parsed_allocation
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation, Component
 
-DeviceKind = Literal["cuda", "cpu"]
 RANKS_PER_CORE = 16
 """A rank takes 5 s of a core to start; so many take over a minute and then crawl."""
 BLOCK_TOKENS = 16
@@ -120,17 +119,31 @@ def too_many_ranks(world: int) -> str | None:
     return f"starts {world} processes here, and {room} hold at most {most}"
 
 
+def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
+    """Room for the model that is saved at the end: without it all training would be lost."""
+    if not dims.is_whole:
+        return []
+    needed = export_bytes(dims, compute_bytes(config.actor, kind))
+    free, folder = free_disk(config.fileroot)
+    if needed <= free:
+        return []
+    rule = f"the saved model takes {needed / GIB:.2g} GiB, and {folder} has {free / GIB:.2g} left"
+    return [Problem(f"fileroot = {config.fileroot}", rule, "make room, or give another folder")]
+
+
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
     """The embedded sampler's cache holds the longest sequence, if its size is given."""
     allocation, size_gb = parsed_allocation(config), config.rollout.kv_cache_gb
     rollout = allocation and allocation.find("rollout")
     if size_gb is None or not rollout or rollout.backend != "embedded":
         return []
-    is_wide = config.actor.dtype == "float32" or (config.actor.dtype == "auto" and kind == "cpu")
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = min(prompt + config.gconfig.max_new_tokens, dims.max_position)
     sampling = Sampling(
-        dims=dims, weight_bytes=4 if is_wide else 2, sequence_tokens=longest, num_sequences=1
+        dims=dims,
+        weight_bytes=compute_bytes(config.actor, kind),
+        sequence_tokens=longest,
+        num_sequences=1,
     )
     block_bytes = BLOCK_TOKENS * kv_token_bytes(sampling)
     num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch

@@ -389,10 +389,11 @@ def _windows(read: _Numbers, family: str, num_layers: int) -> tuple[int | None, 
         return width, (True,) * num_layers
     kinds = hf.get("layer_types")
     if kinds:
-        known = set(kinds) <= {"sliding_attention", "full_attention"}
+        names = kinds if isinstance(kinds, list | tuple) else []
+        known = all(kind in ("sliding_attention", "full_attention") for kind in names)
         rule = f"must name sliding_attention or full_attention for each of {num_layers} layers"
-        read.must(known and len(kinds) == num_layers, "layer_types", kinds, rule)
-        slides = tuple(kind == "sliding_attention" for kind in kinds)
+        read.must(known and len(names) == num_layers, "layer_types", kinds, rule)
+        slides = tuple(kind == "sliding_attention" for kind in names)
     else:
         first = read.whole("max_window_layers", 28, 0)
         slides = tuple(layer >= first for layer in range(num_layers))

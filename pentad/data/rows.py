@@ -157,9 +157,12 @@ def find_files(path: str, format: Format, where: str) -> list[tuple[Path, Kind]]
     if not root.exists():
         raise UserError(Problem(where, "no such file or folder"))
     if root.is_file():
+        if format == "hf":
+            rule = "format = hf reads a folder that datasets saved, and this is a file"
+            raise UserError(Problem(where, rule, "leave format out"))
         return [(root, _kind(root, format, where))]
     if (root / "dataset_dict.json").exists():
-        splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
+        splits = _read_list(root / "dataset_dict.json", "splits", where)
         choices = " or ".join(str(root / split) for split in splits)
         raise UserError(Problem(where, "this folder holds several splits", f"give {choices}"))
     if (root / "state.json").exists():
@@ -203,13 +206,25 @@ def _kind(file: Path, format: Format, where: str) -> Kind:
     return SUFFIXES[file.suffix]
 
 
+def _read_list(file: Path, name: str, where: str) -> list[Any]:
+    """A list in one of the files of a saved dataset; empty where it is not there."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get(name) or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(Problem(where, f"its {file.name} cannot be read: {error}")) from error
+    if not isinstance(found, list):
+        raise UserError(Problem(where, f"its {file.name} has {name} = {found}, not a list"))
+    return found
+
+
 def _saved_files(root: Path, where: str) -> list[tuple[Path, Kind]]:
     """The files of a dataset that HF `datasets` wrote with save_to_disk."""
-    state = json.loads((root / "state.json").read_text())
-    if state.get("_indices_data_files"):
+    if _read_list(root / "state.json", "_indices_data_files", where):
         remedy = "save it again after flatten_indices()"
         raise UserError(Problem(where, "the saved dataset is a selection by indices", remedy))
-    files = [root / entry["filename"] for entry in state["_data_files"]]
+    entries = _read_list(root / "state.json", "_data_files", where)
+    named = [entry for entry in entries if isinstance(entry, dict) and entry.get("filename")]
+    files = [root / str(entry["filename"]) for entry in named]
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
         rule = f"state.json names files that are not there: {', '.join(missing) or 'none at all'}"

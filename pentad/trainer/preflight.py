@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 
 from pentad.config.model_rules import stop_ids_are_words
+from pentad.config.plan import DeviceKind
 from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.config.start_rules import (
-    DeviceKind,
     cache_problems,
     device_problems,
+    disk_problems,
     unbuilt_problems,
 )
 from pentad.core.dims import ModelDims
@@ -86,6 +87,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
         asked.problems += stop_ids_are_words(config, dims)
         asked.problems += cache_problems(config, dims, kind_of(device))
+        asked.problems += disk_problems(config, dims, kind_of(device))
         asked.ask(lambda: check_start(config, "actor"))
         if algorithm is not None and algorithm.needs_critic:
             asked.ask(lambda: check_start(config, "critic"))

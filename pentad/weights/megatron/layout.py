@@ -98,10 +98,8 @@ def build_layout(
 
     `etp` is `tp` unless told, as in Megatron; without experts it does not matter and is 1.
     """
-    if not dims.num_experts:
-        etp_size = 1
-    else:
-        etp_size = tp if etp is None else etp
+    default = tp if dims.num_experts else 1
+    etp_size = default if etp is None else etp
     given = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp_size}
     problems = [Problem(f"{a} = {n}", "must be at least 1") for a, n in given.items() if n < 1]
     if not problems:

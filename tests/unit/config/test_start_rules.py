@@ -12,6 +12,7 @@ from pentad.config.resolve import resolve
 from pentad.config.start_rules import (
     cache_problems,
     device_problems,
+    disk_problems,
     process_problems,
     unbuilt_problems,
 )
@@ -160,6 +161,16 @@ def test_a_cache_that_is_too_small_is_refused_under_its_own_key(no_gpu):
     # On a GPU numbers have half the bytes.
     half = f"rollout.kv_cache_gb={3 * block_gb!r}"
     assert cache_problems(config_of(half, "gconfig.max_new_tokens=79"), TINY, "cuda") == []
+
+
+def test_a_run_has_room_for_the_model_it_saves(monkeypatch):
+    needed = 4 * TINY.num_params
+    monkeypatch.setattr(start_rules, "free_disk", lambda folder: (needed - 1, "/disk"))
+    (problem,) = disk_problems(config_of("fileroot=/disk/runs"), TINY, "cpu")
+    assert problem.where == "fileroot = /disk/runs" and "and /disk has" in problem.rule
+    assert disk_problems(config_of(), TINY, "cuda") == []  # half the bytes
+    monkeypatch.setattr(start_rules, "free_disk", lambda folder: (needed, "/disk"))
+    assert disk_problems(config_of(), TINY, "cpu") == []
 
 
 def write_model(folder, **changes):

@@ -195,3 +195,19 @@ def test_values_that_break_the_parser_are_bad_rows(tmp_path, value):
     path.write_text(f'{{"prompt": "a"}}\n{{"prompt": {value}}}\n')
     with pytest.raises(UserError, match=r"rows.jsonl:2: cannot be read"):
         open_rows(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("state.json", "{", "its state.json cannot be read"),
+        ("state.json", "[]", "its state.json cannot be read"),
+        ("state.json", '{"_data_files": 3}', "its state.json has _data_files = 3, not a list"),
+        ("state.json", '{"_data_files": [3]}', "names files that are not there: none at all"),
+        ("dataset_dict.json", "{", "its dataset_dict.json cannot be read"),
+    ],
+)
+def test_a_saved_dataset_that_is_broken_is_told(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        open_rows(str(tmp_path))
