@@ -30,7 +30,3 @@ class Store:
     def delete(self, gid: int) -> None:
         """Forgets the group; nothing happens if it is not here."""
         self.groups.pop(gid, None)
-
-    def keys(self) -> list[int]:
-        """All gids here, in order."""
-        return sorted(self.groups)

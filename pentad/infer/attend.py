@@ -9,6 +9,8 @@ Sequences of similar size are laid side by side in buckets, so padding at most d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -135,28 +137,33 @@ class Bucket:
         return o_PHd if self.real_T is None else o_PHd.index_select(0, self.real_T)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The sequences of one step: i has `counts[i]` new tokens from position `starts[i]` on."""
+
+    starts: np.ndarray
+    counts: np.ndarray
+    blocks: np.ndarray
+    """A row of the block table for each."""
+    places_T: Tensor
+    """Where the new tokens' keys and values go."""
+
+
 class PagedAttend:
     """The attention core of one step: writes the new keys and values, then attends."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        blocks: np.ndarray,
-        places_T: Tensor,
-    ) -> None:
-        """Sequence i: `counts[i]` new tokens from position `starts[i]` on, in `blocks[i]`."""
+    def __init__(self, cache: KVCache, rows: StepRows) -> None:
         self.cache = cache
-        self.places_T = places_T
+        self.places_T = rows.places_T
         self.buckets = []
+        starts, counts = rows.starts, rows.counts
         first = np.cumsum(counts) - counts
         num_blocks = -(-(starts + counts) // cache.block_size)
         kinds = 64 * ceil_log2(counts) + ceil_log2(num_blocks)
         for kind in np.unique(kinds):
             members = np.flatnonzero(kinds == kind)
             width = int(num_blocks[members].max())
-            table = blocks[members, :width].astype(np.int64)
+            table = rows.blocks[members, :width].astype(np.int64)
             # Places behind a sequence's own blocks are masked; any valid block will do there.
             table *= np.arange(width) < num_blocks[members, None]
             self.buckets.append(
@@ -166,7 +173,7 @@ class PagedAttend:
                     counts[members],
                     table,
                     cache.block_size,
-                    places_T.device,
+                    rows.places_T.device,
                 )
             )
 

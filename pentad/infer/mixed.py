@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.types import Attend
-from pentad.infer.attend import KVCache, PagedAttend
+from pentad.infer.attend import KVCache, PagedAttend, StepRows
 from pentad.ops.attention import build_attend
 from pentad.ops.fused import store
 from pentad.ops.paged_decode import paged_decode
@@ -20,17 +20,10 @@ from pentad.ops.paged_decode import paged_decode
 class MixedAttend:
     """The attention core of one such step."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        blocks: np.ndarray,
-        places_T: Tensor,
-    ) -> None:
-        """Arguments as for `PagedAttend`."""
+    def __init__(self, cache: KVCache, rows: StepRows) -> None:
         self.cache = cache
-        self.places_T = places_T
+        self.places_T = rows.places_T
+        starts, counts, blocks = rows.starts, rows.counts, rows.blocks
         is_single, is_fresh = counts == 1, (starts == 0) & (counts > 1)
         self.single_T = self.tokens_of(is_single, counts)
         self.fresh_T = self.tokens_of(is_fresh, counts)
@@ -51,9 +44,8 @@ class MixedAttend:
         self.later: PagedAttend | None = None
         if len(self.later_T):
             is_later = ~is_single & ~is_fresh
-            self.later = PagedAttend(
-                cache, starts[is_later], counts[is_later], blocks[is_later], places_T
-            )
+            later = StepRows(starts[is_later], counts[is_later], blocks[is_later], rows.places_T)
+            self.later = PagedAttend(cache, later)
 
     def tokens_of(self, is_in: np.ndarray, counts: np.ndarray) -> Tensor:
         return self.put(np.flatnonzero(np.repeat(is_in, counts)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.types import Attend
-from pentad.infer.attend import KVCache, PagedAttend
+from pentad.infer.attend import KVCache, PagedAttend, StepRows
 from pentad.infer.sampling import draw, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.sequence import Table
@@ -172,14 +172,14 @@ class Runner:
 
     def build_attend(self, plan: Plan, places_T: Tensor) -> Attend:
         assert self.cache is not None, "the runner is asleep"
-        blocks = self.table.blocks[plan.rows]
+        rows = StepRows(plan.starts, plan.counts, self.table.blocks[plan.rows], places_T)
         if self.settings.strict:
-            return StrictAttend(self.cache, plan.starts, plan.counts, blocks, places_T)
+            return StrictAttend(self.cache, rows)
         if self.has_kernels:
             from pentad.infer.mixed import MixedAttend
 
-            return MixedAttend(self.cache, plan.starts, plan.counts, blocks, places_T)
-        return PagedAttend(self.cache, plan.starts, plan.counts, blocks, places_T)
+            return MixedAttend(self.cache, rows)
+        return PagedAttend(self.cache, rows)
 
     def draw(self, rows: np.ndarray, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         table = self.table

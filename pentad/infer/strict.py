@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.infer.attend import KVCache
+from pentad.infer.attend import KVCache, StepRows
 from pentad.models.decoder import Decoder
 from pentad.ops import invariant
 from pentad.ops.logprob import compute_logits
@@ -28,20 +28,13 @@ def strict_logprobs(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> 
 class StrictAttend:
     """The attention core of any step, whatever it mixes."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        blocks: np.ndarray,
-        places_T: Tensor,
-    ) -> None:
-        """Arguments as for `PagedAttend`."""
+    def __init__(self, cache: KVCache, rows: StepRows) -> None:
         self.cache = cache
-        self.places_T = places_T
+        self.places_T = rows.places_T
+        starts, counts = rows.starts, rows.counts
         size = cache.block_size
         width = int(-(-(starts + counts).max() // size))
-        table = np.ascontiguousarray(blocks[:, :width])
+        table = np.ascontiguousarray(rows.blocks[:, :width])
         first = np.cumsum(counts) - counts
         self.spans = invariant.Spans(first, starts, counts, table, size, size)
         self.tiles = None

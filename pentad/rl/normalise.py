@@ -38,11 +38,10 @@ def normalise(
     groups_S: Tensor,
     *,
     max_new_tokens: int,
-    dtype: torch.dtype = torch.float64,
 ) -> Normalisation:
-    mask = mask_T.to(dtype)
-    num_S = torch.zeros(groups_S.numel(), dtype=dtype).index_add(0, samples_T, mask)
-    is_trained_S = (num_S > 0).to(dtype)
+    mask = mask_T.double()
+    num_S = mask.new_zeros(groups_S.numel()).index_add(0, samples_T, mask)
+    is_trained_S = (num_S > 0).double()
     if loss_norm == "token":
         return Normalisation(mask, num_S)
     if loss_norm == "sequence":
@@ -50,5 +49,5 @@ def normalise(
     if loss_norm == "constant":
         return Normalisation(mask / max_new_tokens, is_trained_S)
     labels, index_S = torch.unique(groups_S, return_inverse=True)
-    num_G = torch.zeros(labels.numel(), dtype=dtype).index_add(0, index_S, num_S).clamp(min=1)
+    num_G = mask.new_zeros(labels.numel()).index_add(0, index_S, num_S).clamp(min=1)
     return Normalisation(mask / num_G[index_S][samples_T], num_S / num_G[index_S])

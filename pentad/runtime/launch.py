@@ -108,17 +108,15 @@ def _run_here(rank: Rank, target: str, payload: Any, world: int, settings: Launc
         rule = f"the layout needs {world} ranks"
         remedy = f"start with torchrun --nproc-per-node {world}, or unset RANK and WORLD_SIZE"
         raise UserError(Problem(f"WORLD_SIZE = {rank.world}", rule, remedy))
-    from pentad.runtime.join import device_of, join_group, leave_group
-    from pentad.runtime.worker import load_target
+    from pentad.runtime.worker import call, load_target
 
-    function = load_target(target)
+    job = {
+        "device": settings.device,
+        "timeout_s": settings.timeout_s,
+        "has_group": settings.has_group,
+    }
     try:
-        if not settings.has_group:
-            return function(rank, payload)
-        join_group(rank, device_of(rank, settings.device), timeout_s=settings.timeout_s)
-        result = function(rank, payload)
-        leave_group()
-        return result
+        return call(load_target(target), rank, payload, job)
     except RunError as error:
         raise RunError(f"{rank}: {error}") from error
 

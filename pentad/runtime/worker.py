@@ -45,7 +45,7 @@ def load_target(name: str) -> Target:
 
 
 def call(target: Target, rank: Rank, payload: Any, job: dict[str, Any]) -> Any:
-    """Runs the target within its process group, if the job wants one."""
+    """Runs the target within its process group, if the job wants one; without a name torchrun's."""
     if not job["has_group"]:
         return target(rank, payload)
     from pentad.runtime.join import device_of, join_group, leave_group
@@ -55,8 +55,8 @@ def call(target: Target, rank: Rank, payload: Any, job: dict[str, Any]) -> Any:
         rank,
         device,
         timeout_s=job["timeout_s"],
-        group=job["group"],
-        listen_fd=job["listen_fd"],
+        group=job.get("group", ""),
+        listen_fd=job.get("listen_fd", -1),
     )
     result = target(rank, payload)
     leave_group()

@@ -36,15 +36,13 @@ def test_what_was_put_is_got_back(store):
     group = make_group()
     store.put(group)
     assert store.get(17) is group
-    assert store.keys() == [17]
 
 
-def test_keys_are_in_order_and_deletion_is_quiet(store):
+def test_deletion_is_quiet(store):
     for gid in (30, 2, 11):
         store.put(make_group(gid))
     store.delete(11)
     store.delete(11)
-    assert store.keys() == [2, 30]
     with pytest.raises(RunError, match="the samples of group 11 are not in"):
         store.get(11)
 
@@ -55,4 +53,3 @@ def test_an_older_attempt_never_replaces_a_newer_one(store):
     assert store.get(17).samples[0].reward == 1.0
     store.put(make_group(attempt=2, reward=2.0))
     assert store.get(17).samples[0].reward == 2.0
-    assert store.keys() == [17]
