@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from pentad.cli.main import app
 from pentad.config import plan, start_rules
 from pentad.config.load import load_config, prepare
 from pentad.config.machine import GIB
@@ -235,3 +237,17 @@ def test_stop_ids_are_in_the_vocabulary(tmp_path):
     folder = write_model(tmp_path / "m")
     (problem,) = check_layout(config_of(f"actor.path={folder}", "gconfig.stop_token_ids=[3, 10]"))
     assert problem.rule == "10 is outside the model's vocabulary of 10"
+
+
+def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu):
+    words = ["plan", QWEN, "scheduler.type=ray", "actor.archon.layers_per_stage=[14, 14]"]
+    shown = CliRunner().invoke(app, [*words, "allocation_mode=archon:d2", "--json"])
+    notes = json.loads(shown.output)["notes"]
+    assert (
+        "a run refuses it today: scheduler.type = ray: is not built yet; use local, under torchrun "
+        "for several machines."
+    ) in notes
+    assert (
+        "actor.archon.layers_per_stage = [14, 14]: without effect, the layout has no pipeline (p1)"
+    ) in notes
+    assert "allocation_mode = archon:d2 has no sampler: planned for sft" in notes
