@@ -40,7 +40,8 @@ are another way to write overrides; setting one key both ways is an error.
 
 **Values.** Unquoted `true` and `false` are booleans, `null` is unset, `1e-6` is a number, and every
 other word, `on`, `off` and `0010` among them, is text. Where a key takes text, a number is the text
-that was written: `trial_name: 1.10` is "1.10". A key given twice is an error.
+that was written: `trial_name: 1.10` is "1.10". An override for text is that text (`a #b`, `*.x`)
+unless it begins with a quote or a bracket, or is `null`. A key given twice is an error.
 
 **Unset values.** A default of null means that the run chooses. Choices that follow from other keys
 are made before the run starts and printed as notes; the config with all choices made is written
