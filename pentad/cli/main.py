@@ -206,7 +206,7 @@ def convert(
     vpp: Annotated[int, typer.Option(help="Model chunks on each pipeline rank.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
     etp: Annotated[int | None, typer.Option(help="Tensor parallel size of experts (tp).")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that share the files.")] = 1,
+    processes: Annotated[int, typer.Option(max=1024, help="Processes that share the files.")] = 1,
     iteration: Annotated[int | None, typer.Option(min=0, help="Which Megatron checkpoint.")] = None,
     release: Annotated[bool, typer.Option("--release", help="The one named release.")] = False,
     config: Annotated[
@@ -264,7 +264,9 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model's name (the folder's).")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
-    max_running: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 256,
+    max_running: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Answers written together.")
+    ] = 256,
     max_context: Annotated[
         int | None, typer.Option(min=2, help="Tokens of prompt and answer.")
     ] = None,

@@ -17,6 +17,7 @@ MAX_INT = 2**63
 Count = Annotated[int, Field(ge=1, lt=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_INT)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -118,7 +119,7 @@ class ResourceConfig(Section):
 
 
 class MicrobatchConfig(Section):
-    n_mbs: Count = 1
+    n_mbs: Annotated[int, Field(ge=1, le=1000000)] = 1
     """Microbatches a step is cut into, at least. Raised to the number of pipeline stages."""
     max_tokens_per_mb: Count | None = None
     """Most tokens one forward pass takes; more microbatches are made where needed. null: derived
@@ -231,7 +232,7 @@ class ConvertorConfig(Section):
     """Accepted and without effect: converting is copying, and done on the CPU."""
     use_gpu_index: tuple[NonNegativeInt, ...] | None = None
     """As `use_gpu_num`."""
-    process_num: Count = 1
+    process_num: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that share the files to write."""
     tensor_model_parallel_size: Count = 1
     """Ranks each matrix is cut over."""
@@ -354,9 +355,9 @@ class RewardConfig(Section):
     fn: str | None = None
     """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), or your own:
     `package.module:function` or `path/to/file.py:function`."""
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """After this long the process of a reward is ended and the sample counts as failed."""
-    num_workers: Count | None = None
+    num_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that compute rewards. null: half the cores, at most 8."""
     memory_mb: Count = 1024
     """Memory limit of each of them."""
@@ -378,7 +379,7 @@ class ServerConfig(Section):
     the `vllm` or `sglang` command on the path."""
     args: tuple[str, ...] = ()
     """Further words for the command line of servers that the run starts."""
-    start_timeout_s: Positive = 600.0
+    start_timeout_s: Seconds = 600.0
     """A server that does not answer after this long ends the run."""
     weight_transport: Literal["disk", "broadcast", "ipc"] = "disk"
     """How new weights reach a server: through a file, by broadcast (gloo, or NCCL from a GPU), or
@@ -400,13 +401,13 @@ class RolloutConfig(Section):
     that talks to the policy as to an OpenAI server."""
     max_concurrent_groups: Count | None = None
     """Groups in flight. null: one batch, times one more for each step of staleness."""
-    deadline_s: Positive = 600.0
+    deadline_s: Seconds = 600.0
     """A group that takes longer is aborted and counts as failed."""
     max_retries: NonNegativeInt = 2
     """Attempts after the first before a failing group is dropped and counted."""
     max_batch_tokens: Count = 8192
     """Most tokens the sampler runs in one forward pass; `max_running` where that is more."""
-    max_running: Count = 256
+    max_running: Annotated[int, Field(ge=1, le=1000000)] = 256
     """Most sequences decoded together."""
     kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Memory of the key-value cache. null: derived from what is free."""
@@ -425,7 +426,7 @@ class FrequencyConfig(Section):
     """Every n epochs."""
     freq_steps: Count | None = None
     """Every n steps."""
-    freq_secs: Positive | None = None
+    freq_secs: Seconds | None = None
     """Every n seconds. Any of the three triggers."""
 
 
@@ -516,9 +517,9 @@ class Config(Section):
     strict: bool = False
     """Trainer and embedded sampler agree bit for bit on the log-prob of every token, by kernels
     that do not depend on the batch; slower. What cannot is refused. Gradients are not covered."""
-    stall_warning_s: Positive = 60.0
+    stall_warning_s: Seconds = 60.0
     """Without progress for this long, a warning names what is stuck and why."""
-    stall_abort_s: Positive = 1800.0
+    stall_abort_s: Seconds = 1800.0
     """Without progress for this long, the run ends with the same sentence."""
     total_train_epochs: Count = 1
     """Passes over the training prompts."""

@@ -52,7 +52,7 @@ def _values(annotation, metadata) -> st.SearchStrategy:
             allow_infinity=False,
         )
     plain = {
-        int: st.integers(low, 10**9),
+        int: st.integers(low, min(high or 10**9, 10**9)),
         str: WORDS,
         bool: st.booleans(),
         NoneType: st.none(),
