@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError
 
@@ -70,6 +70,8 @@ class ModelDims:
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     """HF `rope_scaling` / `rope_parameters` without theta; empty means none."""
+    rotary_dim: int = 0
+    """How many numbers of a head are turned, from the first on; 0 means all."""
     max_position: int = 32768
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
@@ -78,10 +80,19 @@ class ModelDims:
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_scale: float = 1.0
+    """What the weights of a token's experts are multiplied by."""
+    router_bias: bool = False
+    """Whether the files hold a bias that takes part in the choice of experts, and only there."""
     shared_expert_size: int = 0
-    """Width of an expert of mixture layers that every token passes, weighed by its own gate."""
+    """Width of an expert of mixture layers that every token passes."""
+    shared_expert_gate: bool = True
+    """Whether that expert is weighed by a gate of its own."""
     moe_layers: tuple[bool, ...] = ()
     """Per layer, whether its ffn is a mixture; empty means nowhere."""
+    num_mtp_layers: int = 0
+    """Layers behind the last that files may hold to predict further tokens; never held here."""
     initializer_range: float = 0.02
     is_whole: bool = True
     """False where a model has parts that are not told here: nothing may be counted then."""
@@ -93,6 +104,11 @@ class ModelDims:
         """How many tokens, itself included, a token of this layer may see; None: all before it."""
         slides = bool(self.sliding_layers) and self.sliding_layers[layer]
         return self.sliding_window if slides else None
+
+    @property
+    def turned_dim(self) -> int:
+        """The numbers of a head that rotary turns."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def q_dim(self) -> int:
@@ -130,7 +146,7 @@ class ModelDims:
     @property
     def _shared_expert_params(self) -> int:
         size = self.shared_expert_size
-        return (3 * size + 1) * self.hidden_size if size else 0
+        return (3 * size + self.shared_expert_gate) * self.hidden_size if size else 0
 
     @property
     def num_params(self) -> int:
@@ -179,11 +195,14 @@ class ModelDims:
         return self.train_flops(seq_len, causal=causal) / seq_len
 
 
-_NO_OUT_BIAS = {"qwen2", "qwen2_moe"}
-"""Families whose q, k, v have a bias (a switch of its own in qwen2_moe) and whose o has none."""
-_ROUTER_BIAS: frozenset[str] = frozenset()
-"""Families whose files have a place for a selection bias of experts; of those here, none."""
+_NO_OUT_BIAS = {"qwen2", "qwen2_moe", "glm4_moe"}
+"""Families whose q, k, v may have a bias and whose o has none."""
 _QK_NORM = {"qwen3", "qwen3_moe"}
+_PARTIAL_ROTARY = {"glm4_moe"}
+"""Families that turn the first part of a head only, as `partial_rotary_factor` says."""
+_DEEPSEEK_KIND = {"glm4_moe"}
+"""Families whose mixtures are of DeepSeek-V3's kind: scores by sigmoid, a selection bias in the
+files, weights scaled, shared experts without a gate, and the first layers dense."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
@@ -203,13 +222,26 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 }
 """What transformers takes for keys that a family's config leaves out, where it is not the plain
 value: no window, as many key heads as heads, hidden_size / num_heads, and so on."""
 _WINDOW_EVERYWHERE = {"qwen3_moe", "mistral"}
 """Families without per-layer window choice: a window set is a window on every layer."""
-SHARED_EXPERT_FAMILIES = {"qwen2_moe"}
-"""Families with an expert that every token passes, behind a gate of its own."""
+_SHARED_EXPERT = {"qwen2_moe", *_DEEPSEEK_KIND}
+"""Families with an expert that every token passes."""
 _UNSUPPORTED = {
     "text_config": "it describes a model with several modalities",
     "kv_lora_rank": "it uses latent attention",
@@ -237,9 +269,8 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     head_dim = read.whole("head_dim", hidden // num_heads)
     theta, scaling = _rope(read)
     window, sliding_layers = _windows(read, family, num_layers)
-    num_experts = read.whole("num_experts" if hf.get("num_experts") else "num_local_experts", 0, 0)
-    top_k = read.whole("num_experts_per_tok") if num_experts else 0
     bias = _has_bias(read, family)
+    mixture = _mixture(read, family, num_layers)
     dims = ModelDims(
         family=family,
         vocab_size=read.whole("vocab_size"),
@@ -253,27 +284,26 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
         qkv_bias=bias,
         out_bias=bias and family not in _NO_OUT_BIAS,
         mlp_bias=read.flag("mlp_bias"),
-        qk_norm=family in _QK_NORM,
+        qk_norm=family in _QK_NORM or (family == "glm4_moe" and read.flag("use_qk_norm")),
         norm_eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_dim=_rotary_dim(read, head_dim),
         max_position=read.whole("max_position_embeddings", 32768),
         sliding_window=window,
         sliding_layers=sliding_layers,
-        num_experts=num_experts,
-        num_experts_per_token=top_k,
-        moe_intermediate_size=_expert_width(read) if num_experts else 0,
-        norm_topk_prob=read.flag("norm_topk_prob") if num_experts else True,
-        shared_expert_size=_shared_expert_size(read, family) if num_experts else 0,
-        moe_layers=_moe_layers(read, num_layers) if num_experts else (),
         initializer_range=read.number("initializer_range", 0.02),
+        **mixture,
     )
     fits = num_heads % num_kv_heads == 0
     rule = f"must divide num_attention_heads = {num_heads}"
     read.must(fits, "num_key_value_heads", num_kv_heads, rule)
     read.must(head_dim % 2 == 0, "head_dim", head_dim, "must be even: rotary turns pairs")
-    rule = f"must be at most the number of experts, {num_experts}"
-    read.must(top_k <= num_experts, "num_experts_per_tok", top_k, rule)
+    rule, top_k = (
+        f"must be at most the number of experts, {dims.num_experts}",
+        dims.num_experts_per_token,
+    )
+    read.must(top_k <= dims.num_experts, "num_experts_per_tok", top_k, rule)
     if read.problems:
         raise UserError(read.problems)
     return dims
@@ -322,13 +352,14 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
     problems = [
         Problem(where, f"{key} = {hf[key]!r}: {why}", "use a plain decoder such as Qwen3 or Llama")
         for key, why in _UNSUPPORTED.items()
-        if hf.get(key) and not (family in SHARED_EXPERT_FAMILIES and why == "it has shared experts")
+        if hf.get(key) and not (family in _SHARED_EXPERT and why == "it has shared experts")
     ]
     act = hf.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         problems.append(Problem(where, f"hidden_act = {act!r}, only silu is built"))
-    if float(hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        problems.append(Problem(where, "rotary embedding over part of a head is not built"))
+    if family not in _PARTIAL_ROTARY and _rotary_factor(hf) != 1.0:
+        rule = "partial_rotary_factor: rotary over part of a head is not built for this family"
+        problems.append(Problem(where, rule))
     needed = (
         "vocab_size",
         "hidden_size",
@@ -354,8 +385,6 @@ def _rope(read: _Numbers) -> tuple[float, dict[str, Any]]:
         raise UserError(Problem(f"{where} = {given}", "must be a JSON object"))
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UserError(Problem(where, "rotary settings per layer type are not built"))
-    if float(given.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UserError(Problem(where, "rotary embedding over part of a head is not built"))
     scaling = _Numbers(given)
     theta = scaling.number("rope_theta", read.number("rope_theta", 10000.0))
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -364,6 +393,23 @@ def _rope(read: _Numbers) -> tuple[float, dict[str, Any]]:
         scaling.number(name, 1.0)
     read.problems += scaling.problems
     return theta, {} if kind == "default" else {"rope_type": kind, **rest}
+
+
+def _rotary_factor(hf: Mapping[str, Any]) -> Any:
+    """Among the rotary settings, else beside them, else the whole head."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    return inner or hf.get("partial_rotary_factor") or 1.0
+
+
+def _rotary_dim(read: _Numbers, head_dim: int) -> int:
+    factor = _rotary_factor(read.hf)
+    is_part = _is_number(factor) and 0 < factor <= 1
+    read.must(is_part, "partial_rotary_factor", factor, "must be a number above 0, at most 1")
+    width = int(head_dim * factor) if is_part else head_dim
+    rule = f"turns {width} numbers of a head of {head_dim}, and rotary turns pairs"
+    read.must(width == head_dim or width % 2 == 0 < width, "partial_rotary_factor", factor, rule)
+    return 0 if width == head_dim else width
 
 
 _ROPE_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
@@ -405,12 +451,46 @@ def _windows(read: _Numbers, family: str, num_layers: int) -> tuple[int | None, 
 def _has_bias(read: _Numbers, family: str) -> bool:
     if family == "qwen2_moe":
         return read.flag("qkv_bias", True)
-    return family in _NO_OUT_BIAS or read.flag("attention_bias")
+    return family == "qwen2" or read.flag("attention_bias")
 
 
-def _shared_expert_size(read: _Numbers, family: str) -> int:
-    is_there = family in SHARED_EXPERT_FAMILIES
-    return read.whole("shared_expert_intermediate_size") if is_there else 0
+def _mixture(read: _Numbers, family: str, num_layers: int) -> dict[str, Any]:
+    """The dimensions of the experts; none where there are no experts."""
+    if family in _DEEPSEEK_KIND:
+        return _deepseek_mixture(read, num_layers)
+    key = "num_experts" if read.hf.get("num_experts") else "num_local_experts"
+    num_experts = read.whole(key, 0, 0)
+    if not num_experts:
+        return {}
+    shared = family in _SHARED_EXPERT
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_token": read.whole("num_experts_per_tok"),
+        "moe_intermediate_size": _expert_width(read),
+        "norm_topk_prob": read.flag("norm_topk_prob"),
+        "shared_expert_size": read.whole("shared_expert_intermediate_size") if shared else 0,
+        "moe_layers": _moe_layers(read, num_layers),
+    }
+
+
+def _deepseek_mixture(read: _Numbers, num_layers: int) -> dict[str, Any]:
+    groups, groups_per_token = read.whole("n_group", 1), read.whole("topk_group", 1)
+    rule = f"must equal n_group = {groups}: a choice among some groups of experts is not built"
+    read.must(groups == groups_per_token, "topk_group", groups_per_token, rule)
+    width, num_dense = _expert_width(read), read.whole("first_k_dense_replace", 0, 0)
+    return {
+        "num_experts": read.whole("n_routed_experts"),
+        "num_experts_per_token": read.whole("num_experts_per_tok"),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": read.flag("norm_topk_prob"),
+        "router_score": "sigmoid",
+        "router_scale": read.number("routed_scaling_factor", 1.0),
+        "router_bias": True,
+        "shared_expert_size": width * read.whole("n_shared_experts"),
+        "shared_expert_gate": False,
+        "moe_layers": tuple(layer >= num_dense for layer in range(num_layers)),
+        "num_mtp_layers": read.whole("num_nextn_predict_layers", 0, 0),
+    }
 
 
 def _expert_width(read: _Numbers) -> int:
@@ -425,8 +505,3 @@ def _moe_layers(read: _Numbers, num_layers: int) -> tuple[bool, ...]:
     dense = set(given) if is_list else set()
     stride = read.whole("decoder_sparse_step", 1)
     return tuple(layer not in dense and (layer + 1) % stride == 0 for layer in range(num_layers))
-
-
-def has_router_bias(family: str) -> bool:
-    """Whether a saved model of the family can hold a selection bias of its experts."""
-    return family in _ROUTER_BIAS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pentad.core.dims import ModelDims, has_router_bias
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Layout, divisors
 
@@ -96,7 +96,7 @@ def balance_problems(
     for name, value in (*losses.items(), bias):
         if value and not dims.num_experts:
             yield Problem(f"{name} = {value:g}", "the model has no experts", "leave it out")
-    if rate and dims.num_experts and not has_router_bias(dims.family):
+    if rate and dims.num_experts and not dims.router_bias:
         rule = f"a saved {dims.family} has no place for a bias, so it would route otherwise"
         yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (moe_aux_loss_coef)")
 

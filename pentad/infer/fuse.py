@@ -26,6 +26,8 @@ class FusedMlp(Mlp):
 
 class FusedAttention(Attention):
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
+        if cos_Td.shape[-1] != self.head_dim:  # the kernel turns whole heads
+            return super().forward(x_TD, cos_Td, sin_Td, attend)
         q_THd, k_TKd, v_TKd = (
             linear(x_TD).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v)
         )

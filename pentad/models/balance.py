@@ -60,25 +60,20 @@ def iter_routers(model: LanguageModel) -> Iterator[tuple[int, Router]]:
 
 
 def apply_balance(model: LanguageModel, settings: BalanceSettings) -> None:
-    """Switches on what the settings ask for; before the model is given memory and weights.
+    """Switches on what the settings ask for.
 
-    A bias is part of the weights: it is refused where the model's format has no place for it,
+    A bias is part of the weights: it is refused where the model's files have no place for it,
     since a saved model would route differently from the one that was trained.
     """
-    for layer, router in iter_routers(model):
+    for _, router in iter_routers(model):
         router.aux_loss_coef = settings.aux_loss_coef
         router.z_loss_coef = settings.z_loss_coef
-        if not settings.bias_rate or router.bias is not None:
-            continue
-        name = f"layers.{layer}.ffn.router.bias"
-        if name not in model.weight_map.entries:
+        if settings.bias_rate and router.bias is None:
             rule = (
-                f"a saved {model.dims.family} has no place for {name}, so it would route otherwise"
+                f"a saved {model.dims.family} has no place for a bias, so it would route otherwise"
             )
-            remedy = "use aux_loss_coef"
-            raise UserError(Problem(f"bias_rate = {settings.bias_rate}", rule, remedy))
-        zeros_R = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
-        router.register_buffer("bias", zeros_R)
+            where = f"bias_rate = {settings.bias_rate}"
+            raise UserError(Problem(where, rule, "use aux_loss_coef"))
 
 
 def scale_losses(model: LanguageModel, count_per_token: float) -> None:
@@ -122,7 +117,7 @@ class ExpertLoads:
 def move_biases(model: LanguageModel, loads: Mapping[int, Tensor], rate: float) -> None:
     """bias += rate * sign(mean load - load), after an optimizer step that was not skipped."""
     for layer, router in iter_routers(model):
-        if router.bias is not None and layer in loads:
+        if rate and router.bias is not None and layer in loads:
             load_R = loads[layer].to(torch.float64)
             router.bias.add_((load_R.mean() - load_R).sign().to(router.bias), alpha=rate)
 

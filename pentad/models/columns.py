@@ -32,6 +32,14 @@ def has_shared_expert(dims: ModelDims, layer: int) -> bool:
     return dims.is_moe(layer) and bool(dims.shared_expert_size)
 
 
+def has_shared_gate(dims: ModelDims, layer: int) -> bool:
+    return has_shared_expert(dims, layer) and dims.shared_expert_gate
+
+
+def has_router_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer) and dims.router_bias
+
+
 def is_dense(dims: ModelDims, layer: int) -> bool:
     return not dims.is_moe(layer)
 
@@ -81,6 +89,13 @@ MEGATRON = (
     Rule(THEIRS + "mlp.linear_fc2.bias", "D", FFN + "down.bias", has_mlp_bias),
     Rule(THEIRS + "mlp.router.weight", "R D", FFN + "router.weight", is_moe),
     Rule(
+        THEIRS + "mlp.router.expert_bias",
+        "R",
+        FFN + "router.bias",
+        has_router_bias,
+        dtype="float32",
+    ),
+    Rule(
         THEIRS + "mlp.experts.linear_fc1.weight{e}",
         "M+M D",
         Expert(Planes(FFN + "experts.gate_up")),
@@ -110,7 +125,7 @@ MEGATRON = (
         THEIRS + "mlp.shared_experts.gate_weight",
         "1 D",
         FFN + "shared.gate.weight",
-        has_shared_expert,
+        has_shared_gate,
     ),
     Rule("decoder.final_layernorm.weight", "D", "norm.weight"),
     Rule(

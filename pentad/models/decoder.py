@@ -8,6 +8,7 @@ some of the layers and perhaps neither embedding nor head.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,10 @@ class Decoder(LanguageModel):
     @property
     def hf_classes(self) -> tuple[str, str]:
         return spec_of(self.dims.family).classes
+
+    @property
+    def saved_config(self) -> Mapping[str, Any]:
+        return spec_of(self.dims.family).saved_config
 
     def forward(
         self,

@@ -93,7 +93,10 @@ def hf_metadata(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[
     """Name, shape and dtype of everything `iter_hf` yields, in its order, without reading it."""
     tensors = native_tensors(model)
     return {
-        source.name: TensorInfo(source.shape, dtype or tensors[source.regions[0].source].dtype)
+        source.name: TensorInfo(
+            source.shape,
+            flow.written_dtype(source, dtype) or tensors[source.regions[0].source].dtype,
+        )
         for source in flow.held_sources(tensors, model.weight_map)
     }
 

@@ -7,6 +7,7 @@ Both take flat tokens with their positions and the attention core to use, and kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -52,6 +53,11 @@ class LanguageModel(nn.Module):
     def hf_classes(self) -> tuple[str, str]:
         """transformers' classes for the causal model and for the one with a scalar head."""
         raise NotImplementedError
+
+    @property
+    def saved_config(self) -> Mapping[str, Any]:
+        """What the config of a saved folder says instead of the config it came with."""
+        return {}
 
     @property
     def head_weight(self) -> Tensor:

@@ -48,9 +48,16 @@ class Router(nn.Module):
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        self.rule = RouteRule(dims.num_experts_per_token, renormalise=dims.norm_topk_prob)
-        # All that follows is set by `models.balance`, and off here.
-        self.register_buffer("bias", None)
+        self.rule = RouteRule(
+            dims.num_experts_per_token,
+            dims.router_score,
+            renormalise=dims.norm_topk_prob,
+            scale=dims.router_scale,
+        )
+        # A weight, though no gradient reaches it: files hold it, `balance.move_biases` moves it.
+        bias_R = torch.empty(dims.num_experts) if dims.router_bias else None
+        self.register_buffer("bias", bias_R)
+        # What follows is set by `models.balance`, and off here.
         self.aux_loss_coef = self.z_loss_coef = 0.0
         self.loss_scale: Tensor | None = None
 
@@ -75,19 +82,20 @@ class Router(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert every token passes: sigmoid(gate . x) * mlp(x). No axis but storage cuts it: it
-    takes each rank's own tokens, as the router does."""
+    """The expert every token passes: mlp(x), or sigmoid(gate . x) * mlp(x). No axis but storage
+    cuts it: it takes each rank's own tokens, as the router does."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         hidden, width = dims.hidden_size, dims.shared_expert_size
         self.gate_up = GateUp(hidden, width, bias=False)
         self.down = Linear(width, hidden, bias=False)
-        self.gate = Linear(hidden, 1, bias=False)
+        self.gate = Linear(hidden, 1, bias=False) if dims.shared_expert_gate else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TD)
-        return self.gate(x_TD).sigmoid() * self.down(F.silu(gate) * up)
+        y_TD: Tensor = self.down(F.silu(gate) * up)
+        return y_TD if self.gate is None else self.gate(x_TD).sigmoid() * y_TD
 
 
 class Dispatch(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pentad.weights.random import RandomReader
 from pentad.weights.regions import slices
 
 Device = torch.device | str
+log = logging.getLogger(__name__)
 
 
 def build_model(
@@ -49,9 +51,9 @@ def build_model(
         model = model_class(dims, lm_head=keep, value_head=value_head, **stage).to(dtype)
     assert isinstance(model, Decoder)
     own = {name: e.rule.dtype for name, e in map_of(dims).entries.items() if e.rule.dtype}
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in own:
-            parameter.data = parameter.data.to(DTYPES[own[name]])
+            tensor.data = tensor.data.to(DTYPES[own[name]])
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
 
 
@@ -95,6 +97,15 @@ def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> 
     reader = open_weights(folder, model.dims)
     shards, weight_map = native_shards(model), model.map_for(reader.infos)
     flow.fill(shards, weight_map, reader, has_heads=model.is_last)
+    extra = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
+    if extra and model.is_last:
+        log.warning(
+            "%s: %d tensors (%s, ...) serve to predict further tokens; they are not trained, and "
+            "a saved folder is without them",
+            folder,
+            len(extra),
+            extra[0],
+        )
     fresh = flow.missing_optional(shards, weight_map, reader)
     if fresh:
         own = {name: shards[name] for name in fresh}
@@ -154,7 +165,8 @@ def save_model(
 def config_for(model: LanguageModel, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The HF config of the model as it is: its class, its dtype, one label if it has a value."""
     causal, scalar = model.hf_classes
-    out = {**config, "dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}
+    out = {**config, **model.saved_config}
+    out |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [causal]}
     out.pop("torch_dtype", None)
     if not model.has_lm_head and model.value_head is not None:
         out |= {"architectures": [scalar], "num_labels": 1}

@@ -43,14 +43,18 @@ class Rotary(nn.Module):
 
 
 def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Turns the pairs (j, j + d/2) of each head by the angle of its position."""
-    first, second = x_THd.chunk(2, dim=-1)
+    """Turns the pairs (j, j + r/2) of each head by the angle of its position; where the r numbers
+    of cos and sin are fewer than a head's, the rest stays as it is."""
+    width = cos_Td.shape[-1]
+    part, rest = x_THd[..., :width], x_THd[..., width:]
+    first, second = part.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return x_THd * cos_Td[:, None] + turned * sin_Td[:, None]
+    part = part * cos_Td[:, None] + turned * sin_Td[:, None]
+    return part if rest.shape[-1] == 0 else torch.cat((part, rest), dim=-1)
 
 
 def frequencies(dims: ModelDims) -> tuple[Tensor, float]:
-    """The inverse frequencies [d/2] and the factor on cos and sin."""
+    """The inverse frequencies, one for each pair that is turned, and the factor on cos and sin."""
     return SCALINGS[_kind(dims)](dims, dims.rope_scaling)
 
 
@@ -79,7 +83,7 @@ def _old_length(dims: ModelDims, scaling: Mapping[str, Any]) -> float:
 
 
 def _plain(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    exponent = torch.arange(0, dims.head_dim, 2, dtype=torch.float) / dims.head_dim
+    exponent = torch.arange(0, dims.turned_dim, 2, dtype=torch.float) / dims.turned_dim
     return 1.0 / (dims.rope_theta**exponent), 1.0
 
 
@@ -104,21 +108,21 @@ def _yarn(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """YaRN (https://arxiv.org/abs/2309.00071): a ramp over the dims between two rotation counts."""
     old_length = _old_length(dims, scaling)
     factor = scaling.get("factor") or dims.max_position / old_length
-    half = dims.head_dim // 2
+    size = dims.turned_dim
 
     def dim_at(num_rotations: float) -> float:
         log_base = 2 * math.log(dims.rope_theta)
-        return dims.head_dim * math.log(old_length / (num_rotations * 2 * math.pi)) / log_base
+        return size * math.log(old_length / (num_rotations * 2 * math.pi)) / log_base
 
     low = dim_at(scaling.get("beta_fast") or 32)
     high = dim_at(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims.head_dim - 1)
+    low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # the ramp would divide by zero
-    keep = 1 - torch.clamp((torch.arange(half, dtype=torch.float) - low) / (high - low), 0, 1)
-    power = dims.rope_theta ** (torch.arange(0, dims.head_dim, 2).to(torch.float) / dims.head_dim)
+    keep = 1 - torch.clamp((torch.arange(size // 2, dtype=torch.float) - low) / (high - low), 0, 1)
+    power = dims.rope_theta ** (torch.arange(0, size, 2).to(torch.float) / size)
     inverse = 1.0 / (factor * power) * (1 - keep) + 1.0 / power * keep
     return inverse, _yarn_scale(scaling, factor)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from pentad.core.dims import ModelDims
 from pentad.models.columns import MEGATRON_PLAN, megatron_sizes
-from pentad.models.families import map_of, spec_of
+from pentad.models.families import spec_of
 from pentad.weights.flow import Reader
 from pentad.weights.hf import HfFolder
 from pentad.weights.map import sizes_of
@@ -18,7 +17,6 @@ from pentad.weights.megatron.stored import Column
 def column_of(dims: ModelDims, vocab_rows: int) -> Column:
     """A model's Megatron tensors, with so many rows of vocabulary."""
     weight_map = spec_of(dims.family).megatron_map(dims, vocab_rows)
-    weight_map = replace(weight_map, ignored=map_of(dims).ignored)
     sizes = {**sizes_of(dims), **megatron_sizes(dims, vocab_rows)}
     return Column(weight_map, MEGATRON_PLAN, sizes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pentad.core.dims import ModelDims, dims_from_hf
@@ -47,7 +47,10 @@ class ModelSpec:
     megatron: tuple[Rule, ...] = MEGATRON
     """Megatron's tensors as regions of the native ones."""
     ignored: tuple[str, ...] = ()
-    """HF-on-disk names that some folders hold and that carry nothing, {i} for the layer."""
+    """HF-on-disk names that some folders hold and that the model has no use for: {i} for a layer,
+    {n} for a layer behind the last that predicts further tokens, * at the end for any rest."""
+    saved_config: Mapping[str, Any] = field(default_factory=dict)
+    """What the config.json of a saved folder says instead, where the folder holds less."""
 
     def weight_map(self, dims: ModelDims) -> WeightMap:
         return build_map(self.rules, dims, ignored=self.ignored)

@@ -45,9 +45,8 @@ class StrictMlp(Mlp):
 
 class StrictSharedExpert(SharedExpert):
     def forward(self, x_TD: Tensor) -> Tensor:
-        weight_T1 = invariant.sigmoid(self.gate(x_TD))
-        y_TD: Tensor = weight_T1 * self.down(invariant.silu_mul(*self.gate_up(x_TD)))
-        return y_TD
+        y_TD: Tensor = self.down(invariant.silu_mul(*self.gate_up(x_TD)))
+        return y_TD if self.gate is None else invariant.sigmoid(self.gate(x_TD)) * y_TD
 
 
 class StrictRotary(Rotary):
@@ -61,9 +60,8 @@ class StrictRouter(Router):
         if logits_TR.is_cuda:  # one row of scores is one row of a program's tile
             weights_Tk, chosen_Tk = route(logits_TR, self.rule, self.bias, chosen_Tk)
         else:
-            wide_TR = logits_TR
-            if self.bias is None:  # experts that nobody chooses, and that weigh nothing
-                wide_TR = invariant.widened(logits_TR, float("-inf"))
+            # Experts that nobody chooses, and that weigh nothing.
+            wide_TR = invariant.widened(logits_TR, float("-inf"))
             if chosen_Tk is None:
                 chosen_Tk = invariant.by_tiles(self._choose, wide_TR.detach())
             weights_Tk = invariant.by_tiles(self._weigh, wide_TR, chosen_Tk)
@@ -72,10 +70,13 @@ class StrictRouter(Router):
         return weights_Tk, chosen_Tk
 
     def _choose(self, logits_RE: Tensor) -> Tensor:
-        return route(logits_RE, self.rule, self.bias)[1]
+        bias_E = self.bias
+        if bias_E is not None:
+            bias_E = invariant.widened(bias_E, float("-inf"))
+        return route(logits_RE, self.rule, bias_E)[1]
 
     def _weigh(self, logits_RE: Tensor, chosen_Rk: Tensor) -> Tensor:
-        return route(logits_RE, self.rule, self.bias, chosen_Rk)[0]
+        return route(logits_RE, self.rule, None, chosen_Rk)[0]
 
 
 class StrictExperts(Experts):

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.weights.map import Entry, Source, WeightMap
 from pentad.weights.regions import Box, Region, Shape, clip_all, full_box, slices
@@ -175,9 +176,9 @@ def check(
             needed |= {region.source: region.source_shape for region in entry.regions}
     for name, shape in needed.items():
         problems += _shape_problem(reader, name, shape)
-    known = {*weight_map.sources, *weight_map.tied, *weight_map.ignored}
+    known = {*weight_map.sources, *weight_map.tied}
     for name in reader.infos:
-        if name not in known:
+        if name not in known and not weight_map.ignores(name):
             problems.append(Problem(f"{reader.where}: {name}", "no rule of the map knows it"))
         elif has_heads and name in weight_map.sources and weight_map.sources[name].optional:
             problems += _unused_head(reader, name, needed)
@@ -245,7 +246,8 @@ def iter_sources(
     dtype: torch.dtype | None = None,
     gather: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(source name, whole tensor) in layer order; a view where no element has to move.
+    """(source name, whole tensor) in layer order; a view where no element has to move. Where a
+    dtype is given, tensors that are kept in one of their own keep it.
 
     `gather` makes a sharded target whole; it is called once per target, in order, on every rank.
     """
@@ -256,10 +258,14 @@ def iter_sources(
         for region in source.regions:
             if region.source not in ready:
                 ready[region.source] = gather(tensors[region.source].detach())
-        yield source.name, _assemble(source, ready, dtype)
+        yield source.name, _assemble(source, ready, written_dtype(source, dtype))
         for region in source.regions:
             if last_use[region.source] == source.name:
                 ready.pop(region.source, None)
+
+
+def written_dtype(source: Source, dtype: torch.dtype | None) -> torch.dtype | None:
+    return DTYPES[source.dtype] if source.dtype and dtype is not None else dtype
 
 
 def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:

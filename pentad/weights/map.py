@@ -264,6 +264,8 @@ class Source:
     init: Init
     optional: bool
     layer: int | None
+    dtype: str = ""
+    """What it is kept in whatever the model's, such as float32."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,12 @@ class WeightMap:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Source names that some folders hold although they equal another source."""
     ignored: frozenset[str] = frozenset()
-    """Source names that may be present and carry nothing."""
+    """Source names that may be present and that the model has no use for."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """How further such names begin."""
+
+    def ignores(self, name: str) -> bool:
+        return name in self.ignored or name.startswith(self.ignored_prefixes)
 
 
 def build_map(
@@ -306,8 +313,16 @@ def build_map(
             regions = entries[rule.tied].regions
         place = {"layer": index.get("i"), "expert": index.get("e")}
         entries[name] = Entry(name, shape, regions, rule, **place, is_copy=is_copy)
-    skipped = {name.format(i=i) for name in ignored for i in range(dims.num_layers)}
-    return WeightMap(dims, sizes, entries, sources_of(entries, dims), tied, frozenset(skipped))
+    extra = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
+    skipped = {
+        name.format(i=i, n=n)
+        for name in ignored
+        for i in range(dims.num_layers)
+        for n in (extra if "{n}" in name else (0,))
+    }
+    prefixes = tuple(sorted(name.removesuffix("*") for name in skipped if name.endswith("*")))
+    names = frozenset(name for name in skipped if not name.endswith("*"))
+    return WeightMap(dims, sizes, entries, sources_of(entries, dims), tied, names, prefixes)
 
 
 def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
@@ -318,7 +333,7 @@ def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
         for name, entry in outer.entries.items()
     }
     sources = sources_of(entries, inner.dims)
-    return WeightMap(inner.dims, outer.sizes, entries, sources, inner.tied, inner.ignored)
+    return replace(inner, sizes=outer.sizes, entries=entries, sources=sources)
 
 
 def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, dict[str, int]]]:
@@ -366,7 +381,15 @@ def sources_of(entries: Mapping[str, Entry], dims: ModelDims) -> dict[str, Sourc
         if fault:
             raise _wrong_map(dims, name, fault)
     return {
-        name: Source(name, shapes[name], tuple(parts), rule.init, rule.optional, first[name].layer)
+        name: Source(
+            name,
+            shapes[name],
+            tuple(parts),
+            rule.init,
+            rule.optional,
+            first[name].layer,
+            rule.dtype,
+        )
         for name, parts in regions.items()
         for rule in [first[name].rule]
     }

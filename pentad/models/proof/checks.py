@@ -78,16 +78,17 @@ def check_round_trip(case: Case) -> str:
         _same_bytes(f"saved as {dtype}", read_all(out), kept)
         _same_class(case.theirs, out)
         again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
-        expected = {n: t.to(dtype) for n, t in case.theirs.state_dict().items()}
+        expected = {
+            n: t.to(_dtype_of(case, n) or dtype) for n, t in case.theirs.state_dict().items()
+        }
         _same_bytes(f"read by transformers as {dtype}", again.state_dict(), expected)
     return f"{len(disk)} tensors, float32 and bfloat16"
 
 
 def _dtype_of(case: Case, source: str) -> torch.dtype | None:
     """That of the rule, where one keeps it whatever the model's."""
-    regions = case.weight_map.sources[source].regions if source in case.weight_map.sources else ()
-    kept = {case.weight_map.entries[region.source].rule.dtype for region in regions} - {""}
-    return DTYPES[kept.pop()] if kept else None
+    known = case.weight_map.sources.get(source)
+    return DTYPES[known.dtype] if known is not None and known.dtype else None
 
 
 def _same_class(theirs: nn.Module, folder: Path) -> None:
@@ -130,8 +131,12 @@ def _said(layout: Mapping[str, int]) -> str:
 def check_parity(case: Case) -> str:
     """Logits and every gradient, as each layout's ranks compute them, against transformers."""
     expected, weight, grads = case.expected()
-    loaded = native_tensors(case.load())
-    natives = {name: tensor.detach().requires_grad_() for name, tensor in loaded.items()}
+    model = case.load()
+    trained = dict(model.named_parameters())
+    natives = {
+        name: tensor.detach().requires_grad_(name in trained)
+        for name, tensor in native_tensors(model).items()
+    }
     worst = 0.0
     for layout in layouts_of(case.dims):
         model = build_model(case.dims, device="meta", dtype=torch.float32)
@@ -139,8 +144,8 @@ def check_parity(case: Case) -> str:
         logits = ranks.logits(model, case.ids, causal_attend)
         what = f"logits at {_said(layout)}"
         worst = max(worst, _compare(what, logits, expected, LOGITS_TOLERANCE))
-        ours = torch.autograd.grad((logits * weight).sum(), list(natives.values()))
-        by_name = dict(flow.iter_sources(dict(zip(natives, ours, strict=True)), case.weight_map))
+        ours = torch.autograd.grad((logits * weight).sum(), [natives[name] for name in trained])
+        by_name = dict(flow.iter_sources(dict(zip(trained, ours, strict=True)), case.weight_map))
         for name, grad in grads.items():
             what = f"gradient of {name} at {_said(layout)}"
             worst = max(worst, _compare(what, by_name[name], grad, GRADIENT_TOLERANCE))

@@ -79,10 +79,7 @@ class MegatronForward:
 
     def mixture(self, x: Tensor, at: str) -> Tensor:
         h = self.norm(x, at + "pre_mlp_layernorm.weight")
-        probs = F.linear(h, self.ranks[0][at + "mlp.router.weight"]).softmax(-1)
-        weights, chosen = probs.topk(self.dims.num_experts_per_token, dim=-1)
-        if self.dims.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.route(h, at + "mlp.router.")
         total = torch.zeros_like(h)
         for e in range(self.dims.num_experts):
             share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
@@ -91,12 +88,24 @@ class MegatronForward:
                 total = total + share * F.linear(y, rank[f"{at}mlp.experts.linear_fc2.weight{e}"])
         return total + self.shared(h, at + "mlp.shared_experts.")
 
+    def route(self, h: Tensor, at: str) -> tuple[Tensor, Tensor]:
+        dims, logits = self.dims, F.linear(h, self.ranks[0][at + "weight"])
+        scores = logits.sigmoid() if dims.router_score == "sigmoid" else logits.softmax(-1)
+        keys = scores + self.ranks[0][at + "expert_bias"] if dims.router_bias else scores
+        chosen = keys.topk(dims.num_experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if dims.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * dims.router_scale, chosen
+
     def shared(self, h: Tensor, at: str) -> Tensor:
         if not self.dims.shared_expert_size:
             return torch.zeros_like(h)
         parts = [gated(h, rank[at + "linear_fc1.weight"]) for rank in self.ranks]
-        gate = F.linear(h, self.ranks[0][at + "gate_weight"]).sigmoid()
-        return gate * self.rows(parts, at + "linear_fc2")
+        y = self.rows(parts, at + "linear_fc2")
+        if not self.dims.shared_expert_gate:
+            return y
+        return F.linear(h, self.ranks[0][at + "gate_weight"]).sigmoid() * y
 
 
 def gated(x: Tensor, fc1: Tensor, bias: Tensor | None = None) -> Tensor:

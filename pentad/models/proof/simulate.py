@@ -137,7 +137,8 @@ class Layout:
     def logits(self, model: Decoder, ids_T: Tensor, attend: Attend) -> Tensor:
         """The logits of one sequence as the ranks of the layout compute them."""
         self.spread(model)
-        own = {n: self.weights[n] for n, _ in model.named_parameters() if n in self.weights}
+        held = (*model.named_parameters(), *model.named_buffers())
+        own = {name: self.weights[name] for name, _ in held if name in self.weights}
         hidden_TD = functional_call(model, own, (ids_T, torch.arange(len(ids_T)), attend))
         is_tied = self.weight_map.entries["head.weight"].is_copy
         heads = self.tp_parts("embed.weight" if is_tied else "head.weight")

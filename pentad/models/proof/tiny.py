@@ -35,6 +35,17 @@ EXPERT_SIZES: dict[str, Any] = {
     "mlp_only_layers": [1],
 }
 SHARED_SIZES: dict[str, Any] = {"shared_expert_intermediate_size": 35}
+DEEPSEEK_SIZES: dict[str, Any] = {
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 27,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+"""Where mixtures are of DeepSeek-V3's kind."""
+PARTIAL_ROTARY: dict[str, Any] = {"head_dim": 16, "partial_rotary_factor": 0.4}
+"""Six numbers of a head, and not by an even division."""
 TP_GRID = (1, 2, 4, 12)
 """One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
 EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
@@ -74,13 +85,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "every second layer": {"decoder_sparse_step": 2, "mlp_only_layers": []},
     "top-k normalised": {"norm_topk_prob": True},
+    "top-k as it is": {"norm_topk_prob": False},
+    "head norms": {"use_qk_norm": True},
+    "dense layers": {"first_k_dense_replace": 2},
 }
 
 
 def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The variants of a family, told by the keys its transformers config has."""
     has_experts = "moe_intermediate_size" in family_keys
-    base = {**SIZES, "rope_parameters": PLAIN_ROPE, **(EXPERT_SIZES if has_experts else {})}
+    base = {**SIZES, "rope_parameters": PLAIN_ROPE}
+    if has_experts:
+        base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
+    if "partial_rotary_factor" in family_keys:
+        base |= PARTIAL_ROTARY
     base |= {key: size for key, size in SHARED_SIZES.items() if key in family_keys}
     out = {}
     for name, changes in VARIANTS.items():
@@ -93,12 +111,15 @@ def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     """A real config at tiny sizes, with its own switches kept."""
     has_experts = bool(config.get("num_experts") or config.get("num_local_experts"))
-    out = {**config, **SIZES}
+    out = {**config, **SIZES, "head_dim": PARTIAL_ROTARY["head_dim"]}
     for key in ("layer_types", "num_local_experts", "dtype", "torch_dtype"):
         out.pop(key, None)
     if has_experts:
         out |= {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
         out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
+    if config.get("n_routed_experts"):
+        kept = {"routed_scaling_factor": config.get("routed_scaling_factor", 1.0)}
+        out |= {**DEEPSEEK_SIZES, **kept}
     if config.get("sliding_window"):
         out |= {"sliding_window": 5, "max_window_layers": 1}
     return out
