@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pentad.config.catalog import known_model
 from pentad.config.load import load_config
 from pentad.config.rules import layout_problems
 from pentad.config.schema import Config
-from pentad.core.dims import SHARED_EXPERT_FAMILIES, ModelDims, dims_from_hf
+from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component, Layout, divisors, parse_allocation
 from pentad.models.families import known_families, read_config
@@ -35,10 +35,9 @@ FAMILY: dict[str, Any] = {
 }
 FAMILY_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
-    "num_experts_per_tok": 3,
+    "num_experts_per_token": 3,
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
-    "mlp_only_layers": [1],
 }
 
 
@@ -88,16 +87,28 @@ def read_subject(words: list[str]) -> Subject:
     if known is not None:
         return Subject(name, config_of(known), known, config)
     if name in known_families():
-        experts = FAMILY_EXPERTS if "moe" in name else {}
-        if name in SHARED_EXPERT_FAMILIES:
-            experts = experts | {"shared_expert_intermediate_size": 24}
-        hf_config = {"model_type": name, "tie_word_embeddings": not experts, **FAMILY, **experts}
+        hf_config = family_config(name)
         return Subject(name, hf_config, dims_from_hf(hf_config), config)
     families = ", ".join(known_families())
     remedy = (
         f"give a recipe, a folder with config.json, a public name such as Qwen3-8B, or {families}"
     )
     raise UserError(Problem(f"model = {name}", "is neither a folder nor known", remedy))
+
+
+def family_config(name: str) -> dict[str, Any]:
+    """A small model of a family, with one dense layer where it has experts."""
+    given = {"model_type": name, **FAMILY}
+    if "moe" in name:  # a config that names none has no experts, unless its family's default does
+        given |= {"num_experts": FAMILY_EXPERTS["num_experts"]}
+    dims = dims_from_hf(given)
+    if not dims.num_experts:
+        return {**given, "tie_word_embeddings": True}
+    dense = 0 if dims.router_bias else 1
+    layers = tuple(layer != dense for layer in range(dims.num_layers))
+    shared = 2 * FAMILY_EXPERTS["moe_intermediate_size"] if dims.shared_expert_size else 0
+    dims = replace(dims, **FAMILY_EXPERTS, shared_expert_size=shared, moe_layers=layers)
+    return {**config_of(dims), "initializer_range": SMALL["initializer_range"]}
 
 
 def config_of(dims: ModelDims) -> dict[str, Any]:
@@ -115,16 +126,37 @@ def config_of(dims: ModelDims) -> dict[str, Any]:
         "rope_theta": dims.rope_theta,
         "tie_word_embeddings": dims.tie_embeddings,
     }
+    if dims.rotary_dim:
+        found["partial_rotary_factor"] = dims.rotary_dim / dims.head_dim
     if dims.num_experts:
         found |= {
-            "num_experts": dims.num_experts,
             "num_experts_per_tok": dims.num_experts_per_token,
             "moe_intermediate_size": dims.moe_intermediate_size,
             "norm_topk_prob": dims.norm_topk_prob,
+            **(_biased_mixture(dims) if dims.router_bias else _mixture(dims)),
         }
+    return found
+
+
+def _mixture(dims: ModelDims) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_experts": dims.num_experts,
+        "mlp_only_layers": [i for i in range(dims.num_layers) if not dims.is_moe(i)],
+    }
     if dims.shared_expert_size:
         found["shared_expert_intermediate_size"] = dims.shared_expert_size
     return found
+
+
+def _biased_mixture(dims: ModelDims) -> dict[str, Any]:
+    return {
+        "n_routed_experts": dims.num_experts,
+        "n_shared_experts": dims.shared_expert_size // dims.moe_intermediate_size,
+        "first_k_dense_replace": sum(not dims.is_moe(i) for i in range(dims.num_layers)),
+        "routed_scaling_factor": dims.router_scale,
+        "attention_bias": dims.qkv_bias,
+        "use_qk_norm": dims.qk_norm,
+    }
 
 
 def shrink(hf_config: dict[str, Any], dims: ModelDims, cases: list[Case], stages: int) -> dict:
@@ -140,8 +172,10 @@ def shrink(hf_config: dict[str, Any], dims: ModelDims, cases: list[Case], stages
         found |= {"sliding_window": 7, "max_window_layers": layers // 2}
     if dims.num_experts:
         found["moe_intermediate_size"] = 8 * math.lcm(*(case.layout.etp for case in cases))
-        if dims.shared_expert_size:
+        if found.get("shared_expert_intermediate_size"):
             found["shared_expert_intermediate_size"] = 24
+        if found.get("first_k_dense_replace"):  # at least one layer is a mixture
+            found["first_k_dense_replace"] = min(found["first_k_dense_replace"], layers - 1)
         found["mlp_only_layers"] = [i for i in range(layers) if not dims.is_moe(i)]
         found["decoder_sparse_step"] = 1
     return found

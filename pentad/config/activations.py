@@ -140,7 +140,8 @@ def experts_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
     if layout.ep > 1:
         kept += chosen * c * h  # rows as received, before they are sorted
     if dims.shared_expert_size:
-        kept += c * (4 * dims.shared_expert_size + h)  # as a dense ffn; its result before the gate
+        kept += c * 4 * dims.shared_expert_size  # as a dense ffn
+        kept += c * h * dims.shared_expert_gate  # its result before the gate
     return kept / (tp * layout.cp)
 
 

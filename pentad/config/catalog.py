@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import Problem, UserError
@@ -32,6 +33,22 @@ QWEN3 = {  # head_dim 128 throughout
 QWEN3_MOE = {  # with the width of an expert; 128 experts, 8 a token
     "Qwen3-30B-A3B": ((2048, 6144, 48, 32, 4, 151936, False), 768),
     "Qwen3-235B-A22B": ((4096, 12288, 94, 64, 4, 151936, False), 1536),
+}
+GLM = {  # with the rest of its config.json that counts; rotary turns half of a head
+    "GLM-4.5-Air": (
+        (4096, 10944, 46, 96, 8, 151552, False),
+        {"n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+    ),
+    "GLM-4.5": (
+        (5120, 12288, 92, 96, 8, 151552, False),
+        {
+            "n_routed_experts": 160,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
 }
 LLAMA = {
     "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128256, False),
@@ -72,15 +89,34 @@ def _mixture(row: Row, expert_width: int) -> ModelDims:
     )
 
 
+def _glm(row: Row, mixture: dict[str, Any]) -> ModelDims:
+    hidden, intermediate, layers, heads, kv_heads, vocab, tied = row
+    sizes = {
+        "model_type": "glm4_moe",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "attention_bias": True,
+        "rope_theta": 1000000.0,
+    }
+    return dims_from_hf(sizes | mixture)
+
+
 MODELS: dict[str, ModelDims] = {
     **{name: _dense("qwen2", row) for name, row in QWEN2_5.items()},
     **{name: _dense("qwen3", row, 128) for name, row in QWEN3.items()},
     **{name: _mixture(row, width) for name, (row, width) in QWEN3_MOE.items()},
+    **{name: _glm(row, mixture) for name, (row, mixture) in GLM.items()},
     **{name: _dense("llama", row) for name, row in LLAMA.items()},
 }
 """What can be counted with: layers, heads, widths. Positions and norms of a released checkpoint
 are those of its config.json."""
-OWNERS = ("Qwen/", "meta-llama/")
+OWNERS = ("Qwen/", "zai-org/", "meta-llama/")
 VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
 
 

@@ -20,8 +20,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.models.columns import padded_vocab
-from pentad.models.families import dims_of, map_of, path_of, read_config
-from pentad.models.sources import column_of, open_weights
+from pentad.models.families import dims_of, map_of, path_of, read_config, spec_of
+from pentad.models.sources import column_of, open_weights, warn_left_out
 from pentad.weights import flow
 from pentad.weights.flow import Reader
 from pentad.weights.hf import (
@@ -197,6 +197,8 @@ def convert(
     if known and same and known.source["stats"] == stats_of(opened.files()):
         return _ended(target, "found", known, started)
     output = _output(recipe, opened)
+    if recipe.to != "hf":
+        warn_left_out(map_of(opened.dims), opened.reader)
     source = read_source(opened.files(), progress)
     _check_unharmed(opened, source)
     identity = text_digest({"request": request, "source": source.digests})
@@ -282,7 +284,7 @@ def _output(recipe: Conversion, opened: Opened) -> Output:
     filler = Filler(opened.reader, _dtype(recipe))
     if recipe.to == "hf":
         _refuse_axes(recipe)
-        return HfOutput(_hf_plan(recipe, opened), filler, map_of(dims).tied)
+        return HfOutput(_hf_plan(recipe, opened), filler, map_of(dims))
     layout = build_layout(
         dims, tp=recipe.tp, pp=recipe.pp, vpp=recipe.vpp, ep=recipe.ep, etp=recipe.etp
     )
@@ -356,8 +358,9 @@ def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
     named = {name for file in known for name in file.tensors}
     if known and named >= opened.reader.infos.keys() >= named - tied.keys():
         return known
+    sources, dtype = map_of(opened.dims).sources, _dtype(recipe)
     infos = {
-        name: replace(info, dtype=_dtype(recipe) or info.dtype)
+        name: replace(info, dtype=flow.written_dtype(sources[name], dtype) or info.dtype)
         for name, info in opened.reader.infos.items()
     }
     return hf_files(plan_files(infos, recipe.shard_bytes))
@@ -374,12 +377,17 @@ def _hf_files_of_record(root: Path) -> list[HfFile]:
 def _write_companions(recipe: Conversion, opened: Opened, root: Path) -> None:
     """Config and tokenizer beside the weights, so that the folder is enough on the way back."""
     copy_companions(opened.companions(), root)
+    config = read_config(opened.config)
+    changes: dict[str, Any] = {}
+    if recipe.to != "hf" or not isinstance(opened.reader, HfFolder):
+        changes = dict(spec_of(opened.dims.family).saved_config)
     if recipe.to == "hf" and recipe.dtype is not None:
-        config = {**read_config(opened.config), "dtype": recipe.dtype}
+        changes["dtype"] = recipe.dtype
         config.pop("torch_dtype", None)
-        write_json(root / CONFIG, config)
-    else:
+    if config == config | changes:
         shutil.copyfile(opened.config, root / CONFIG)
+    else:
+        write_json(root / CONFIG, config | changes)
     if recipe.to != "hf":
         write_tracker(root, recipe.iteration)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.families import ConfigLike, dims_of, map_of, read_config, spec_of
 from pentad.models.language_model import LanguageModel
-from pentad.models.sources import open_weights
+from pentad.models.sources import open_weights, warn_left_out
 from pentad.weights import flow
 from pentad.weights.hf import SHARD_BYTES, save_folder
 from pentad.weights.random import RandomReader
 from pentad.weights.regions import slices
 
 Device = torch.device | str
-log = logging.getLogger(__name__)
 
 
 def build_model(
@@ -97,15 +95,8 @@ def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> 
     reader = open_weights(folder, model.dims)
     shards, weight_map = native_shards(model), model.map_for(reader.infos)
     flow.fill(shards, weight_map, reader, has_heads=model.is_last)
-    extra = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
-    if extra and model.is_last:
-        log.warning(
-            "%s: %d tensors (%s, ...) serve to predict further tokens; they are not trained, and "
-            "a saved folder is without them",
-            folder,
-            len(extra),
-            extra[0],
-        )
+    if model.is_last:
+        warn_left_out(weight_map, reader)
     fresh = flow.missing_optional(shards, weight_map, reader)
     if fresh:
         own = {name: shards[name] for name in fresh}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from pentad.core.dims import ModelDims
@@ -9,9 +10,11 @@ from pentad.models.columns import MEGATRON_PLAN, megatron_sizes
 from pentad.models.families import spec_of
 from pentad.weights.flow import Reader
 from pentad.weights.hf import HfFolder
-from pentad.weights.map import sizes_of
+from pentad.weights.map import WeightMap, sizes_of
 from pentad.weights.megatron.folders import find_weights
 from pentad.weights.megatron.stored import Column
+
+log = logging.getLogger(__name__)
 
 
 def column_of(dims: ModelDims, vocab_rows: int) -> Column:
@@ -39,3 +42,16 @@ def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = N
         return read_dist(dist, column_of(dims, dist.vocab_rows))
     legacy = LegacyFiles(found, dims)
     return read_legacy(legacy, column_of(dims, legacy.vocab_rows))
+
+
+def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
+    """Tells of the layers that a folder holds to predict further tokens, and a model does not."""
+    names = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
+    if names:
+        log.warning(
+            "%s: %d tensors (%s, ...) serve to predict further tokens; they are not trained, and "
+            "what is saved is without them",
+            reader.where,
+            len(names),
+            names[0],
+        )

@@ -38,6 +38,7 @@ def build_args(
     dtype: torch.dtype,
 ) -> Namespace:
     """The arguments of a model with these dimensions on that layout."""
+    _refuse_unsayable(dims)
     return Namespace(
         **_shape_args(dims),
         **_switches(dims, layout),
@@ -60,6 +61,15 @@ def build_args(
     )
 
 
+def _refuse_unsayable(dims: ModelDims) -> None:
+    """Megatron divides sigmoid scores by their sum if, and only if, a token has several experts."""
+    several = dims.num_experts_per_token > 1
+    if dims.router_score == "sigmoid" and dims.norm_topk_prob != several:
+        where = f"config.json: norm_topk_prob = {str(dims.norm_topk_prob).lower()}"
+        rule = f"Megatron makes it {str(several).lower()} for num_experts_per_tok = "
+        raise UserError(Problem(where, f"{rule}{dims.num_experts_per_token} scored by sigmoid"))
+
+
 def _shape_args(dims: ModelDims) -> dict[str, Any]:
     """What `check_args` holds a checkpoint to."""
     return {
@@ -73,6 +83,9 @@ def _shape_args(dims: ModelDims) -> dict[str, Any]:
         "moe_ffn_hidden_size": dims.moe_intermediate_size or None,
         "moe_shared_expert_intermediate_size": dims.shared_expert_size or None,
         "moe_router_topk": dims.num_experts_per_token or 2,
+        "moe_router_score_function": dims.router_score,
+        "moe_router_enable_expert_bias": dims.router_bias,
+        "moe_router_topk_scaling_factor": dims.router_scale if dims.router_scale != 1 else None,
         "untie_embeddings_and_output_weights": not dims.tie_embeddings,
         "add_qkv_bias": dims.qkv_bias,
         "qk_layernorm": dims.qk_norm,
@@ -89,7 +102,7 @@ def _switches(dims: ModelDims, layout: MegatronLayout) -> dict[str, Any]:
         "add_position_embedding": False,
         "use_rotary_position_embeddings": True,
         "rotary_base": dims.rope_theta,
-        "rotary_percent": 1.0,
+        "rotary_percent": dims.turned_dim / dims.head_dim,
         "rotary_interleaved": False,
         "use_rope_scaling": dims.rope_scaling.get("rope_type") == "llama3",
         "rope_scaling_factor": float(dims.rope_scaling.get("factor", 8.0)),
@@ -103,8 +116,9 @@ def _switches(dims: ModelDims, layout: MegatronLayout) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
         "moe_layer_freq": [int(moe) for moe in dims.moe_layers] if mixed else 1,
-        "moe_router_pre_softmax": not dims.norm_topk_prob,
-        "moe_shared_expert_gate": bool(dims.shared_expert_size),
+        "moe_router_pre_softmax": dims.router_score == "softmax" and not dims.norm_topk_prob,
+        "moe_router_dtype": "fp32" if dims.router_bias else None,
+        "moe_shared_expert_gate": bool(dims.shared_expert_size) and dims.shared_expert_gate,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "tokenizer_type": "HuggingFaceTokenizer",

@@ -17,11 +17,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.weights.files import checksum
-from pentad.weights.flow import Reader, TensorInfo, source_block, target_block
+from pentad.weights.flow import Reader, TensorInfo, source_block, target_block, written_dtype
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
+from pentad.weights.map import WeightMap
 from pentad.weights.megatron.dist import Item, write_block, write_common, write_index
 from pentad.weights.megatron.layout import MegatronLayout
 from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
@@ -56,12 +58,12 @@ class Filler:
 
     reader: Reader
     dtype: torch.dtype | None
-    """Cast to it; None keeps each tensor's own."""
+    """Cast to it, but for tensors that are kept in one of their own; None casts none."""
 
     def dtype_of(self, piece: Piece) -> torch.dtype:
         """The type of the tensors a piece is made of, which must be one."""
         if self.dtype is not None:
-            return self.dtype
+            return DTYPES[piece.entry.rule.dtype] if piece.entry.rule.dtype else self.dtype
         kinds = {self.reader.infos[r.source].dtype: r.source for r in piece.entry.regions}
         if len(kinds) > 1:
             said = " and ".join(f"{name} ({dtype})" for dtype, name in kinds.items())
@@ -216,11 +218,10 @@ class HfFile:
 class HfOutput:
     """A HF folder; with the files of the folder the weights once came from, those again."""
 
-    def __init__(self, files: Sequence[HfFile], filler: Filler, tied: Mapping[str, str]) -> None:
+    def __init__(self, files: Sequence[HfFile], filler: Filler, weight_map: WeightMap) -> None:
         self.plan = {file.name: file for file in files}
         self.reader = filler.reader
-        self.tied = tied
-        """Tensors that are another one of the reader's a second time."""
+        self.map = weight_map
         self.infos = {
             file.name: {name: self._info(name, filler.dtype) for name in file.tensors}
             for file in files
@@ -232,10 +233,13 @@ class HfOutput:
 
     def _info(self, name: str, dtype: torch.dtype | None) -> TensorInfo:
         info = self.reader.infos[self._source(name)]
-        return TensorInfo(info.shape, dtype or info.dtype)
+        known = self.map.sources.get(name)
+        cast = dtype if known is None else written_dtype(known, dtype)
+        return TensorInfo(info.shape, cast or info.dtype)
 
     def _source(self, name: str) -> str:
-        return name if name in self.reader.infos else self.tied[name]
+        """A tied tensor is another one of the reader's a second time."""
+        return name if name in self.reader.infos else self.map.tied[name]
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
         whole = self.reader.read(self._source(name), full_box(info.shape))
