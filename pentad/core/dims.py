@@ -299,11 +299,9 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     rule = f"must divide num_attention_heads = {num_heads}"
     read.must(fits, "num_key_value_heads", num_kv_heads, rule)
     read.must(head_dim % 2 == 0, "head_dim", head_dim, "must be even: rotary turns pairs")
-    rule, top_k = (
-        f"must be at most the number of experts, {dims.num_experts}",
-        dims.num_experts_per_token,
-    )
-    read.must(top_k <= dims.num_experts, "num_experts_per_tok", top_k, rule)
+    top_k, num_experts = dims.num_experts_per_token, dims.num_experts
+    rule = f"must be at most the number of experts, {num_experts}"
+    read.must(top_k <= num_experts, "num_experts_per_tok", top_k, rule)
     if read.problems:
         raise UserError(read.problems)
     return dims

@@ -22,6 +22,16 @@ ODD = {
     "max_position_embeddings": 777,
 }
 MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 13}
+GLM = {
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 13,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.7,
+    "partial_rotary_factor": 0.4,
+    "num_nextn_predict_layers": 2,
+}
 CASES = {
     "qwen2": {k: v for k, v in ODD.items() if k != "head_dim"},
     "qwen2 tied": {**ODD, "head_dim": 8, "tie_word_embeddings": True},
@@ -30,6 +40,8 @@ CASES = {
     "qwen3_moe": {**ODD, **MOE, "norm_topk_prob": True},
     "qwen3_moe mixed": {**ODD, **MOE, "mlp_only_layers": [1], "decoder_sparse_step": 2},
     "llama": {**ODD, "attention_bias": True, "mlp_bias": True},
+    "glm4_moe": {**ODD, **GLM, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe plain": {**ODD, **GLM, "n_shared_experts": 1, "first_k_dense_replace": 0},
 }
 
 
@@ -97,6 +109,7 @@ def test_rope_scaling_keeps_its_numbers_and_loses_theta():
         ({"n_shared_experts": 2}, "shared experts"),
         ({"hidden_act": "gelu"}, "only silu"),
         ({"partial_rotary_factor": 0.5}, "part of a head"),
+        ({"model_type": "qwen3_moe", "n_shared_experts": 2}, "shared experts"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of a head"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
         ({"hidden_size": None}, "hidden_size missing"),
@@ -119,6 +132,8 @@ def plain_flops(dims: ModelDims, seq_len: int, *, causal: bool) -> float:
         else:
             width, copies = dims.intermediate_size, 1
         rows += [(dims.hidden_size, width)] * 3 * copies
+        if dims.is_moe(layer):
+            rows += [(dims.hidden_size, dims.shared_expert_size)] * 3
         total += sum(2 * a * b * seq_len for a, b in rows)
         for t in range(seq_len):
             seen = t + 1 if causal else seq_len
@@ -174,6 +189,32 @@ def test_a_value_that_is_none_is_told_with_its_key(bad):
     with pytest.raises(UserError) as told:
         dims_from_hf(config)
     assert f"config.json: {key} = {value}: must " in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"n_group": 4, "topk_group": 2}, "topk_group = 2: must equal n_group = 4"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0: must be a whole number of at least 1"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0: must be a number above 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: turns 5 numbers of a head"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5: must be a number above 0"),
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok = 8: must be at most the number"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1: must be a whole number"),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_is_not_built_is_refused(bad, said):
+    with pytest.raises(UserError, match=f"config.json: {said}"):
+        dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM, **bad})
+
+
+def test_rotary_over_part_of_a_head_is_read_where_transformers_reads_it():
+    inner = {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.8}}
+    assert dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM}).rotary_dim == 4
+    assert dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM, **inner}).rotary_dim == 8
+    whole = dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM, "partial_rotary_factor": 1.0})
+    assert (whole.rotary_dim, whole.turned_dim) == (0, 10)
 
 
 def test_all_wrong_values_are_told_together():

@@ -1,15 +1,10 @@
 """A small mixture whose files have a place for the selection bias, and a step with it."""
 
-import dataclasses
-
 from engine_toys import CONFIG, PolicyLoss, make_rows
 
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
-from pentad.models import qwen3_moe
 from pentad.models.balance import BalanceSettings
-from pentad.models.families import REGISTERED
-from pentad.weights.map import Rule
 
 MIXTURE = CONFIG | {
     "model_type": "qwen3_moe",
@@ -19,32 +14,27 @@ MIXTURE = CONFIG | {
     "moe_intermediate_size": 8,
     "mlp_only_layers": [1],
 }
-BIASED = dataclasses.replace(
-    qwen3_moe.SPEC,
-    rules=(
-        *qwen3_moe.SPEC.rules,
-        Rule(
-            "layers.{i}.ffn.router.bias",
-            "R",
-            "model.layers.{i}.mlp.gate.e_score_correction_bias",
-            qwen3_moe.is_moe,
-            init="zeros",
-            optional=True,
-        ),
-    ),
-)
+GLM = CONFIG | {
+    "model_type": "glm4_moe",
+    "head_dim": 12,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+"""Layers 1 and 2 are mixtures."""
 
 
-def make_mixture(layout=None, balance=None, **settings) -> Engine:
+def make_mixture(layout=None, balance=None, config=MIXTURE, **settings) -> Engine:
     optimizer = OptimizerSettings(lr=1e-3, gradient_clipping=None)
     chosen = EngineSettings(
         optimizer=optimizer, balance=BalanceSettings(**(balance or {})), **settings
     )
-    return build_engine(MIXTURE, chosen, layout=layout, init_from_scratch=True, seed=3)
-
-
-def register_biased() -> None:
-    REGISTERED["qwen3_moe"] = f"{__name__}:BIASED"
+    return build_engine(config, chosen, layout=layout, init_from_scratch=True, seed=3)
 
 
 def step(engine: Engine, num_rows: int = 12, calls: int = 1):
@@ -63,10 +53,6 @@ def biases(engine: Engine) -> dict[str, list[float]]:
 
 def train_balanced(layout=None, steps: int = 3, **settings):
     """What the tests over ranks compare: balance of every step, and the biases at the end."""
-    register_biased()
-    try:
-        engine = make_mixture(layout, {"bias_rate": 0.01}, **settings)
-        results = [step(engine) for _ in range(steps)]
-        return [result.balance for result in results], biases(engine)
-    finally:
-        del REGISTERED["qwen3_moe"]
+    engine = make_mixture(layout, {"bias_rate": 0.01}, GLM, **settings)
+    results = [step(engine) for _ in range(steps)]
+    return [result.balance for result in results], biases(engine)

@@ -2,19 +2,12 @@
 
 import pytest
 import torch
-from balance_toys import biases, make_mixture, register_biased, step
+from balance_toys import GLM, biases, make_mixture, step
 from engine_toys import PolicyLoss, make_engine, make_rows, train
 
 from pentad.core.errors import UserError
 from pentad.core.types import Row
-from pentad.models.families import REGISTERED
 from pentad.ops.router import expert_load
-
-
-@pytest.fixture
-def biased_family(monkeypatch):
-    monkeypatch.setitem(REGISTERED, "qwen3_moe", "")
-    register_biased()
 
 
 def gradients(engine, rows, **accumulate):
@@ -69,10 +62,10 @@ def test_a_balancing_loss_weighs_as_much_as_its_rows_count():
     torch.testing.assert_close(twice - base, 2 * own, rtol=1e-4, atol=1e-5)
 
 
-def test_the_bias_moves_with_the_steps_and_is_state(biased_family):
-    engine = make_mixture(balance={"bias_rate": 0.01})
+def test_the_bias_moves_with_the_steps_and_is_state():
+    engine = make_mixture(balance={"bias_rate": 0.01}, config=GLM)
     assert biases(engine) == {
-        "layers.0.ffn.router.bias": [0.0] * 8,
+        "layers.1.ffn.router.bias": [0.0] * 8,
         "layers.2.ffn.router.bias": [0.0] * 8,
     }
     engine.save_tag("ref")
@@ -82,17 +75,17 @@ def test_the_bias_moves_with_the_steps_and_is_state(biased_family):
     assert all(max(map(abs, bias)) > 0.005 for bias in moved.values())
     state = engine.state_dict()
     saved = {key: {n: x.clone() for n, x in state[key].items()} for key in ("model",)}
-    other = make_mixture(balance={"bias_rate": 0.01})
+    other = make_mixture(balance={"bias_rate": 0.01}, config=GLM)
     other.save_tag("ref")
     other.load_state_dict({**state, **saved})
     assert biases(other) == moved
     with engine.use("ref"):  # the bias belongs to the weights
-        assert float(engine.tensors["layers.0.ffn.router.bias"].abs().max()) == 0
+        assert float(engine.tensors["layers.1.ffn.router.bias"].abs().max()) == 0
     assert biases(engine) == moved
 
 
-def test_a_skipped_step_leaves_the_bias(biased_family):
-    engine = make_mixture(balance={"bias_rate": 0.01})
+def test_a_skipped_step_leaves_the_bias():
+    engine = make_mixture(balance={"bias_rate": 0.01}, config=GLM)
     rows = make_rows(4)
     for row in rows:
         row.columns["advantages"][:] = float("inf")

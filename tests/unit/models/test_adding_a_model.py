@@ -69,7 +69,7 @@ def test_the_page_works_as_written(folder, capsys):
 def test_without_the_file_the_folder_is_refused(folder):
     transformers.Phi3Config(hidden_size=24).save_pretrained(folder)
     with pytest.raises(
-        UserError, match="model_type = phi3: no such model family; use one of llama"
+        UserError, match="model_type = phi3: no such model family; use one of glm4_moe, llama"
     ):
         load_model(folder)
 

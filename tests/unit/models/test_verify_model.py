@@ -21,7 +21,7 @@ from pentad.weights.map import Glu, Stack, Transposed, as_spec
 transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", families.known_families())
 def test_the_families_of_the_package_pass(family):
     report = verify(family)
     assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
@@ -29,11 +29,14 @@ def test_the_families_of_the_package_pass(family):
     assert ran >= {*checks.CHECKS, *checks.WEIGHT_CHECKS}
     cases = {outcome.case for outcome in report.outcomes}
     assert cases >= {"untied", "tied", "linear rope", "llama3 rope", "yarn rope"}
-    assert ("window" in cases) == (family != "llama")
+    assert ("window" in cases) == (family not in ("llama", "glm4_moe"))
+    wanted = {"biases", "head norms", "dense layers", "top-k as it is"}
+    assert wanted <= cases or family != "glm4_moe"
 
 
 def test_every_family_is_found_by_its_file():
-    assert families.known_families() == ["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    dense, mixtures = ["llama", "qwen2", "qwen3"], ["glm4_moe", "qwen2_moe", "qwen3_moe"]
+    assert families.known_families() == sorted(dense + mixtures)
 
 
 def faults(spec, monkeypatch, variant="untied", **changes):
@@ -250,10 +253,37 @@ TUNING = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
             lambda dims, hf: replace(dims, sliding_window=dims.sliding_window + 1),
             id="window one too wide",
         ),
+        *(
+            pytest.param(
+                "glm4_moe",
+                "untied",
+                lambda dims, hf, change=change: replace(dims, **change),
+                id=f"glm4_moe with {change}",
+            )
+            for change in (
+                {"router_score": "softmax"},
+                {"router_scale": 1.0},
+                {"router_bias": False},
+                {"rotary_dim": 0},
+                {"rotary_dim": 8},
+                {"norm_topk_prob": False},
+                {"shared_expert_gate": True},
+                {"moe_layers": (True,) * 3},
+            )
+        ),
     ],
 )
 def test_a_switch_that_is_misread_is_caught_by_its_variant(family, variant, change, monkeypatch):
     assert faults(misread(spec_of(family), change), monkeypatch, variant)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": ""}, {"dtype": "bfloat16"}, {"init": "ones"}, {"init": "normal"}], ids=str
+)
+def test_a_selection_bias_that_is_rounded_or_starts_elsewhere_is_caught(change, monkeypatch):
+    spec = spec_of("glm4_moe")
+    wrong = replace(spec, rules=edited(spec.rules, L + "ffn.router.bias", **change))
+    assert faults(wrong, monkeypatch)
 
 
 def test_key_and_value_biases_swapped_are_caught(monkeypatch):

@@ -27,6 +27,8 @@ PUBLISHED = {
     "Qwen3-32B": (32.8, 31.2),
     "Qwen3-30B-A3B": (30.5, 29.9),
     "Qwen3-235B-A22B": (235, 234),
+    "GLM-4.5-Air": (106, None),
+    "GLM-4.5": (355, None),
     "Llama-3.1-8B": (8.03, None),
     "Llama-3.1-70B": (70.6, None),
     "Llama-3.2-1B": (1.24, None),
@@ -49,6 +51,10 @@ def test_counts_match_the_model_cards(name):
 def test_active_parameters_of_the_mixtures():
     assert MODELS["Qwen3-30B-A3B"].num_active_params / 1e9 == pytest.approx(3.3, abs=0.06)
     assert MODELS["Qwen3-235B-A22B"].num_active_params / 1e9 == pytest.approx(22, abs=0.3)
+    # The cards leave out the embedding, or the head with it.
+    air, glm = MODELS["GLM-4.5-Air"], MODELS["GLM-4.5"]
+    assert (air.num_active_params - 2 * air.embedding_params) / 1e9 == pytest.approx(12, abs=0.3)
+    assert (glm.num_active_params - 2 * glm.embedding_params) / 1e9 == pytest.approx(32, abs=0.3)
     assert MODELS["Qwen3-8B"].num_active_params == MODELS["Qwen3-8B"].num_params
 
 

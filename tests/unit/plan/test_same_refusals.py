@@ -8,7 +8,7 @@ import torch
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules import layout_problems
-from pentad.core.dims import ModelDims, has_router_bias
+from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import UserError
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import parse_allocation
@@ -127,19 +127,8 @@ def test_config_and_engine_refuse_the_same_layouts():
 
 @pytest.mark.parametrize("family", known_families())
 def test_families_with_a_place_for_a_bias_are_known_without_torch(family):
-    dims = ModelDims(
-        family=family,
-        vocab_size=8,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=4,
-        intermediate_size=8,
-        num_experts=4,
-        num_experts_per_token=2,
-        moe_intermediate_size=4,
-        moe_layers=(True,),
-    )
-    has_place = "layers.0.ffn.router.bias" in map_of(dims).entries
-    assert has_place == has_router_bias(family)
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    dims = dims_from_hf({"model_type": family, **sizes, **heads})
+    has_place = "layers.1.ffn.router.bias" in map_of(dims).entries
+    assert has_place == dims.router_bias == (family == "glm4_moe")
