@@ -191,4 +191,4 @@ def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping)
 def ends_bytes(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
     """Kept outside the layers: final norm, hidden states the head reads, rotary tables."""
     c, h = keeping.compute_bytes, dims.hidden_size
-    return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.head_dim) / layout.cp
+    return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.turned_dim) / layout.cp

@@ -17,6 +17,7 @@ from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.models.balance import BalanceSettings
 from pentad.models.exchange import gather_whole
 from pentad.parallel.cuts import local, stored_box
 from pentad.parallel.gradients import global_norm, sum_copies
@@ -37,7 +38,20 @@ SHARED = MOE | {
     "shared_expert_intermediate_size": 20,
     "head_dim": 6,
 }
-CONFIGS = {"dense": DENSE, "moe": MOE, "biased": BIASED, "shared": SHARED}
+GLM = DENSE | {
+    "model_type": "glm4_moe",
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.4,
+}
+CONFIGS = {"dense": DENSE, "moe": MOE, "biased": BIASED, "shared": SHARED, "glm": GLM}
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 
@@ -45,6 +59,8 @@ def make(model: str, layout: Layout, loss: str = "token", seed: int = 3, **setti
     settings.setdefault(
         "optimizer", OptimizerSettings(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5)
     )
+    if CONFIGS[model]["model_type"] == "glm4_moe":
+        settings.setdefault("balance", BalanceSettings(bias_rate=0.01))
     engine = build_engine(
         CONFIGS[model],
         EngineSettings(**settings),
@@ -64,7 +80,7 @@ def bend(engine: Engine) -> None:
             if tensor.ndim == 1:
                 gen = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
                 noise = 0.3 * torch.randn(tensor.shape, generator=gen)
-                part = engine.cuts[name].take(name, noise)
+                part = engine.cuts[name].take(name, noise) if name in engine.cuts else noise
                 engine.tensors[name].add_(part)
 
 
@@ -89,7 +105,7 @@ def train_step(
     """
     engine = make(model, layout, loss, **settings)
     rows = make_rows(num_rows)
-    chosen = engine.routes(rows) if model == "moe" else None
+    chosen = engine.routes(rows) if model in ("moe", "glm") else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
         row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given
     scored = engine.forward(rows)

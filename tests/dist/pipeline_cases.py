@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine_toys import make_rows
-from parity_cases import CONFIGS, DENSE, LOSSES, MOE, make, whole
+from parity_cases import CONFIGS, DENSE, GLM, LOSSES, MOE, make, whole
 from torch import Tensor
 
 from pentad.core.digest import digest_of
@@ -22,6 +22,7 @@ CONFIGS |= {
     "tied8": DENSE | {"num_hidden_layers": 8},
     "own5": DENSE | {"num_hidden_layers": 5, "tie_word_embeddings": False},
     "moe5": MOE | {"num_hidden_layers": 5},
+    "glm5": GLM | {"num_hidden_layers": 5},
 }
 
 

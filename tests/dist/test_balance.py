@@ -29,6 +29,7 @@ def test_balance_and_biases_are_one_ranks(pool, alone, layout):
         for a, b in zip(mine, true, strict=True):
             assert a.mean == b.mean, "what fills microbatches up is not counted"
             assert a.max == pytest.approx(b.max, abs=3)
+    assert biases.keys() == alone[1].keys()
     for name, bias in biases.items():
         same = sum(abs(x - y) < 1e-6 for x, y in zip(bias, alone[1][name], strict=True))
         assert same >= 6, (name, bias, alone[1][name])

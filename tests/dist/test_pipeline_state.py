@@ -25,6 +25,7 @@ def run(pool, layout: Layout, function: str, **kwargs):
         ("tied5", Layout(), ZERO_BUBBLE, Layout(pp=2)),
         ("tied5", Layout(pp=2, dp_shard=2), {}, Layout(tp=2)),
         ("moe5", Layout(pp=2, tp=2, ep=2), {"pp_schedule": "1F1B"}, Layout(pp=2, dp_shard=2)),
+        ("glm5", Layout(pp=2), {"pp_schedule": "1F1B"}, Layout(dp_shard=2, ep=2)),
     ],
     ids=str,
 )
@@ -44,6 +45,9 @@ def test_a_state_moves_between_pipelines_and_other_layouts(
         for a, b in zip(now[key], then[key], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert not torch.equal(then["scored actor"][1], then["scored ref"][1])
+    biases = [name for name in now["model"] if name.endswith("router.bias")]
+    assert len(biases) == (4 if model == "glm5" else 0)
+    assert all(not torch.equal(now["model"][n], now["ref"][n]) for n in biases), "they had moved"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,7 @@ def test_a_state_moves_between_pipelines_and_other_layouts(
         ("tied5", Layout(pp=2, dp_shard=2), "value", {}),
         ("tied5", Layout(pp=2), "value", ZERO_BUBBLE),
         ("moe5", Layout(pp=2, tp=2, ep=2), "token", {}),
+        ("glm5", Layout(pp=2, dp_shard=2, ep=2), "token", {}),
     ],
     ids=str,
 )

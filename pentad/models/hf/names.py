@@ -34,7 +34,8 @@ def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> Weight
     parts = _parts_on_disk(causal, shapes, where)
     entries: dict[str, Entry] = {}
     for name, shape in shapes.items():
-        rule = Rule(name, "", name)
+        is_wide = any(part in name for part in causal._keep_in_fp32_modules_strict or ())
+        rule = Rule(name, "", name, dtype="float32" if is_wide else "")
         entries[name] = Entry(name, shape, tuple(parts[name]), rule, _layer(name))
     rule = Rule(VALUE_HEAD, "", VALUE_HEAD_ON_DISK, optional=True)
     value_shape = (1, dims.hidden_size)

@@ -1,5 +1,6 @@
-"""A small mixture whose files have a place for the selection bias, and a step with it."""
+"""Small mixtures, one whose files have a place for the selection bias, and a step with it."""
 
+import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows
 
 from pentad.engine.engine import Engine, build_engine
@@ -52,7 +53,24 @@ def biases(engine: Engine) -> dict[str, list[float]]:
 
 
 def train_balanced(layout=None, steps: int = 3, **settings):
-    """What the tests over ranks compare: balance of every step, and the biases at the end."""
+    """What the tests over ranks compare: balance of every step, and the biases at the end, of
+    which ranks hold equal ones, and pipeline stages those of their layers."""
     engine = make_mixture(layout, {"bias_rate": 0.01}, GLM, **settings)
     results = [step(engine) for _ in range(steps)]
-    return [result.balance for result in results], biases(engine)
+    held = [biases(engine)]
+    if layout is not None:
+        held *= layout.world
+        dist.all_gather_object(held, biases(engine))
+    found = {name: bias for one in held for name, bias in one.items()}
+    assert all(found[name] == bias for one in held for name, bias in one.items()), "ranks differ"
+    return [result.balance for result in results], found
+
+
+def spread_over_steps(rate: float, steps: int = 40) -> list[float]:
+    """Largest load over mean load of each step, where routers start far from even."""
+    engine = make_mixture(balance={"bias_rate": rate}, config=GLM)
+    for name, tensor in engine.tensors.items():
+        if name.endswith("router.weight"):
+            tensor.detach()[3:] *= 0.4  # scores of these experts stay near a half
+    results = [step(engine) for _ in range(steps)]
+    return [max(one.max / one.mean for one in result.balance) for result in results]

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from balance_toys import GLM, biases, make_mixture, step
+from balance_toys import GLM, biases, make_mixture, spread_over_steps, step
 from engine_toys import PolicyLoss, make_engine, make_rows, train
+from transformers import AutoModelForCausalLM
 
 from pentad.core.errors import UserError
 from pentad.core.types import Row
+from pentad.infer.engine import Engine as InferEngine
+from pentad.infer.settings import SamplerSettings
+from pentad.models.decoder import causal_attend
+from pentad.models.registry import create_model
 from pentad.ops.router import expert_load
+from pentad.sync.publisher import take_snapshot
 
 
 def gradients(engine, rows, **accumulate):
@@ -98,3 +104,58 @@ def test_a_skipped_step_leaves_the_bias():
 def test_a_bias_that_the_format_cannot_hold_is_refused_at_the_start():
     with pytest.raises(UserError, match="bias_rate = 0.01: a saved qwen3_moe has no place"):
         make_mixture(balance={"bias_rate": 0.01})
+
+
+def test_a_skewed_router_is_evened_out_by_the_bias_and_by_nothing_else():
+    moved, still = spread_over_steps(0.01), spread_over_steps(0.0)
+    assert moved[0] == still[0] > 2.4
+    assert max(moved[-5:]) < 1.3
+    assert min(still[-5:]) > 2.2
+
+
+def test_the_bias_is_handed_out_in_float32_whatever_the_weights_are_published_in(tmp_path):
+    engine = make_mixture(balance={"bias_rate": 0.01}, config=GLM, publish_dtype="bfloat16")
+    for _ in range(3):
+        step(engine)
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    weights = dict(engine.iter_weights())
+    assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert weights[name].tolist() == biases(engine)["layers.2.ffn.router.bias"]
+    assert weights[name].dtype == torch.float32
+    engine.save_hf(str(tmp_path / "out"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == torch.bfloat16
+    assert torch.equal(theirs.state_dict()[name], weights[name])
+
+
+def test_the_sampler_gets_the_bias_with_every_publish():
+    engine = make_mixture(balance={"bias_rate": 0.07}, config=GLM)
+    sampler = InferEngine(create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64))
+    rows = make_rows(3)
+    digests = set()
+    for version in range(3):
+        snapshot = take_snapshot(version, engine.iter_weights(), copy=True)
+        receipt = sampler.install(version, list(snapshot.weights))
+        assert receipt.digest == snapshot.digest.hex()
+        digests.add(snapshot.digest.entries["model.layers.1.mlp.gate.e_score_correction_bias"])
+        held = sampler.runner.model.state_dict()["layers.1.ffn.router.bias"]
+        assert held.tolist() == biases(engine)["layers.1.ffn.router.bias"]
+        routes: dict = {}
+        chosen = torch.cat([routes_of(sampler.runner.model, row.ids, routes) for row in rows])
+        assert torch.equal(chosen, torch.cat(engine.routes(rows)))
+        step(engine)
+    assert len(digests) == 3, "a digest that leaves the bias out would not change with it alone"
+
+
+def routes_of(model, ids, routes):
+    routes.clear()
+    model(ids, torch.arange(len(ids)), causal_attend, routes)
+    return torch.stack([routes[layer] for layer in sorted(routes)], dim=1)
+
+
+def test_weights_without_the_bias_are_refused_by_the_sampler():
+    engine = make_mixture(config=GLM)
+    sampler = InferEngine(create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64))
+    rest = [(n, x) for n, x in engine.iter_weights() if "e_score_correction_bias" not in n]
+    with pytest.raises(UserError, match="e_score_correction_bias: missing"):
+        sampler.install(0, rest)

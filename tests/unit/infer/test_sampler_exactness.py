@@ -133,7 +133,9 @@ def test_followers_without_a_block_start_later_and_exactly(
     check_exact(sampler, requests, generate(sampler, requests))
 
 
-@pytest.mark.parametrize(("family", "shared_expert_size"), [("qwen3_moe", 0), ("qwen2_moe", 12)])
+@pytest.mark.parametrize(
+    ("family", "shared_expert_size"), [("qwen3_moe", 0), ("qwen2_moe", 12), ("glm4_moe", 16)]
+)
 def test_a_mixture_of_experts_is_exact(
     make_sampler, make_request, generate, check_exact, tiny_dims, family, shared_expert_size
 ):
@@ -147,6 +149,12 @@ def test_a_mixture_of_experts_is_exact(
         moe_intermediate_size=16,
         moe_layers=(True, True),
     )
+    if family == "glm4_moe":
+        dims = replace(dims, router_score="sigmoid", router_scale=1.5, router_bias=True)
+        dims = replace(dims, shared_expert_gate=False, rotary_dim=4, tie_embeddings=False)
     sampler = make_sampler(dims, kv_cache_tokens=64)
+    for name, buffer in sampler.engine.runner.model.named_buffers():
+        if name.endswith("router.bias"):
+            buffer.copy_(torch.tensor([0.3, -0.2, 0.1, -0.4]))
     requests = ragged(make_request, 6, n=2)
     check_exact(sampler, requests, generate(sampler, requests))

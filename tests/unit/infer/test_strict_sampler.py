@@ -56,12 +56,28 @@ ODD = DENSE | {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
-MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD}
+GLM = DENSE | {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD, "glm": GLM}
 
 
 def learner_of(config, **settings):
     options = EngineSettings(**({"strict": True, "gradient_checkpointing": False} | settings))
-    return build_engine(config, options, init_from_scratch=True, seed=3)
+    learner = build_engine(config, options, init_from_scratch=True, seed=3)
+    for name, tensor in learner.tensors.items():
+        if name.endswith("router.bias"):
+            tensor.copy_(torch.linspace(-0.4, 0.4, len(tensor)))
+    return learner
 
 
 def sampler_like(learner, **settings):

@@ -40,6 +40,15 @@ MOE = {
     "moe_intermediate_size": 64,
     "moe_layers": (True, False, True, True, True, True),
 }
+GLM = {
+    **MOE,
+    "shared_expert_size": 64,
+    "shared_expert_gate": False,
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "rotary_dim": 16,
+    "moe_layers": (False, True, True, True, True, True),
+}
 MODES = [("none", "op"), ("full", "op"), ("selective", 2), ("selective", "op")]
 
 
@@ -74,6 +83,7 @@ class LiveBytes(TorchDispatchMode):
 def tiny(vocab_size: int, **extra) -> ModelDims:
     family = "qwen3_moe" if "num_experts" in extra else "qwen3"
     family = "qwen2_moe" if "shared_expert_size" in extra else family
+    family = "glm4_moe" if "router_bias" in extra else family
     return ModelDims(
         family=family,
         vocab_size=vocab_size,
@@ -92,8 +102,8 @@ def measure(dims: ModelDims, mode: str, selective: str | int) -> tuple[int, int]
     """(bytes kept after forward, peak of forward and backward), weights and inputs not counted."""
     torch.manual_seed(0)
     decoder = Decoder(dims)
-    for parameter in decoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
+    for tensor in (*decoder.parameters(), *decoder.buffers()):
+        torch.nn.init.normal_(tensor, std=0.02)
     settings = EngineSettings(ac_mode=mode, ac_selective=selective)
     predictor = wrap_model(decoder, settings, CPU)
     length = NUM_TOKENS // NUM_SEQUENCES
@@ -112,8 +122,8 @@ def measure(dims: ModelDims, mode: str, selective: str | int) -> tuple[int, int]
 @pytest.mark.parametrize("vocab_size", [50, 4000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, MOE, {**MOE, "shared_expert_size": 160}],
-    ids=["dense", "moe", "shared"],
+    [{}, MOE, {**MOE, "shared_expert_size": 160}, GLM],
+    ids=["dense", "moe", "shared", "glm"],
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from pentad.core.dtypes import DTYPES
 from pentad.models.conversion import Conversion, convert
 from pentad.models.families import dims_of, map_of
 from pentad.weights.flow import TensorInfo
@@ -33,6 +34,17 @@ MODELS = {
         "shared_expert_intermediate_size": 36,
     },
     "mixed": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
+    "glm": {
+        "model_type": "glm4_moe",
+        "head_dim": 8,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    },
 }
 
 
@@ -46,7 +58,7 @@ def hf_folder(folder: Path, kind: str, dtype=torch.float32, **more) -> Path:
     weight_map = map_of(dims_of(config))
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        name: torch.randn(source.shape, generator=generator).to(dtype)
+        name: torch.randn(source.shape, generator=generator).to(DTYPES.get(source.dtype, dtype))
         for name, source in weight_map.sources.items()
         if not source.optional
     }
