@@ -186,7 +186,7 @@ class ArchonConfig(Section):
     """Weight of the mean square of the routers' log-partition; as `moe_aux_loss_coef`."""
     moe_bias_rate: NonNegative = 0.0
     """How far the selection bias of an expert moves at each step, towards equal load. Needs a
-    family whose files have a place for it; Qwen3-MoE has none."""
+    family whose files have a place for it: glm4_moe has one, Qwen3-MoE has none."""
 
 
 class ModelConfig(Section):

@@ -122,6 +122,8 @@ RED += [
      "the model has no experts", "leave it out"),
     ("balance", MOE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
      "a saved qwen3_moe has no place for a bias", "aux_loss_coef"),
+    ("balance", DENSE, ["archon:d1", "actor.archon.moe_bias_rate=0.001"], None,
+     "the model has no experts", "leave it out"),
 ]  # fmt: skip
 for schedule in ("IZB", "ZBV"):
     base = ["archon:p2", f"actor.archon.pp_schedule={schedule}"]
