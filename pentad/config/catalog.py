@@ -12,6 +12,7 @@ from typing import Any
 from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import Problem, UserError
 
+Row = tuple[int, int, int, int, int, int, bool]
 # name: (hidden, intermediate, layers, heads, kv heads, vocabulary, tied)
 QWEN2_5 = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -34,7 +35,9 @@ QWEN3_MOE = {  # with the width of an expert; 128 experts, 8 a token
     "Qwen3-30B-A3B": ((2048, 6144, 48, 32, 4, 151936, False), 768),
     "Qwen3-235B-A22B": ((4096, 12288, 94, 64, 4, 151936, False), 1536),
 }
-GLM = {  # with the rest of its config.json that counts; rotary turns half of a head
+GLM: dict[
+    str, tuple[Row, dict[str, Any]]
+] = {  # with the rest of its config.json that counts; rotary turns half of a head
     "GLM-4.5-Air": (
         (4096, 10944, 46, 96, 8, 151552, False),
         {"n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
@@ -57,7 +60,6 @@ LLAMA = {
     "Llama-3.2-3B": (3072, 8192, 28, 24, 8, 128256, True),
     "Llama-3.3-70B": (8192, 28672, 80, 64, 8, 128256, False),
 }
-Row = tuple[int, int, int, int, int, int, bool]
 
 
 def _dense(family: str, row: Row, head_dim: int | None = None) -> ModelDims:
