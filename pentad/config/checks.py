@@ -24,6 +24,8 @@ from pentad.core.errors import Problem
 from pentad.core.stages import splits_backward
 
 RULES = Rules()
+MIN_TEMPERATURE = 1e-3
+"""Of samples that are drawn (infer.checks)."""
 
 
 def all_rules() -> list[Rule]:
@@ -211,8 +213,12 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
 
 @RULES.add("gconfig.temperature")
 def training_samples_at_random(config: Config) -> Problem | None:
-    if config.gconfig.temperature > 0:
+    given = config.gconfig.temperature
+    if given >= MIN_TEMPERATURE:
         return None
+    if given > 0:
+        rule = f"below {MIN_TEMPERATURE} logits leave the range of fp32"
+        return Problem(f"gconfig.temperature = {given:g}", rule, "use 1.0")
     rule = "training needs samples that differ, and at 0 they are all the likeliest one"
     return Problem("gconfig.temperature = 0", rule, "use 1.0; evaluator.temperature may be 0")
 

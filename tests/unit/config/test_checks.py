@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from pentad.config import checks
 from pentad.config.checks import all_rules, check
 from pentad.config.load import prepare
 from pentad.config.resolve import resolve
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
+from pentad.infer import checks as infer_checks
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -614,3 +616,10 @@ def test_a_converted_checkpoint_is_what_training_starts_from(folders):
 def test_a_megatron_checkpoint_needs_no_hf_weights(folders):
     start = ["actor.path={root}/no_weights", "actor.checkpoint_load_path={root}/empty"]
     prepare(None, overrides_for(folders, start), "train")
+
+
+def test_a_temperature_that_the_sampler_refuses_is_refused_before():
+    with pytest.raises(UserError, match="gconfig.temperature = 0.0001: below 0.001"):
+        prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-4"])
+    prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-3"])
+    assert infer_checks.MIN_TEMPERATURE == checks.MIN_TEMPERATURE
