@@ -8,9 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from pentad.core.errors import UserError
 from pentad.core.types import Row
+from pentad.engine.engine import build_engine
+from pentad.engine.settings import EngineSettings
 from pentad.infer.engine import Engine as InferEngine
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
+from pentad.models.exchange import install_hf
 from pentad.models.registry import create_model
 from pentad.ops.router import expert_load
 from pentad.sync.publisher import take_snapshot
@@ -159,3 +162,19 @@ def test_weights_without_the_bias_are_refused_by_the_sampler():
     rest = [(n, x) for n, x in engine.iter_weights() if "e_score_correction_bias" not in n]
     with pytest.raises(UserError, match="e_score_correction_bias: missing"):
         sampler.install(0, rest)
+
+
+def test_the_fsdp_backend_computes_with_the_bias_and_hands_it_out_in_float32():
+    settings = EngineSettings(publish_dtype="bfloat16")
+    theirs = build_engine(GLM, settings, init_from_scratch=True, seed=3, backend="fsdp")
+    weights = {name: tensor.float() for name, tensor in theirs.iter_weights()}
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights[name] = torch.linspace(-1, 1, 8) / 3  # no number of 16 bits
+    assert install_hf(theirs.decoder, list(weights.items())) == len(weights)
+    again = dict(theirs.iter_weights())[name]
+    assert again.dtype == torch.float32 and torch.equal(again, weights[name])
+    ours = make_mixture(config=GLM)
+    install_hf(ours.decoder, list(weights.items()))
+    rows = make_rows(4)
+    for one, other in zip(ours.forward(rows), theirs.forward(rows), strict=True):
+        torch.testing.assert_close(one["logprobs"], other["logprobs"], rtol=1e-4, atol=1e-4)
