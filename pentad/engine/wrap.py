@@ -38,7 +38,7 @@ def wrap_model(
         root=predictor,
         model=decoder,
         blocks=decoder.blocks,
-        mixtures=_mixtures(decoder),
+        mixtures=mixtures_of(decoder),
         set_dispatch=partial(_set_dispatch, decoder),
         weight_map=decoder.weight_map,
         plan=spec.plan,
@@ -64,7 +64,7 @@ def check_strict(layout: Layout) -> None:
         raise UserError(Problem("strict = true", rule, "use data and pipeline parallelism only"))
 
 
-def _mixtures(decoder: Decoder) -> dict[int, Parts]:
+def mixtures_of(decoder: Decoder) -> dict[int, Parts]:
     found = {}
     for layer, block in decoder.blocks.items():
         if isinstance(block, Block) and isinstance(block.ffn, Moe):

@@ -38,6 +38,8 @@ KEPT_OPS = {
 """By name, since not every build of torch has all of them."""
 COMPILED_ON = {"cuda"}
 """Types of devices; on a CPU the compiler takes longer than it saves."""
+MAX_GRAPHS = 64
+"""Of one function: no run has nearly as many, unless something is compiled anew without end."""
 GROUPED_PRODUCT = "aten._grouped_mm.default"
 """Experts run two, gate with up and then down; backward does not read the second's result."""
 
@@ -146,6 +148,9 @@ def compile_run(
     # Numbers of modules (an eps, a scale) never change either. As inputs of a graph they would be
     # tensors of the CPU, for which a C++ kernel is built, after half a minute of trying compilers.
     torch._dynamo.config.specialize_float = True
+    # The compiler counts graphs by function, and this one stands for every kind of block and part,
+    # with gradients and without. Over its limit it runs what is new uncompiled and goes on.
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
     compiled: Callable[..., Any] = torch.compile(
         run, dynamic=None if is_static else True, backend=backend
     )

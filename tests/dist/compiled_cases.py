@@ -26,7 +26,11 @@ def compiled_as_on_a_gpu(backend: Any) -> Iterator[None]:
     chosen = backend
     torch._dynamo.reset()
     counters.clear()
-    with patch.object(blocks, "COMPILED_ON", {"cpu"}), patch.object(torch, "compile", compile_with):
+    with (
+        patch.object(blocks, "COMPILED_ON", {"cpu"}),
+        patch.object(torch, "compile", compile_with),
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),  # not uncompiled in silence
+    ):
         yield
     torch._dynamo.reset()
 

@@ -96,14 +96,17 @@ def train_step(
     calls: int = 1,
     routes: list[Tensor] | None = None,
     crowd: bool = False,
+    beside: Layout | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it.
 
     Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient. A crowd
-    sends every token to the same few experts, so that most ranks have nothing to do.
+    sends every token to the same few experts, so that most ranks have nothing to do. Beside: another
+    engine, built later, of that layout.
     """
     engine = make(model, layout, loss, **settings)
+    _other = make(model, beside, loss, **settings) if beside else None
     rows = make_rows(num_rows)
     chosen = engine.routes(rows) if model in ("moe", "glm") else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
@@ -176,10 +179,12 @@ def expert_norms(layout: Layout, routes: list[Tensor]) -> dict[str, float]:
     return {key: global_norm(part, engine.cuts, engine.meshes) for key, part in picked.items()}
 
 
-def broken_gradient(layout: Layout, on_last_rank: bool = False) -> dict[str, Any]:
+def broken_gradient(
+    layout: Layout, model: str = "dense", on_last_rank: bool = False, **settings: Any
+) -> dict[str, Any]:
     """One row makes the gradient infinite, or one element of the last rank's shards is: what each
     rank does, and what follows."""
-    engine = make("dense", layout)
+    engine = make(model, layout, **settings)
     before = {n: t.clone() for n, t in engine.masters.items()}
     rows = make_rows(12)
     if not on_last_rank:

@@ -192,6 +192,18 @@ def test_corner(pool, name):
     check(pool, model, layout, **settings)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "beside"),
+    [
+        ("dense", Layout(dp_shard=2, tp=2), Layout(tp=4)),
+        ("moe", Layout(dp_shard=2, tp=2, ep=4), Layout(cp=2, tp=2, ep=2, etp=2)),
+    ],
+    ids=["dense", "moe"],
+)
+def test_an_engine_keeps_to_its_axes_beside_one_of_another_layout(pool, model, layout, beside):
+    check(pool, model, layout, reference(model), beside=beside)
+
+
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_any_split_gives_one_gradient_in_double_precision(pool, model):
     """Layouts, microbatches and calls drawn at random against one rank with one of each."""

@@ -57,11 +57,22 @@ def test_the_norm_counts_experts_and_routers_exactly_once(pool, layout, true_nor
 
 
 @pytest.mark.parametrize("on_last_rank", [False, True])
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", Layout(dp_shard=2)),
+        ("dense", Layout(pp=2)),
+        ("dense", Layout(cp=2, tp=2)),
+        ("moe", Layout(pp=2, dp_shard=2, ep=2)),
+    ],
+    ids=str,
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
-    pool, layout, on_last_rank
+    pool, model, layout, on_last_rank
 ):
-    seen = run(pool, layout, "broken_gradient", on_last_rank=on_last_rank)
+    one_stage = {"pp_schedule": "1F1B"}
+    given = {"model": model, "on_last_rank": on_last_rank, **one_stage}
+    seen = run(pool, layout, "broken_gradient", **given)
     for result, is_still, after, num_skipped in seen["ranks"]:
         assert result.skipped and "not finite" in result.reason
         assert is_still and num_skipped == 1 and not after.skipped

@@ -11,9 +11,11 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._inductor import compile_fx
 
 from pentad.core.errors import UserError
+from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings
+from pentad.engine.wrap import mixtures_of
 from pentad.models.decoder import causal_attend
-from pentad.parallel.blocks import apply_to_block
+from pentad.parallel.blocks import apply_to_block, apply_to_blocks
 
 CUDA = torch.device("cuda")
 
@@ -145,3 +147,80 @@ def test_ac_debug_names_layers_that_keep_everything(caplog):
 def test_ac_debug_cannot_look_into_compiled_blocks():
     with pytest.raises(UserError, match="ac_debug = True: compile = True hides the operations"):
         EngineSettings(ac_debug=True, compile=True)
+
+
+MIXTURE = CONFIG | {
+    "model_type": "qwen2_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "compiled", "num_runs"),
+    [
+        ({"ac_mode": "none"}, 3, [1, 1, 1]),
+        ({"ac_mode": "full"}, 3, [2, 2, 2]),
+        ({"ac_mode": "selective", "ac_selective": 2}, 3, [2, 1, 2]),
+        ({"ac_mode": "selective", "ac_selective": "op"}, 1, [2, 2, 2]),
+    ],
+    ids=["none", "full", "stride", "op"],
+)
+def test_a_mixture_in_parts_is_compiled_and_recomputed_as_asked(
+    monkeypatch, how, compiled, num_runs
+):
+    """All of its three parts are, or by operation the first alone, with its ffn beside it."""
+    called: list[str] = []
+
+    def compile_not(run, **kwargs):
+        def note(part, *args):
+            called.append(part.__qualname__)
+            return run(part, *args)
+
+        return note
+
+    monkeypatch.setattr(torch, "compile", compile_not)
+    settings = EngineSettings(compile=True, **how)
+    engine = build_engine(MIXTURE, EngineSettings(), init_from_scratch=True)
+    decoder = engine.decoder
+    apply_to_blocks(decoder.blocks, settings, CUDA, mixtures_of(decoder))
+    runs = {}
+    for layer, block in decoder.blocks.items():
+        for part in (block.attn_norm, block.ffn.router):
+            key = (layer, type(part).__name__)
+            runs[key] = 0
+
+            def count(*args, key=key):
+                runs[key] += 1
+
+            part.register_forward_pre_hook(count)
+    ids = torch.arange(24)
+    x = decoder(ids, ids, causal_attend)
+    parts = ["Block.mix", "SharedExpert.forward", "Experts.forward"]
+    assert sorted(called) == sorted(parts[:compiled] * 3)
+    x.square().sum().backward()
+    for layer, num in enumerate(num_runs):
+        assert runs[layer, "Norm"] == runs[layer, "Router"] == num
+
+
+def test_no_kind_of_block_is_left_uncompiled_because_there_are_many(monkeypatch):
+    """Dense blocks and the three parts of mixtures, scored and trained, over one token and many:
+    all run through one function, of which dynamo compiles eight versions unless told."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, backend, **kw: compile_(f, backend="eager", **kw)
+    )
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    config = MIXTURE | {"num_hidden_layers": 2, "mlp_only_layers": [1]}
+    decoder = build_engine(config, EngineSettings(), init_from_scratch=True).decoder
+    settings = EngineSettings(compile=True, ac_mode="none")
+    apply_to_blocks(decoder.blocks, settings, CUDA, mixtures_of(decoder))
+    for ids in (torch.arange(24), torch.arange(1)):
+        with torch.no_grad():
+            decoder(ids, ids, causal_attend)
+        decoder(ids, ids, causal_attend).sum().backward()
+    torch._dynamo.reset()
