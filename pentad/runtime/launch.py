@@ -303,9 +303,20 @@ class RankGroup:
             f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures
         ):
             raise self._explain(failures)
+        if is_led and len(self.signals) > 1:
+            raise self._cut_short(self.signals[1])
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
+
+    def _cut_short(self, number: int) -> RunError:
+        """Of a run that did not leave after the first signal, and whose steps are lost."""
+        name, (step, _) = signal.Signals(number).name, self.board.read(0)
+        when = "before the first step" if step is None else f"in step {step}"
+        halted = [f"{n}" for n, process in enumerate(self.processes) if process.is_stopped]
+        why = f"; held up by SIGSTOP: rank {', '.join(halted)} of {self.world}" if halted else ""
+        lost = "what was trained since the last save is lost"
+        return RunError(f"stopped at once by a second signal ({name}) {when}; {lost}{why}")
 
     def end(self) -> None:
         """No process of the group, nor any child of it, is left."""

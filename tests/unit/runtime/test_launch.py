@@ -217,6 +217,22 @@ def test_where_rank_0_leads_signals_are_its_alone_and_it_may_take_its_time(tmp_p
     assert main.returncode == 1 and out.startswith(f"RunError: {said}")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_led_run_that_is_cut_short_says_so_and_who_held_it_up(tmp_path, number):
+    payload = {"folder": str(tmp_path), "takes_s": 60.0, "dies": False}
+    main = program(tmp_path, "lead_or_follow", payload, is_led=True)
+    pids = alive_notes(tmp_path)
+    os.kill(pids[1], signal.SIGSTOP)
+    main.send_signal(signal.SIGTERM)
+    until((tmp_path / "asked").exists)
+    main.send_signal(number)
+    out, _ = main.communicate(timeout=30)
+    said = f"stopped at once by a second signal ({number.name}) before the first step; "
+    assert main.returncode == 1 and out.startswith(f"RunError: {said}")
+    assert out.endswith("is lost; held up by SIGSTOP: rank 1 of 2\n")
+    assert not any(map(is_alive, pids))
+
+
 def test_ranks_that_do_not_leave_are_ended_after_a_while(tmp_path):
     main = program(tmp_path, "ignore_signals", stop_s=0.5)
     pids = alive_notes(tmp_path)
