@@ -53,14 +53,15 @@ def run_convert(
         raise UserError(Problem(f"--spec {spec}", "no such layer spec", "use te or local"))
     name = RELEASE if release else checkpoint_name(iteration) if iteration is not None else None
     _, kind = find_weights(Path(source), name)
-    if kind == "hf" and name is not None:
+    target_kind = _target_format(to, kind)
+    if kind == target_kind == "hf" and name is not None:
         where = "--release" if release else f"--iteration {iteration}"
-        rule = f"chooses among Megatron's checkpoints, and {source} is a HF folder"
+        rule = f"names a checkpoint of Megatron, and {source} and {target} are HF folders"
         raise UserError(Problem(where, rule, "leave it out"))
     conversion = Conversion(
         source=source,
         target=target,
-        to=_target_format(to, kind),
+        to=target_kind,
         checkpoint=name,
         iteration=iteration,
         spec="local" if spec == "local" else "te",

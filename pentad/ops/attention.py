@@ -166,7 +166,8 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_Tnd: Tensor, slot_T: Tensor, num_slots: int) -> Tensor:
         ctx.save_for_backward(slot_T)
-        return x_Tnd.new_zeros((num_slots, *x_Tnd.shape[1:])).index_copy_(0, slot_T, x_Tnd)
+        # Not in place: compiled by torch 2.11, what a forward gives so has no gradient.
+        return x_Tnd.new_zeros((num_slots, *x_Tnd.shape[1:])).index_copy(0, slot_T, x_Tnd)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

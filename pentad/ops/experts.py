@@ -166,7 +166,11 @@ class _WeightedSwiglu(torch.autograd.Function):
         gate, up = h_NG.chunk(2, dim=-1)
         # Nothing in place: selective recomputation under torch.compile does not bear it.
         a_NM = F.silu(gate) * up
-        return a_NM if weights_N is None else (a_NM * weights_N[:, None]).to(a_NM.dtype)
+        if weights_N is None:
+            return a_NM
+        y_NM = a_NM * weights_N[:, None]
+        # Not `to` where there is nothing to do: compiled by torch 2.11, its result has no gradient.
+        return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
