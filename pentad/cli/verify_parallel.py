@@ -9,6 +9,7 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -176,6 +177,8 @@ def run_cases(
     for world, numbers in by_world.items():
         left = list(numbers)
         while left:
+            num_before = len(left)
+            print(f"{world} ranks: {num_before} layouts to go", file=sys.stderr, flush=True)
             listed = [
                 {
                     "layout": asdict(cases[number].layout),
@@ -195,9 +198,14 @@ def run_cases(
                     left.remove(number)
                     measured = jsonlib.loads(file.read_text())
                     yield number, judge(cases[number].text, measured, alone)
+            if failure and not left:
+                raise RunError(f"the {world} ranks failed after their last layout: {failure}")
             if failure:
                 number = left.pop(0)
                 yield number, Outcome(cases[number].text, {}, (failure,))
+            elif len(left) == num_before:
+                text = cases[left[0]].text
+                raise RunError(f"the {world} ranks ended without a word about {text}")
 
 
 def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> Outcome:

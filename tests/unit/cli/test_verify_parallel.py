@@ -10,7 +10,7 @@ from pentad.cli.parallel_cases import Case, choose_cases, config_of, read_subjec
 from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
 from pentad.config.catalog import MODELS
 from pentad.core.dims import dims_from_hf
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
 
 RECIPE = """
@@ -175,3 +175,26 @@ def test_a_wrong_gradient_and_a_dead_rank_fail_it_and_are_named(capfd, monkeypat
     assert "rank 1 of 2, step 0: ended with exit code 9" in dead["faults"][0]
     assert wrong["text"] == "archon:t2" and wrong["measured"]["gradient_error"] > 0.1
     assert "norm.weight is off by" in " ".join(wrong["faults"])
+
+
+@pytest.mark.parametrize(
+    ("fails", "writes", "expected"),
+    [
+        (True, True, "the 2 ranks failed after their last layout: rank 1 died"),
+        (False, False, "the 2 ranks ended without a word about archon:d2"),
+    ],
+)
+def test_ranks_that_end_oddly_end_the_command(monkeypatch, tmp_path, fails, writes, expected):
+    subject = read_subject(["qwen3"])
+    cases = [Case("archon:d2", Layout(dp_shard=2))]
+
+    def run_ranks(target, asked, **settings):
+        if writes:
+            (tmp_path / "case-0.json").write_text("{}")
+        if fails:
+            raise RunError("rank 1 died")
+
+    monkeypatch.setattr(verify_parallel, "run_ranks", run_ranks)
+    monkeypatch.setattr(verify_parallel, "judge", lambda text, measured, alone: text)
+    with pytest.raises(RunError, match=expected):
+        list(verify_parallel.run_cases(cases, {"device": "cpu"}, subject, {}, tmp_path))
