@@ -44,7 +44,7 @@ TRAIN = "train actor.path=m train_dataset.path=t/d.jsonl train_dataset.batch_siz
         ("plan actor.path=m rollout.kv_cache_gb=1e300", "at most 1e+06"),
         ("plan actor.path=odd", "layer_types = 3: must name sliding_attention"),
         ("convert m out --to legacy --make-vocab-size-divisible-by 0", "Invalid value for"),
-        ("convert m out --to legacy --iteration 3", "m is a HF folder; leave it out"),
+        ("convert m out --to hf --iteration 3", "m and out are HF folders; leave it out"),
         ("convert m out --to legacy --etp 7", "etp = 7: qwen3 has no experts"),
         (f"{EVAL} --out t", "--out = t: is a folder; give the name of a file"),
         (f"{EVAL} --format hf", "format = hf reads a folder"),
