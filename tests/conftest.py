@@ -1,12 +1,17 @@
 """Settings of all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts what it runs in the background so; every process of a test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
