@@ -251,3 +251,10 @@ def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu):
         "actor.archon.layers_per_stage = [14, 14]: without effect, the layout has no pipeline (p1)"
     ) in notes
     assert "allocation_mode = archon:d2 has no sampler: planned for sft" in notes
+
+
+def test_blocks_are_counted_as_the_sampler_makes_them():
+    """config imports no engine, so the number stands in both."""
+    from pentad.infer.settings import SamplerSettings
+
+    assert start_rules.BLOCK_TOKENS == SamplerSettings().block_size
