@@ -257,4 +257,4 @@ def test_blocks_are_counted_as_the_sampler_makes_them():
     """config imports no engine, so the number stands in both."""
     from pentad.infer.settings import SamplerSettings
 
-    assert start_rules.BLOCK_TOKENS == SamplerSettings().block_size
+    assert SamplerSettings().block_size == start_rules.BLOCK_TOKENS
