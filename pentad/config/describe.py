@@ -88,8 +88,21 @@ def show(value: object) -> str:
     elif isinstance(value, float):
         text = str(value).removesuffix(".0")
     else:
-        text = str(value).replace("\n", "\\n") or '""'
+        text = "".join(map(_visible, str(value))) or '""'
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _visible(char: str) -> str:
+    """A character that a terminal would obey, or not show, as its escape."""
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a dotted key; None where a block above it is unset."""
+    value: Any = config
+    for name in key.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 def join_or(words: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
-from pentad.config.describe import join_or, show
+from pentad.config.describe import join_or, show, value_at
+from pentad.config.resolve import PATHS
 from pentad.config.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WITH_CRITIC, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem
@@ -203,17 +205,44 @@ def names_can_be_folders(config: Config) -> list[Problem]:
         "trial_name": config.trial_name,
         "user": config.user or "somebody",
     }
-    return [
-        Problem(
-            f"{key} = {show(name)}", "names a folder of the run", "use letters, digits, - and _"
-        )
-        for key, name in names.items()
-        if name in ("", ".", "..") or set(name) & set("/\\\0\n")
-    ] + [
-        Problem(f"{key} = {show(name)}", "is too long for a folder's name", "use fewer letters")
-        for key, name in names.items()
-        if len(name.encode()) > MAX_NAME_BYTES
-    ]
+    found = [(f"{key} = {show(name)}", _no_folder_name(name)) for key, name in names.items()]
+    remedy = "it names a folder of the run: use letters, digits, - and _"
+    return [Problem(where, rule, remedy) for where, rule in found if rule]
+
+
+def _no_folder_name(name: str) -> str:
+    """Why a folder cannot be called so, or must not since nobody could type or read it."""
+    if not name.strip():
+        return "is empty"
+    if name in (".", "..") or set(name) & set("/\\"):
+        return "leads to another folder"
+    if name.startswith(("-", "~")):
+        return f"begins with {name[0]}, which a command takes for something else"
+    if name != name.strip():
+        return "begins or ends with a space"
+    if len(name.encode()) > MAX_NAME_BYTES:
+        return f"is longer than the {MAX_NAME_BYTES} bytes of a folder's name"
+    return _hidden_character(name)
+
+
+@RULES.add(*PATHS, "reward.fn", "rollout.agent", commands=("train", "sft", "plan", "eval"))
+def paths_can_be_read(config: Config) -> list[Problem]:
+    found = []
+    for key in (*PATHS, "reward.fn", "rollout.agent"):
+        path = value_at(config, key)
+        rule = _hidden_character(path) if isinstance(path, str) else ""
+        if rule:
+            found.append(Problem(f"{key} = {show(path)}", rule, "rename it"))
+    return found
+
+
+def _hidden_character(text: str) -> str:
+    """What a terminal obeys instead of showing it. Two joiners are letters of some scripts."""
+    for char in text:
+        if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") and char not in "\u200c\u200d":
+            name = unicodedata.name(char, "control character").lower()
+            return f"holds U+{ord(char):04X} ({name}), which does not show"
+    return ""
 
 
 @RULES.add("evaluator", "valid_dataset", commands=("train", "plan", "sft"))

@@ -11,7 +11,7 @@ import getpass
 import os
 from typing import Any
 
-from pentad.config.describe import show
+from pentad.config.describe import show, value_at
 from pentad.config.schema import KL_IN_REWARD, WITH_CRITIC, Config, ModelConfig
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, parse_allocation
@@ -99,9 +99,7 @@ def _replaced(section: Any, keys: list[str], value: object) -> Any:
 def _expand_homes(draft: _Draft) -> None:
     """A shell does not expand the ~ of `actor.path=~/m`, and nobody that of a recipe."""
     for key in PATHS:
-        path: Any = draft.config
-        for name in key.split("."):
-            path = None if path is None else dict(path)[name]
+        path = value_at(draft.config, key)
         if isinstance(path, str) and path.startswith("~"):
             path = os.path.expanduser(path)  # noqa: PTH111 (Path's raises where there is no user)
             draft.set(key, os.path.abspath(path) if path.startswith("~") else path)  # noqa: PTH100

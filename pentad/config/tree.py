@@ -18,6 +18,13 @@ from pentad.core.errors import Problem
 
 Keys = tuple[str | int, ...]
 MAX_DEPTH = 16
+MAX_RECIPE_BYTES = 1 << 20
+MAX_NODES = 20_000
+"""Values of a recipe when its aliases are written out: a few lines of them can stand for 9**9."""
+MAX_REFERENCES = 200
+"""Like it, of the `${...}` that stand for one another."""
+MAX_CHAIN = 64
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 PLAIN_TYPES = {
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -34,6 +41,7 @@ PLAIN_TYPES = {
 `0010`, `1:30` and dates stay the text they were written as; 1e-6 is a number."""
 
 TEXT = "tag:yaml.org,2002:str"
+OTHER_TYPES = (TEXT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 YAML_TEXT = re.compile(
     "['\"[{]|("
@@ -129,13 +137,19 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 def _read_file(path: Path, tree: Tree, texts: Collection[str]) -> None:
     where = f"recipe = {path}"
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_RECIPE_BYTES + 1)
+        text = data.decode("utf-8")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         tree.problems.append(Problem(where, reason, "give the path of a YAML file"))
         return
     except UnicodeDecodeError:
         tree.problems.append(Problem(where, "is not UTF-8 text", "give the path of a YAML file"))
+        return
+    if len(data) > MAX_RECIPE_BYTES:
+        rule = f"is larger than {MAX_RECIPE_BYTES >> 20} MiB, the most a recipe may have"
+        tree.problems.append(Problem(where, rule, "give the path of a YAML file"))
         return
     try:
         values = _parse(text, path.name, tree.sources, texts)
@@ -160,7 +174,7 @@ def _parse(text: str, name: str, sources: dict[str, str], texts: Collection[str]
         node = loader.get_single_node()
         if node is None:
             return None
-        for keys, inner, line in _iter_nodes(node):
+        for keys, inner, line in _bounded_nodes(node):
             if isinstance(keys[-1], str):
                 sources[dotted(keys)] = f"{name}:{line}"
             _keep_text(inner, keys, texts)
@@ -169,12 +183,35 @@ def _parse(text: str, name: str, sources: dict[str, str], texts: Collection[str]
         loader.dispose()
 
 
+def _bounded_nodes(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, int]]:
+    """Like `_iter_nodes`; raises YAMLError where there is too much of it, or a foreign type."""
+    for count, found in enumerate(_iter_nodes(node, keys)):
+        inner = found[1]
+        if count >= MAX_NODES:
+            raise _refused(node, f"stands for over {MAX_NODES} values: aliases of aliases multiply")
+        if inner.tag not in (*PLAIN_TYPES, *OTHER_TYPES):
+            raise _refused(inner, f"the type {inner.tag} is not read")
+        if inner.tag in PLAIN_TYPES and not _is_of_type(inner):
+            raise _refused(inner, f"is no {inner.tag.rpartition(':')[2]}")
+        yield found
+
+
+def _is_of_type(node: Any) -> bool:
+    """Whether a value can be of the type it has; `!!bool x` names one that it cannot."""
+    tags = NUMBERS if node.tag == NUMBERS[1] else (node.tag,)
+    return isinstance(node.value, str) and any(
+        re.fullmatch(PLAIN_TYPES[tag][0], node.value) for tag in tags
+    )
+
+
+def _refused(node: Any, rule: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=rule, problem_mark=node.start_mark)
+
+
 def _iter_nodes(node: Any, keys: Keys = (), line: int = 0) -> Iterator[tuple[Keys, Any, int]]:
     """(keys, node, line of its key) of everything below a node, and of the node if it has keys."""
     if len(keys) > MAX_DEPTH:
-        raise yaml.MarkedYAMLError(
-            problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=node.start_mark
-        )
+        raise _refused(node, f"is nested more than {MAX_DEPTH} deep")
     if keys:
         yield keys, node, line
     if isinstance(node, yaml.MappingNode):
@@ -261,7 +298,7 @@ def _read_value(text: str, key: str, texts: Collection[str]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        for keys, inner, _ in _iter_nodes(node, tuple(key.split("."))):
+        for keys, inner, _ in _bounded_nodes(node, tuple(key.split("."))):
             _keep_text(inner, keys, texts)
         return loader.construct_document(node)
     finally:
@@ -275,6 +312,7 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
             _leave_out(tree, keys, value, "a value must be filled in", "replace the question marks")
         elif isinstance(value, str) and "${" in value:
             references.append((keys, value))
+    references = _without_bombs(tree, references)
     if not references:
         return
     from omegaconf import OmegaConf  # here, as most recipes do without it and it loads slowly
@@ -303,6 +341,32 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
             if "oc.env" in value:
                 remedy = "set it, or give a default: ${oc.env:NAME,default}"
             _leave_out(tree, keys, value, rule[:1].lower() + rule[1:], remedy)
+
+
+def _without_bombs(tree: Tree, references: list[tuple[Keys, str]]) -> list[tuple[Keys, str]]:
+    """Leaves out, with one word, texts that stand for too many others, each of which does too."""
+    texts = {dotted(keys): value for keys, value in references}
+    sizes: dict[str, int] = {}
+
+    def size(key: str, depth: int = 0) -> int:
+        if depth > MAX_CHAIN:
+            return MAX_REFERENCES
+        if key not in sizes:
+            sizes[key] = 1  # a reference to itself is refused where it is looked up
+            others = REFERENCE.findall(texts.get(key, ""))
+            sizes[key] += sum(size(other, depth + 1) for other in others)
+        return sizes[key]
+
+    large = [(keys, value) for keys, value in references if size(dotted(keys)) > MAX_REFERENCES]
+    if len(references) > MAX_REFERENCES:
+        large = references
+    if large:
+        rule = f"stands for over {MAX_REFERENCES} references to other keys"
+        _leave_out(tree, *large[0], rule, "write the text itself")
+    for keys, _ in large[1:]:
+        tree.bad.add(dotted(_names(keys)))
+        drop(tree.values, _names(keys))
+    return [found for found in references if found not in large]
 
 
 def _names(keys: Keys) -> Keys:

@@ -203,6 +203,41 @@ BROKEN = [
         "experiment_name = ..",
         "names a folder",
     ),
+    *(
+        (
+            "names_can_be_folders",
+            "plan",
+            [f"trial_name={json.dumps(name)}"],
+            f"trial_name = {shown}",
+            rule,
+        )
+        for name, shown, rule in [
+            ("a\x1b[2Jb", "a\\x1b[2Jb", "U+001B (control character)"),
+            ("a\u202egnp", "a\\u202egnp", "U+202E (right-to-left override)"),
+            ("a\u200bb", "a\\u200bb", "U+200B (zero width space)"),
+            ("a\nb", "a\\nb", "U+000A"),
+            ("-rf", "-rf", "begins with -"),
+            ("~", "~", "begins with ~"),
+            (" a", " a", "begins or ends with a space"),
+            ("", '""', "is empty"),
+            ("a\\b", "a\\b", "leads to another folder"),
+            ("x" * 300, "x" * 57 + "...", "is longer than the 255 bytes"),
+        ]
+    ),
+    (
+        "paths_can_be_read",
+        "plan",
+        ['fileroot="runs\\u202Eselif"'],
+        "fileroot = runs\\u202eselif",
+        "U+202E (right-to-left override)",
+    ),
+    (
+        "paths_can_be_read",
+        "plan",
+        ['train_dataset.path="a\\eb.jsonl"'],
+        "train_dataset.path = a\\x1bb.jsonl",
+        "U+001B",
+    ),
     (
         "evaluation_has_prompts",
         "train",

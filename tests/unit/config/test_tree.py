@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,7 +132,10 @@ def test_all_bad_references_are_reported_at_once(tmp_path):
         ("a: &x {b: *x}\n", "nested"),
         ("- 1\n- 2\n", "list"),
         ("just text\n", "str"),
-        ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        (
+            "a: !!python/object/apply:os.system ['true']\n",
+            "python/object/apply:os.system is not read",
+        ),
         ("a: 1\n---\nb: 2\n", "expected a single document"),
     ],
 )
@@ -194,6 +199,52 @@ def test_what_is_dumped_reads_back_equal(tmp_path_factory, values):
 def test_text_that_breaks_the_reader_is_one_problem(tmp_path, text, rule):
     (problem,) = read(tmp_path, text).problems
     assert rule in str(problem) and "\n" not in str(problem)
+
+
+def bomb(levels, line, last):
+    """Each level names the one before it nine times."""
+    lines = [line.format(name="a0", inner=last)]
+    for i in range(1, levels):
+        lines.append(line.format(name=f"a{i}", inner=", ".join([f"*a{i - 1}"] * 9)))
+    return "\n".join(lines)
+
+
+TWICE = "\n".join(["a0: x", *(f"a{i}: ${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 60))])
+CHAIN = "\n".join(["a0: x", *(f"a{i}: ${{a{i - 1}}}" for i in range(1, 2000))])
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (bomb(9, "{name}: &{name} [{inner}]", "1, 2"), "over 20000 values"),
+        (bomb(9, "{name}: &{name} {{<<: [{inner}]}}", "{k: 1}"), "over 20000 values"),
+        (TWICE, "over 200 references"),
+        (CHAIN, "over 200 references"),
+        ("a: &a {<<: *a}", "nested more than 16 deep"),
+        ("a: !!bool maybe", "is no bool"),
+        ("a: !!timestamp soon", "timestamp is not read"),
+        ("a: !!binary '@@'", "binary is not read"),
+        ("a: !!int []", "is no int"),
+        ("a: {<<: 3}", "expected a mapping"),
+        ("#" * (1 << 20) + "#", "larger than 1 MiB"),
+    ],
+)
+def test_a_recipe_that_multiplies_or_lies_about_types_ends_in_a_sentence(tmp_path, text, rule):
+    started = time.monotonic()
+    (problem,) = read(tmp_path, text).problems
+    assert rule in str(problem)
+    assert time.monotonic() - started < 5  # a second on an idle machine
+
+
+def test_an_endless_recipe_is_not_read_to_its_end():
+    (problem,) = read_tree("/dev/zero", [], {}).problems
+    assert "larger than 1 MiB" in str(problem)
+
+
+def test_an_override_that_multiplies_ends_in_a_sentence():
+    text = bomb(9, "&{name} [{inner}]", "1, 2").replace("\n", ", ")
+    (problem,) = read_tree(None, [f"gconfig.stop=[{text}]"], {}).problems
+    assert "over 20000 values" in str(problem)
 
 
 def test_an_override_that_breaks_the_reader_is_one_problem(tmp_path):
