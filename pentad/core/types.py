@@ -31,7 +31,10 @@ class Prompt:
     fields: Mapping[str, Any]
     """The dataset row as it was; rewards and workflows read from it."""
     text: str = ""
+    """What `ids` spell: rendered, where there is a chat template."""
     epoch: int = 0
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The same as a conversation, before any template; a plain text is one message of a user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,8 @@ class Sample:
     finish: FinishReason
     text: str = ""
     """The sampled part, decoded; for rewards and people, never re-encoded."""
+    given_text: str | None = None
+    """The ids before the first sampled one, decoded, where they are not those of the prompt."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from pentad.data.render import (
     DataSettings,
     check_columns,
     encode_prompts,
+    prompt_messages,
     render_prompt,
 )
 from pentad.data.rows import Rows, raise_first
@@ -84,7 +85,8 @@ class PromptStream:
         index = int(self._order(epoch)[position]) if self.settings.shuffle else position
         found = self._read(gid, index) if self.prompts is None else self.prompts[index]
         fields = dict(self.rows.row(found.row))
-        return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch)
+        messages = tuple(prompt_messages(fields, self.settings.columns))
+        return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch, messages)
 
     def first(self, num: int) -> list[Prompt]:
         """The first `num` prompts, fewer where there are fewer, passing over rejected rows.

@@ -32,7 +32,8 @@ from pentad.rollout.workflows import (
 log = logging.getLogger(__name__)
 
 PARAMETERS = {
-    "prompt": "the prompt as text",
+    "prompt": "the question as text, without a chat template",
+    "messages": "the conversation so far, without a chat template",
     "fields": "the whole dataset row",
     "base_url": "the address to give to the client",
     "api_key": "the key to give to the client",
@@ -62,13 +63,13 @@ class AgentWorkflow(OwnPrompts):
         episode = Episode(sampler, context, context.seed(prompt.gid, index))
         proxy.episodes[episode.name] = episode
         values = {
-            "prompt": prompt.text,
+            **self._question(prompt),
             "fields": prompt.fields,
             "base_url": proxy.base_url(episode),
             "api_key": episode.key,
             "model": MODEL,
         }
-        work = self._call({name: values[name] for name in self.wanted})
+        work = self._call({name: values[name] for name in self.wanted if name in values})
         try:
             await asyncio.wait({work, episode.failure}, return_when=asyncio.FIRST_COMPLETED)
             if episode.failure.done():
@@ -87,6 +88,20 @@ class AgentWorkflow(OwnPrompts):
         for sample in samples:
             give_reward(sample, reward)
         return samples
+
+    def _question(self, prompt: Prompt) -> dict[str, Any]:
+        """As messages, which the proxy renders once, and as one text where there is but one."""
+        messages = [dict(message) for message in prompt.messages]
+        if not messages:
+            messages = [{"role": "user", "content": prompt.text}]
+        if len(messages) == 1 and messages[0]["role"] == "user":
+            return {"messages": messages, "prompt": messages[0]["content"]}
+        if "prompt" in inspect.signature(self.agent).parameters:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            rule = f"takes `prompt`, but a row is a conversation ({roles})"
+            remedy = "take `messages`, and send them as they are"
+            raise UserError(Problem(f"rollout.agent: {self.agent.__name__}", rule, remedy))
+        return {"messages": messages}
 
     def _call(self, values: dict[str, Any]) -> asyncio.Future[Any]:
         if inspect.iscoroutinefunction(self.agent):

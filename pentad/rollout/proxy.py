@@ -217,8 +217,13 @@ class Episode:
     def samples(self) -> list[Sample]:
         """One a sequence. All have the words of the whole episode, which is what is judged."""
         text = "\n".join(self.texts)
-        pairs = zip(self.transcripts, self.finishes, strict=True)
-        return [transcript.finished(finish, text) for transcript, finish in pairs]
+        samples = []
+        for transcript, finish in zip(self.transcripts, self.finishes, strict=True):
+            sample = transcript.finished(finish, text)
+            asked = transcript.ids[: transcript.mask.index(True)]
+            sample.given_text = self.tokenizer.decode(asked, keep_special=True)
+            samples.append(sample)
+        return samples
 
 
 class Proxy:

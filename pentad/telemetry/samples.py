@@ -5,8 +5,9 @@
      "finish": "stop", "num_sampled": 6, "min_version": 2, "max_version": 2,
      "ids": [...], "trained_spans": [[6, 12]]}
 
-`ids` are all token ids, prompt included; `trained_spans` are the half-open ranges of them that the
-policy sampled.
+`prompt` is the text before the first sampled token: that of the dataset, or what an agent program
+asked in its own words. `ids` are all token ids, prompt included; `trained_spans` are the half-open
+ranges of them that the policy sampled.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
         "index": index,
         "epoch": prompt.epoch,
         "attempt": group.attempt,
-        "prompt": prompt.text,
+        "prompt": prompt.text if sample.given_text is None else sample.given_text,
         "text": sample.text,
         "reward": sample.reward,
         "reward_parts": dict(sample.reward_parts),
