@@ -47,6 +47,8 @@ def run_eval_command(
         console.print(table_of(config, evaluation, params.max_new_tokens))
     # Tables pad their last column.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    for warning in subject.stream.warnings:
+        print(f"note: {warning}.")
     for note in notes_on(evaluation, params.max_new_tokens):
         print(note)
     if out is not None:

@@ -26,6 +26,7 @@ from pentad.data.render import (
     DataSettings,
     check_columns,
     encode_prompts,
+    prefix_warning,
     prompt_messages,
     render_prompt,
 )
@@ -70,6 +71,7 @@ class PromptStream:
         self.settings = settings
         self.dropped: Counter[str] = Counter()
         """Rows left out at the start, by reason."""
+        self.warnings: set[str] = set()
         self.prompts: list[_Tokenised] | None = None
         self._order = lru_cache(maxsize=2)(self._make_order)
         if not settings.streaming:
@@ -172,6 +174,8 @@ class PromptStream:
         all_ids = encode_prompts([*texts.values()], columns, self.tokenizer)
         for (index, text), ids in zip(texts.items(), all_ids, strict=True):
             where = self.rows.where(index)
+            if warning := prefix_warning(text, columns, self.tokenizer):
+                self.warnings.add(warning)
             if not ids:
                 found[index] = _Rejected(BAD_ROW, Problem(where, "the prompt is empty"))
             elif limit is not None and len(ids) > limit:

@@ -98,9 +98,30 @@ def render_prompt(row: Mapping[str, Any], columns: Columns, tokenizer: Tokenizer
 
 
 def encode_prompts(texts: Sequence[str], columns: Columns, tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids as the model expects them: a template brings its own special ids, plain text does not."""
-    prefix = [] if columns.uses_chat else list(tokenizer.prefix_ids)
-    return [prefix + ids for ids in tokenizer.encode_all(texts)]
+    """Ids as the model expects them: a template brings its own special ids, plain text does not,
+    unless it is a template's text already."""
+    return [
+        [*prefix_of(text, columns, tokenizer), *ids]
+        for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
+    ]
+
+
+def prefix_of(text: str, columns: Columns, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What comes before the ids of this text."""
+    is_there = columns.uses_chat or prefix_warning(text, columns, tokenizer) is not None
+    return () if is_there else tokenizer.prefix_ids
+
+
+def prefix_warning(text: str, columns: Columns, tokenizer: Tokenizer) -> str | None:
+    """A sentence for plain text that brings what the tokenizer would put before it."""
+    prefix = tokenizer.prefix_text
+    if columns.uses_chat or not prefix or not text.startswith(prefix):
+        return None
+    key = columns.key
+    return (
+        f"{key}.{columns.prompt_key}: texts begin with {prefix}, which the tokenizer adds; it is "
+        f"not added again. Chats are better given as messages, with {key}.messages_key"
+    )
 
 
 def prompt_messages(row: Mapping[str, Any], columns: Columns) -> Messages:

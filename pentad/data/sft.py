@@ -1,7 +1,8 @@
 """Examples to imitate: a prompt and its response, or a conversation, as rows for the learner.
 
 Trained are the tokens the model itself would have to produce: the response and the id that ends
-it, in a conversation those of every assistant turn. The text is cut where
+it, in a conversation those of every assistant turn. Where a template writes no end, the id that
+begins the next turn ends this one, if it is a stop id (as in GLM). The text is cut where
 generation would begin and each piece is tokenised by itself, exactly as at sampling; so a
 merge of tokens across that border can not teach the model something it never sees.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +27,8 @@ from pentad.data.render import (
     DataSettings,
     check_columns,
     messages_of,
+    prefix_of,
+    prefix_warning,
     prompt_messages,
     render,
     text_of,
@@ -50,7 +54,8 @@ class SftDataset:
         self.tokenizer = tokenizer
         self.settings = settings
         self.counts: Counter[str] = Counter()
-        """Examples left out, by what happened: "dropped too_long"."""
+        """What happened to examples or turns, by a short word: "dropped too_long"."""
+        self.warnings: set[str] = set()
         self.examples = self._tokenise_all(rows)
         self._order = lru_cache(maxsize=2)(self._make_order)
 
@@ -114,7 +119,11 @@ class SftDataset:
         if not columns.uses_chat:
             prompt = text_of(row, columns.prompt_key, columns)
             response = text_of(row, columns.response_key, columns)
-            return self._join([(prompt, False), (response, True)], self.tokenizer.prefix_ids)
+            if warning := prefix_warning(prompt, columns, self.tokenizer):
+                self.warnings.add(warning)
+            prefix = prefix_of(prompt, columns, self.tokenizer)
+            pieces = [(prompt, False), (response, True)]
+            return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
         if columns.messages_key is not None:
             messages = messages_of(row, columns.messages_key, columns)
         else:
@@ -123,7 +132,7 @@ class SftDataset:
                 *prompt_messages(row, columns),
                 {"role": "assistant", "content": answer},
             ]
-        return self._join(self._turns(messages), ())
+        return self._join(self._turns(messages), (), lambda: self._last_stop(messages))
 
     def _turns(self, messages: Messages) -> list[tuple[str, bool]]:
         """The rendered conversation in pieces: (text, whether the assistant says it)."""
@@ -142,23 +151,46 @@ class SftDataset:
             done = after
         return pieces
 
-    def _join(self, pieces: list[tuple[str, bool]], prefix: tuple[int, ...]) -> _Example:
-        ids, mask, said = list(prefix), [False] * len(prefix), 0
+    def _last_stop(self, messages: Messages) -> int:
+        """The id that ends the last turn where the template writes none: what a further user's turn
+        would begin with, if that stops generation, else the end of a text."""
+        end = next(i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] == "assistant")
+        done = render(messages[:end], self.tokenizer, for_answer=False)
+        further = [*messages[:end], {"role": "user", "content": "."}]
+        try:
+            more = render(further, self.tokenizer, for_answer=False)
+        except BadRow:  # this template lets no user speak here
+            return self.tokenizer.eos_id
+        if not more.startswith(done):
+            return self.tokenizer.eos_id
+        following = self.tokenizer.encode(more[len(done) :])[:1]
+        is_stop = bool(following) and following[0] in self.tokenizer.stop_ids
+        return following[0] if is_stop else self.tokenizer.eos_id
+
+    def _join(
+        self, pieces: list[tuple[str, bool]], prefix: tuple[int, ...], last_stop: Callable[[], int]
+    ) -> _Example:
+        ids, mask = list(prefix), [False] * len(prefix)
+        stops, needs_stop = self.tokenizer.stop_ids, False
         for number, (text, is_trained) in enumerate(pieces, 1):
             new = self.tokenizer.encode(text)
             if is_trained and not new:
                 raise BadRow("the response is empty")
             if not ids and not new:
                 raise BadRow("the prompt is empty")
+            said = 0
             if is_trained:
-                is_last = number == len(pieces)
                 said = self._said(new)
-                if is_last:  # a template's line break after the end is never sampled: cut it off
-                    new = new[:said]
-                if is_last and new[-1] not in self.tokenizer.stop_ids:
-                    new, said = [*new, self.tokenizer.eos_id], said + 1
+                needs_stop = new[said - 1] not in stops
+                if number == len(pieces):  # a line break after the end is never sampled: cut it off
+                    new = [*new[:said], *([last_stop()] if needs_stop else [])]
+                    said = len(new)
+            elif needs_stop:  # a turn before this one has no end of its own
+                said = int(new[:1] != [] and new[0] in stops)
+                if not said:
+                    self.counts["turns without a stop id, since the template writes none"] += 1
             ids += new
-            mask += [is_trained and i < said for i in range(len(new))]
+            mask += [i < said for i in range(len(new))]
         return _Example(np.array(ids, np.int32), np.array(mask))
 
     def _said(self, ids: list[int]) -> int:

@@ -35,6 +35,7 @@ class Tokenizer:
     """Every id that ends a text, `eos_id` first."""
     prefix_ids: tuple[int, ...]
     """What the model expects before any plain text, such as a begin-of-sequence id; often none."""
+    prefix_text: str = ""
 
     @property
     def has_chat_template(self) -> bool:
@@ -88,13 +89,15 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     config = read_generation_config(path, where)
     vocab_size = len(inner)
     stop_ids = resolve_stop_ids(inner.eos_token_id, config, vocab_size, where)
+    prefix_ids = find_prefix(inner)
     return Tokenizer(
         folder=path,
         inner=inner,
         vocab_size=vocab_size,
         eos_id=stop_ids[0],
         stop_ids=stop_ids,
-        prefix_ids=find_prefix(inner),
+        prefix_ids=prefix_ids,
+        prefix_text=inner.decode(prefix_ids, skip_special_tokens=False) if prefix_ids else "",
     )
 
 

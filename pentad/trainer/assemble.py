@@ -89,6 +89,7 @@ def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) ->
         [*notes, checked.stream.summary()],
         warnings=[
             *unread(config, "train"),
+            *checked.stream.warnings,
             *repeat_warnings(config.train_dataset.batch_size, len(checked.stream)),
         ],
         title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",

@@ -80,7 +80,7 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
     with open_run(
         config,
         [*notes, data.summary()],
-        warnings=[*unread(config, "sft"), *repeat_warnings(size, len(data))],
+        warnings=[*unread(config, "sft"), *data.warnings, *repeat_warnings(size, len(data))],
         title=f"sft {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=dims,

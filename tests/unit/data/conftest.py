@@ -14,9 +14,9 @@ CHATML = (
 )
 
 
-def make_folder(folder, *, template=None, bos=False, eos="<|im_end|>"):
-    """Ids 0 to 4 are special; byte symbols follow."""
-    special = ["<pad>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<bos>"]
+def make_folder(folder, *, template=None, bos=False, eos="<|im_end|>", special=()):
+    """Ids 0 to 4 are special, then those of `special`; byte symbols follow."""
+    special = ["<pad>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<bos>", *special]
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate([*special, *symbols])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -31,7 +31,7 @@ def make_folder(folder, *, template=None, bos=False, eos="<|im_end|>"):
         tokenizer_object=inner,
         pad_token="<pad>",
         eos_token=eos,
-        additional_special_tokens=["<|im_start|>", "<|endoftext|>"],
+        additional_special_tokens=special[2:],
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

@@ -1,11 +1,14 @@
 """Examples to imitate: exactly the model's own tokens carry weight."""
 
+import json
+
 import pytest
 import torch
 
 from pentad.core.errors import UserError
 from pentad.data.render import Columns, DataSettings
 from pentad.data.sft import open_sft
+from pentad.data.tokenizer import load_tokenizer
 
 CHAT = Columns(messages_key="messages")
 TALK = [
@@ -57,6 +60,87 @@ def test_every_assistant_turn_is_trained_up_to_its_end(open_data, chat):
         "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
         "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
     )
+
+
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>{% endif %}"
+    "{{ '\\n' + m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""GLM-4's: a turn is ended by the token of the next role, which generation stops at."""
+GLM_TOKENS = ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+@pytest.fixture
+def made(tokenizer_folder, tmp_path):
+    """A tokenizer of this template, with these tokens to stop at besides its own end."""
+
+    def make(template, special, stops, **settings):
+        folder = tokenizer_folder(tmp_path / "m", template=template, special=special, **settings)
+        vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        config = {"eos_token_id": [vocab[stop] for stop in stops]}
+        (folder / "generation_config.json").write_text(json.dumps(config))
+        return load_tokenizer(folder)
+
+    return make
+
+
+def test_where_the_next_role_ends_a_turn_every_turn_is_trained_with_it(open_data, made):
+    """What GLM samples at the end of an answer is the role that comes next: a user's, or a tool's
+    after a call; after the last answer, too, it is the user's and not the end of a text."""
+    stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    tokenizer = made(GLM, GLM_TOKENS, stops, eos="<|endoftext|>")
+    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).row(0)
+    trained, _ = pieces(row, tokenizer)
+    assert trained == "\n2<|user|>\n4<|user|>"
+    assert tokenizer.decode(row.ids.tolist(), keep_special=True) == (
+        "[gMASK]<sop><|user|>\n1+1<|assistant|>\n2<|user|>\n2+2<|assistant|>\n4<|user|>"
+    )
+    called = [*TALK[:2], {"role": "tool", "content": "3"}, *TALK[1:2]]
+    row = open_data([{"messages": called}], tokenizer, columns=CHAT).row(0)
+    assert pieces(row, tokenizer)[0] == "\n2<|observation|>\n2<|user|>"
+
+
+def test_llama_turns_end_with_their_own_id(open_data, made):
+    tokenizer = made(LLAMA3, LLAMA3_TOKENS, ["<|endoftext|>", "<|eot_id|>"], eos="<|eot_id|>")
+    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).row(0)
+    assert pieces(row, tokenizer)[0] == "2<|eot_id|>4<|eot_id|>"
+
+
+def test_turns_that_nothing_ends_are_counted(open_data, made):
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    data = open_data([{"messages": TALK}], made(template, (), ()), columns=CHAT)
+    assert pieces(data.row(0), data.tokenizer)[0] == "24<|im_end|>"
+    assert "1 turns without a stop id" in data.summary()
+
+
+def test_a_text_that_brings_its_begin_id_gets_no_second_one(open_data, made, write_jsonl):
+    """Rendered Llama-3 text given as a plain prompt."""
+    from pentad.data.prompts import open_prompts
+
+    tokenizer = made(LLAMA3, LLAMA3_TOKENS, ["<|eot_id|>"], eos="<|eot_id|>", bos=True)
+    [bos] = tokenizer.prefix_ids
+    texts = ["<bos><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>", "<bos>ho", "plain"]
+    data = open_data([{"prompt": text, "response": "yo"} for text in texts], tokenizer)
+    path = write_jsonl([{"prompt": text} for text in texts], "prompts.jsonl")
+    stream = open_prompts(DataSettings(path=path, shuffle=False), tokenizer)
+    for i in range(3):
+        for ids in (data.row(i).ids.tolist(), list(stream.prompt(i).ids)):
+            assert ids[0] == bos and ids.count(bos) == 1
+    said = "train_dataset.prompt: texts begin with <bos>, which the tokenizer adds; it is not added"
+    for warnings in (data.warnings, stream.warnings):
+        [warning] = warnings
+        assert warning.startswith(said)
 
 
 def test_prompt_and_response_through_the_template(open_data, chat):
