@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import os
+from pathlib import Path
 from typing import Any
 
 from pentad.config.describe import show, value_at
@@ -27,6 +28,15 @@ PATHS = (
     *("rollout.server.python", "rollout.server.transfer_folder"),
 )
 """Keys that take a file or folder of this machine."""
+OF_THE_TASK = (
+    "format",
+    "prompt_key",
+    "messages_key",
+    "answer_key",
+    "response_key",
+    "chat_template",
+)
+"""Keys of a dataset that say how its rows are read. Held-out rows are read like trained ones."""
 
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
@@ -41,6 +51,7 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     _choose_kl(draft)
     _choose_correction(draft)
     _choose_start(draft)
+    _choose_valid_dataset(draft)
     _choose_engine(draft, "actor", config.actor)
     if config.algorithm.name in WITH_CRITIC:
         _choose_engine(draft, "critic", config.critic)
@@ -183,6 +194,35 @@ def _choose_start(draft: _Draft) -> None:
     if convertor.save_path is not None:
         why = "megatron.use_hf_ckpt = true"
         draft.set("actor.checkpoint_load_path", convertor.save_path, why)
+
+
+def _choose_valid_dataset(draft: _Draft) -> None:
+    """What `valid_dataset` leaves open is as in `train_dataset`: the same task, on other rows."""
+    train, valid = draft.config.train_dataset, draft.config.valid_dataset
+    if valid is None:
+        return
+    given = set(valid.model_fields_set)
+    if "prompt_key" in given:  # a column of text takes the place of one of messages,
+        given.add("messages_key")
+    elif valid.messages_key is not None:  # and the other way round
+        given.add("prompt_key")
+    if Path(valid.path or "").suffix != Path(train.path or "").suffix:
+        given.add("format")
+    for name in OF_THE_TASK:
+        value = getattr(train, name)
+        if name not in given and value != getattr(valid, name):
+            draft.set(f"valid_dataset.{name}", value, f"as train_dataset.{name}")
+    valid = dict(draft.config)["valid_dataset"]
+    if "chat_template" not in given and train.uses_chat and not valid.uses_chat:
+        why = "train_dataset.messages_key puts trained prompts in it"
+        draft.set("valid_dataset.chat_template", True, why)
+    elif valid.uses_chat != train.uses_chat:
+        words = {True: "in the chat template", False: "without the chat template"}
+        draft.notes.append(
+            f"valid_dataset.chat_template = {show(valid.chat_template)}: held-out prompts are put "
+            f"{words[valid.uses_chat]} and trained ones {words[train.uses_chat]}, so it is not "
+            "the trained task that is evaluated"
+        )
 
 
 def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:

@@ -350,6 +350,13 @@ class DatasetConfig(Section):
     limit: Count | None = None
     """Reads only this many rows."""
 
+    @property
+    def uses_chat(self) -> bool:
+        """Whether prompts go through the chat template."""
+        if self.chat_template == "auto":
+            return self.messages_key is not None
+        return self.chat_template
+
 
 class RewardConfig(Section):
     fn: str | None = None
@@ -545,7 +552,8 @@ class Config(Section):
     train_dataset: DatasetConfig = DatasetConfig()
     """The training prompts."""
     valid_dataset: DatasetConfig | None = None
-    """Held-out prompts for the evaluator. null: no evaluation."""
+    """Held-out prompts for the evaluator. null: no evaluation. How rows are read (`format`, the
+    `*_key`s, `chat_template`) is as in `train_dataset` where it is not said."""
     reward: RewardConfig = RewardConfig()
     """How answers are scored."""
     rollout: RolloutConfig = RolloutConfig()

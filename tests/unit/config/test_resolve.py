@@ -155,3 +155,40 @@ def test_the_tilde_of_a_path_is_the_home_folder(key, monkeypatch):
     assert found == "/home/me/m"
     # Nobody of that name: a folder that is not there, and no crash.
     assert resolved("actor.path=~nobody-here/m")[0].actor.path == "/~nobody-here/m"
+
+
+def held_out(*overrides):
+    config, notes = resolved(*overrides)
+    return config.valid_dataset, [note for note in notes if note.startswith("valid_dataset")]
+
+
+def test_held_out_rows_are_read_like_trained_ones():
+    given = ["chat_template=true", "prompt_key=question", "answer_key=solution", "limit=7"]
+    train = [f"train_dataset.{entry}" for entry in [*given, "path=a.jsonl", "format=jsonl"]]
+    valid, notes = held_out(*train, "valid_dataset.path=b.jsonl")
+    assert (valid.chat_template, valid.prompt_key, valid.answer_key) == (
+        True,
+        "question",
+        "solution",
+    )
+    assert (valid.format, valid.limit, valid.path) == ("jsonl", None, "b.jsonl")
+    assert "valid_dataset.chat_template = true: as train_dataset.chat_template" in notes
+    again, _ = resolve(load_config(None, [*train, "valid_dataset.path=b.jsonl"]))
+    assert resolve(again)[0] == again
+    assert held_out(*train, "valid_dataset.path=b.parquet")[0].format == "auto"
+
+
+def test_an_explicit_difference_of_the_task_is_told():
+    valid, notes = held_out("train_dataset.chat_template=true", "valid_dataset.chat_template=false")
+    assert valid.chat_template is False
+    [note] = notes
+    assert note.startswith("valid_dataset.chat_template = false: held-out prompts are put without")
+    assert held_out("valid_dataset.prompt_key=q")[1] == [], "a column's name is not the task"
+
+
+def test_a_column_of_text_takes_the_place_of_messages_and_stays_in_the_template():
+    valid, notes = held_out("train_dataset.messages_key=chat", "valid_dataset.prompt_key=question")
+    assert (valid.messages_key, valid.prompt_key, valid.chat_template) == (None, "question", True)
+    assert len(notes) == 1
+    valid, _ = held_out("train_dataset.prompt_key=q", "valid_dataset.messages_key=chat")
+    assert (valid.messages_key, valid.prompt_key) == ("chat", "prompt")

@@ -11,10 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from pentad.cli import main as cli
+from pentad.config.load import prepare
 from pentad.data.rows import open_rows
 from pentad.data.toy import write_byte_model, write_model, write_task
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
+from pentad.trainer.assemble import run_train
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -201,3 +203,32 @@ def test_a_model_without_weights_and_an_answer_without_room_are_refused(tmp_path
     options = ["--reward", "numeric", *four, "--out", "/proc/nowhere/x"]
     done = pentad(model, "--data", data, *options)
     assert (done.exit_code, "cannot be written" in done.stderr) == (2, True)
+
+
+def test_held_out_accuracy_of_a_run_is_that_of_eval_on_the_same_prompts(tmp_path):
+    """`valid_dataset` names only its path: prompts are put in the template all the same."""
+    write_byte_model(tmp_path / "m")
+    write_task(tmp_path, seed=1, num_train=8, num_sft=1, num_valid=12)
+    (tmp_path / "mine.py").write_text(
+        "def odd(completion):\n    return {'correct': sum(map(ord, completion)) % 2}\n"
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""\
+fileroot: {tmp_path}
+actor: {{path: {tmp_path}/m, init_from_scratch: true, gradient_checkpointing: false}}
+train_dataset: {{path: {tmp_path}/train.jsonl, chat_template: true, batch_size: 2}}
+valid_dataset: {{path: {tmp_path}/valid.jsonl}}
+gconfig: {{n_samples: 4, max_new_tokens: 8}}
+reward: {{fn: "{tmp_path}/mine.py:odd"}}
+total_train_steps: 1
+"""
+    )
+    config, notes = prepare(recipe, [], "train")
+    summary = run_train(config, notes, device="cpu")
+    made = [f"actor.path={summary.model}", "actor.init_from_scratch=false"]
+    same = ("accuracy", "reward_mean", "length_mean", "num_prompts")
+    found = figures(recipe, *made)
+    assert {name: found[name] for name in same} == {name: summary.evals[-1][name] for name in same}
+    assert 0 < found["accuracy"] < 1
+    assert figures(recipe, *made, "--no-chat")["accuracy"] != found["accuracy"]
