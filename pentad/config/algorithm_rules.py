@@ -14,6 +14,7 @@ from pentad.config.schema import (
     ALGORITHM_NAMES,
     GROUP_RELATIVE,
     WITH_CRITIC,
+    WITHOUT_RATIO,
     AlgorithmConfig,
     Config,
 )
@@ -74,11 +75,12 @@ def details_belong_to_something(config: Config) -> list[Problem]:
     ]
 
 
+CORRECTION_DETAILS = ("correction_level", "correction_cap", "correction_floor")
 DETAILS: tuple[tuple[str, tuple[str, ...], Callable[[AlgorithmConfig], bool | None], str], ...] = (
     ("kl_coef", ("kl_estimator", "kl_in"), lambda _: False, "give it, for instance 0.001"),
     (
         "correction",
-        ("correction_level", "correction_cap", "correction_floor"),
+        CORRECTION_DETAILS,
         lambda algorithm: algorithm.decoupled,
         "set it to tis or mis",
     ),
@@ -94,10 +96,50 @@ DETAILS: tuple[tuple[str, tuple[str, ...], Callable[[AlgorithmConfig], bool | No
 
 @RULES.add("algorithm.decoupled", "algorithm.correction", "use_tis")
 def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
-    if not config.algorithm.decoupled or config.algorithm.correction != "none":
+    correction = config.algorithm.correction
+    if not config.algorithm.decoupled or correction not in ("none", "sampler_ratio"):
         return None
-    rule = "needs the weight that algorithm.correction = none drops"
+    rule = f"needs the weight that algorithm.correction = {correction} drops"
     return Problem("algorithm.decoupled = true", rule, "set it to tis or mis, or leave it out")
+
+
+@RULES.add("algorithm", "use_tis")
+def the_ratio_against_the_sampler_is_read(config: Config) -> list[Problem]:
+    algorithm = config.algorithm
+    if algorithm.correction != "sampler_ratio":
+        return []
+    where, remedy = "algorithm.correction = sampler_ratio", "set it to tis or mis"
+    if algorithm.name in WITHOUT_RATIO:
+        rule = f"has no effect with algorithm.name = {algorithm.name}: its loss has no ratio"
+        return [Problem(where, rule, remedy)]
+    given = {name: dict(algorithm)[name] for name in CORRECTION_DETAILS}
+    rule = f"has no effect with {where}: the clip bounds the ratio"
+    return [
+        Problem(f"algorithm.{name} = {show(value)}", rule, "set that to tis or mis")
+        for name, value in given.items()
+        if value is not None
+    ]
+
+
+@RULES.add("algorithm.correction", "use_tis", "max_staleness", "updates_per_batch")
+def off_policy_data_are_corrected(config: Config) -> Problem | None:
+    algorithm = config.algorithm
+    asked = off_policy(config)
+    if not asked or algorithm.correction != "none" or algorithm.allow_uncorrected:
+        return None
+    where = "use_tis = false" if config.use_tis is False else "algorithm.correction = none"
+    rule = f"{asked} trains a policy that is not the one that sampled"
+    remedy = "leave it out for the default, or set algorithm.allow_uncorrected=true"
+    return Problem(where, rule, remedy)
+
+
+def off_policy(config: Config) -> str:
+    """The keys by which the policy that is trained leaves the one that sampled; empty: none."""
+    values = {
+        "max_staleness": (config.max_staleness, 0),
+        "updates_per_batch": (config.updates_per_batch, 1),
+    }
+    return " and ".join(f"{key} = {n}" for key, (n, plain) in values.items() if n > plain)
 
 
 @RULES.add("algorithm")
@@ -120,10 +162,10 @@ def _but(*names: str) -> tuple[str, ...]:
 
 
 READERS = {
-    "eps_clip": (_but("reinforce"), "its loss has no ratio"),
-    "eps_clip_higher": (_but("reinforce"), "its loss has no ratio"),
-    "decoupled": (_but("reinforce"), "its loss has no ratio"),
-    "c_clip": (_but("reinforce", "cispo"), "its loss has no ratio to bound this way"),
+    "eps_clip": (_but(*WITHOUT_RATIO), "its loss has no ratio"),
+    "eps_clip_higher": (_but(*WITHOUT_RATIO), "its loss has no ratio"),
+    "decoupled": (_but(*WITHOUT_RATIO), "its loss has no ratio"),
+    "c_clip": (_but(*WITHOUT_RATIO, "cispo"), "its loss has no ratio to bound this way"),
     "lam": (WITH_CRITIC, "it has no critic"),
     "value_coef": (WITH_CRITIC, "it has no critic"),
     "eps_clip_value": (WITH_CRITIC, "it has no critic"),
@@ -140,6 +182,7 @@ NEUTRAL: dict[str, object] = {
     "reward_scale": 1.0,
     "overlong_penalty": 0.0,
     "decoupled": False,
+    "allow_uncorrected": False,
     "dynamic_filter": False,
 }
 """Values that ask for nothing."""

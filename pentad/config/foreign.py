@@ -37,6 +37,8 @@ SPELLED = {
     "actor.group_size": "gconfig.n_samples",
     "actor.kl_ctl": "algorithm.kl_coef",
     "actor.ppo_n_minibatches": "updates_per_batch",
+    "actor.use_decoupled_loss": "algorithm.correction",
+    "actor.recompute_logprob": "algorithm.correction",
     "actor.optimizer.learning_rate": "actor.optimizer.lr",
     "algorithm.adv_estimator": "algorithm.name",
     "rollout.max_head_offpolicyness": "max_staleness",

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pentad.config.algorithm_rules import CORRECTION_DETAILS, off_policy
 from pentad.config.describe import show, value_at
 from pentad.config.schema import KL_IN_REWARD, WITH_CRITIC, Config, ModelConfig
 from pentad.core.errors import UserError
@@ -19,6 +20,9 @@ from pentad.core.layout import Allocation, parse_allocation
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
+CORRECTIONS = {"cispo": ("sampler_ratio", None), "gspo": ("tis", "geometric")}
+"""The correction and its level, of algorithms that want another than tis by token: the ratio that
+CISPO clips is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
 PATHS = (
     "fileroot",
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
@@ -184,6 +188,18 @@ def _choose_correction(draft: _Draft) -> None:
     if use_tis is not None and draft.config.algorithm.correction is None:
         word = "tis" if use_tis else "none"
         draft.set("algorithm.correction", word, f"use_tis = {show(use_tis)}")
+    algorithm = draft.config.algorithm
+    if algorithm.correction is not None:
+        return
+    if algorithm.decoupled:
+        draft.set("algorithm.correction", "tis", "decoupled = true")
+    elif asked := off_policy(draft.config):
+        kind, level = CORRECTIONS.get(algorithm.name, ("tis", None))
+        if any(dict(algorithm)[name] is not None for name in CORRECTION_DETAILS):
+            kind = "tis"
+        draft.set("algorithm.correction", kind, f"{asked}, and algorithm.name = {algorithm.name}")
+        if level is not None and algorithm.correction_level is None:
+            draft.set("algorithm.correction_level", level, f"the ratio of {algorithm.name}")
 
 
 def _choose_start(draft: _Draft) -> None:

@@ -40,6 +40,8 @@ GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
 WITH_CRITIC = ("ppo",)
 KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "ppo")
 """Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
+WITHOUT_RATIO = ("reinforce",)
+"""Algorithms whose loss has no ratio of the policy over an older one."""
 
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 WORKFLOW_NAMES = ("single_turn", "agent")
@@ -286,15 +288,18 @@ class AlgorithmConfig(Section):
     """Weight of the value loss."""
     eps_clip_value: Positive | None = None
     """Clip range of the value loss."""
-    correction: Literal["none", "tis", "mis"] | None = None
+    correction: Literal["none", "tis", "mis", "sampler_ratio"] | None = None
     """Correction for data of an older or differently computed policy: truncated (tis) or masked
-    (mis) importance sampling."""
+    (mis) importance weights, or the clipped ratio taken against the sampler's log-probs. null: one
+    that fits the algorithm if `max_staleness` or `updates_per_batch` asks for it, else none."""
+    allow_uncorrected: bool | None = None
+    """Lets `correction: none` pass with `max_staleness` above 0 or `updates_per_batch` above 1."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
-    """Whether the corrected ratio is that of a token, of a sequence, or the geometric mean."""
+    """Whether the weight is that of a token, of a sequence, or the sequence's geometric mean."""
     correction_cap: Annotated[float, Field(ge=1)] | None = None
-    """Largest ratio that is let through."""
+    """Largest weight that is let through."""
     correction_floor: Share | None = None
-    """Smallest ratio that is let through."""
+    """Smallest weight that is let through."""
     decoupled: bool | None = None
     """Decoupled PPO: clips against the recomputed policy, corrects against the sampling one."""
     dynamic_filter: bool | None = None

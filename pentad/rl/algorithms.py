@@ -227,7 +227,8 @@ def unused_settings(algorithm: Algorithm) -> dict[str, str]:
 def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> Loss:
     """The loss of the policy; `num_updates` is the number of optimizer steps a batch makes.
 
-    With several of them, rows must carry `actor_logprobs`, taken before the first.
+    With several of them, rows must carry `actor_logprobs`, taken before the first, unless the
+    ratio is taken against the sampler or there is none.
     """
     kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
     return losses.PolicyLoss(
@@ -237,7 +238,8 @@ def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> L
         kl_coef=kl_coef,
         kl_estimator=settings.kl_estimator,
         entropy_coef=settings.entropy_coef,
-        needs_old_logprobs=settings.needs_old_logprobs or num_updates > 1,
+        needs_old_logprobs=settings.needs_old_logprobs(num_updates),
+        has_ratio=settings.ratio_level != "none",
     )
 
 

@@ -1,7 +1,8 @@
 """Corrections for data drawn by another policy than the one the gradient is taken at.
 
-With behaviour b (the sampler's `rollout_logprobs`) and proximal policy p (the trainer's log-probs
-at the start of the update), the ratio p/b weighs each token's loss:
+With behaviour b (the sampler's `rollout_logprobs`) and proximal policy p (the one the loss's own
+ratio is taken against: the trainer's log-probs at the start of the update; where the loss has no
+ratio, the policy that is differentiated), the ratio p/b weighs each token's loss:
 
     token      w_t = p_t / b_t
     sequence   w_t = prod_u p_u / b_u            over the trained tokens u of the sequence
@@ -10,7 +11,11 @@ at the start of the update), the ratio p/b weighs each token's loss:
     tis        clamp(w, floor, cap)              https://fengyao.notion.site/off-policy-rl
     mis        w if floor <= w <= cap else 0     https://arxiv.org/abs/2510.18855 (IcePop, token)
 
-Decoupled PPO (https://arxiv.org/abs/2110.00641) is this weight times the clipped objective whose
+    sampler_ratio  no weight: the loss's own ratio is taken against b, so its clip bounds the whole
+                   distance from the sampler. https://arxiv.org/abs/1707.06347 read literally;
+                   verl's bypass mode, AReaL without its decoupled loss, slime's rollout log-probs.
+
+Decoupled PPO (https://arxiv.org/abs/2110.00641) is the weight times the clipped objective whose
 ratio is taken against p. Ours always bounds the weight, and weighs the policy term only; the KL and
 entropy terms keep weight 1. Rejected tokens stay in the count that divides the loss, so rejecting
 never enlarges the rest. Weights carry no gradient.
@@ -27,7 +32,7 @@ from torch import Tensor
 from pentad.core.types import Segments
 from pentad.rl.kl import clamp_log_ratio, masked_difference
 
-CorrectionKind = Literal["none", "tis", "mis"]
+CorrectionKind = Literal["none", "tis", "mis", "sampler_ratio"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
@@ -39,6 +44,11 @@ class Correction:
     level: CorrectionLevel = "token"
     cap: float = 2.0
     floor: float = 0.0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens get a weight beside the loss's own ratio."""
+        return self.kind in ("tis", "mis")
 
 
 def sequence_means(x_T: Tensor, mask_T: Tensor, segments: Segments) -> Tensor:

@@ -6,8 +6,8 @@ is not 0; whatever stands elsewhere (inf and NaN included) reaches neither value
 
 The ratio r = exp(logprobs - old). Old log-probs are the `actor_logprobs` column when rows
 carry it. A batch that makes one optimizer step needs none: the policy that is differentiated is the
-old one, so r is exactly 1, with the right gradient. The sampler's log-probs enter by the
-correction only.
+old one, so r is exactly 1. The sampler's log-probs enter by the correction only, as a weight or
+(sampler_ratio) in the place of the old ones.
 """
 
 from __future__ import annotations
@@ -128,8 +128,11 @@ class PolicyLoss:
         kl_estimator: KlEstimator = "k3",
         entropy_coef: float = 0.0,
         needs_old_logprobs: bool = False,
+        has_ratio: bool = True,
     ) -> None:
+        """`has_ratio` says whether the surrogate weighs by the policy over the old one."""
         self.surrogate = surrogate
+        self.has_ratio = has_ratio
         self.clip = clip
         self.correction = correction
         self.kl_coef = kl_coef
@@ -151,12 +154,12 @@ class PolicyLoss:
         _require(self.columns, columns, "the policy loss")
         weights_T, logprobs_T = columns["weights"], outputs.logprobs_T
         mask_T = weights_T != 0
-        old_T = columns.get("actor_logprobs", logprobs_T).detach()
+        old_T = self._old(columns, logprobs_T)
         advantages_T = _masked(columns["advantages"], mask_T)
         inputs = PolicyInputs(logprobs_T, old_T, advantages_T, mask_T, outputs.segments)
         policy_T, is_clipped_T = self.surrogate(inputs, self.clip)
         stats = {"tokens": mask_T.sum(), "clipped_tokens": (is_clipped_T & mask_T).sum()}
-        if self.correction.kind != "none":
+        if self.correction.weighs:
             factor_T, outside_T = correction_weights(
                 old_T, columns["rollout_logprobs"], mask_T, outputs.segments, self.correction
             )
@@ -176,6 +179,15 @@ class PolicyLoss:
             loss = loss - self.entropy_coef * entropy
             stats["entropy_loss"] = entropy.detach()
         return loss, stats
+
+    def _old(self, columns: Mapping[str, Tensor], logprobs_T: Tensor) -> Tensor:
+        """What the ratio is taken against. Without one it is the policy itself, so that a
+        correction weighs by all that lies between it and the sampler."""
+        if not self.has_ratio:
+            return logprobs_T.detach()
+        if self.correction.kind == "sampler_ratio":
+            return columns["rollout_logprobs"].detach()
+        return columns.get("actor_logprobs", logprobs_T).detach()
 
 
 class ValueLoss:

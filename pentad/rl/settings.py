@@ -57,6 +57,8 @@ class AlgorithmSettings:
     decoupled: bool = False
     """The clip is centred at log-probs recomputed by the trainer; the sampler's enter by the
     correction."""
+    allow_uncorrected: bool = False
+    """Off-policy data may go without a correction."""
     dynamic_filter: bool = False
     """Groups without signal are replaced before they are trained."""
     overlong_buffer: int | None = None
@@ -69,10 +71,11 @@ class AlgorithmSettings:
     def needs_ref(self) -> bool:
         return self.kl_coef != 0
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether `actor_logprobs` are needed even when a batch makes one optimizer step."""
-        return self.decoupled
+    def needs_old_logprobs(self, num_updates: int) -> bool:
+        """Whether `actor_logprobs` are read when a batch makes that many optimizer steps."""
+        if self.ratio_level == "none" or self.correction == "sampler_ratio":
+            return False
+        return self.decoupled or num_updates > 1
 
     @property
     def needs_tags(self) -> frozenset[str]:
@@ -120,6 +123,7 @@ NEUTRAL: dict[str, object] = {
     "reward_scale": 1.0,
     "overlong_penalty": 0.0,
     "decoupled": False,
+    "allow_uncorrected": False,
     "dynamic_filter": False,
 }
 """Values that ask for nothing, hence pass also where a setting is not read."""
@@ -143,7 +147,7 @@ def override_problems(given: Mapping[str, object]) -> Iterator[Problem]:
 def _broken_rule(name: str, value: object) -> str:
     if name in CHOICES:
         return "" if value in CHOICES[name] else f"must be one of {', '.join(CHOICES[name])}"
-    if name in ("decoupled", "dynamic_filter"):
+    if name in ("decoupled", "allow_uncorrected", "dynamic_filter"):
         return "" if isinstance(value, bool) else "must be true or false"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "must be a finite number"
@@ -179,13 +183,25 @@ def conflict_problems(
         rule = f"the band {band} of correction_floor and correction_cap must hold the ratio 1"
         name = "correction_cap" if settings.correction_cap < 1 else "correction_floor"
         yield Problem(where(name, given.get(name)), rule)
-    if settings.decoupled and settings.correction == "none":
+    if settings.decoupled and not settings.correction_settings.weighs:
         yield Problem(
             where("decoupled", True),
             "needs the weight of the recomputed policy over the sampling one, which "
-            "algorithm.correction = none drops",
+            f"algorithm.correction = {settings.correction} drops",
             "set algorithm.correction to tis or mis, or leave it out",
         )
+    if settings.correction == "sampler_ratio":
+        yield from _without_weight(settings, given)
+
+
+def _without_weight(settings: AlgorithmSettings, given: Mapping[str, object]) -> Iterator[Problem]:
+    if settings.ratio_level == "none":
+        rule = f"has no effect with algorithm.name = {settings.name}: its loss has no ratio"
+        yield Problem(where("correction", "sampler_ratio"), rule, "set it to tis or mis")
+    for name in ("correction_level", "correction_cap", "correction_floor"):
+        if name in given:
+            rule = "has no effect with algorithm.correction = sampler_ratio: the clip bounds it"
+            yield Problem(where(name, given[name]), rule, "set algorithm.correction to tis or mis")
 
 
 SWITCHES = (
@@ -217,10 +233,23 @@ def _switched_off(settings: AlgorithmSettings, given: Mapping[str, object]) -> I
 
 
 def run_problems(
-    settings: AlgorithmSettings, *, group_size: int, max_new_tokens: int
+    settings: AlgorithmSettings,
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    max_staleness: int = 0,
+    num_updates: int = 1,
 ) -> list[Problem]:
     """What is wrong between an algorithm and the sampling of a run."""
     problems = []
+    is_off_policy = max_staleness > 0 or num_updates > 1
+    if is_off_policy and settings.correction == "none" and not settings.allow_uncorrected:
+        rule = (
+            f"with max_staleness = {max_staleness} and updates_per_batch = {num_updates} the "
+            "policy that is trained is not the one that sampled"
+        )
+        remedy = "leave it out, or set algorithm.allow_uncorrected=true"
+        problems.append(Problem(where("correction", "none"), rule, remedy))
     if group_size < settings.min_group_size:
         rule = (
             f"{settings.name} compares samples of one prompt and learns nothing from "

@@ -56,6 +56,8 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         settings,
         group_size=config.gconfig.n_samples,
         max_new_tokens=config.gconfig.max_new_tokens,
+        max_staleness=config.max_staleness,
+        num_updates=config.updates_per_batch,
     )
     if problems:
         raise UserError(problems)

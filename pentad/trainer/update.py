@@ -145,7 +145,7 @@ class BatchUpdate:
             for row, sample in zip(rows, samples, strict=True)
             if sample.routes is not None
         ]
-        if self.num_updates > 1 or self.settings.needs_old_logprobs:
+        if self.settings.needs_old_logprobs(self.num_updates):
             _write(samples, "actor_logprobs", self.learner.forward(routed or rows), "logprobs")
         if routed and not self.rerouted:
             some = routed[:MAX_REROUTED]

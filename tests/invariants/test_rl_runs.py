@@ -61,6 +61,21 @@ def test_staleness_is_bounded_and_used(lab):
     lags = {int(lag) for record in steps_of(summary) for lag in record["rl"]["staleness"]}
     assert lags <= {0, 1, 2}
     assert max(lags) > 0, "sampling never ran ahead: the overlap is not real"
+    # The correction that was left open is chosen, written down, and at work.
+    assert "correction: tis" in (summary.records / "config.yaml").read_text()
+    assert (
+        "algorithm.correction = tis: max_staleness = 2" in (summary.records / "log.txt").read_text()
+    )
+    weights = [record["rl"]["correction_weight_mean"] for record in steps_of(summary)]
+    assert any(abs(weight - 1) > 1e-4 for weight in weights)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_the_ratio_against_the_sampler_runs_through_the_loop(lab, name):
+    base = [f"algorithm.name={name}", "updates_per_batch=2"]
+    summary = lab.train(*base, "algorithm.correction=sampler_ratio")
+    for record in steps_of(summary):
+        assert record["grad_norm"] > 0 and record["rl"]["correction_weight_mean"] is None
 
 
 def test_the_funnel_reconciles_at_every_step(lab):

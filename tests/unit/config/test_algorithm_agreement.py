@@ -14,6 +14,7 @@ from pentad.config.schema import (
     KL_IN_REWARD,
     REWARD_NAMES,
     WITH_CRITIC,
+    WITHOUT_RATIO,
     AlgorithmConfig,
     Config,
 )
@@ -45,6 +46,7 @@ def test_the_facts_are_those_of_the_table(name):
     assert (chosen.kl_in == "reward") == (name in KL_IN_REWARD)
     assert (chosen.kl_coef, chosen.correction) == (0, "none"), "what an unset switch means"
     assert (chosen.overlong_penalty > 0) == (name == "dapo")
+    assert (chosen.ratio_level == "none") == (name in WITHOUT_RATIO)
     unread = {key for key, (readers, _) in READERS.items() if name not in readers}
     assert unread == set(unused_settings(ALGORITHMS[name]))
 
@@ -58,7 +60,13 @@ overrides = st.lists(
     )
 )
 switches = st.fixed_dictionaries(
-    {}, optional={"use_kl_loss": st.booleans(), "use_tis": st.booleans()}
+    {},
+    optional={
+        "use_kl_loss": st.booleans(),
+        "use_tis": st.booleans(),
+        "max_staleness": st.integers(0, 2),
+        "updates_per_batch": st.sampled_from([1, 2]),
+    },
 )
 
 
@@ -66,6 +74,7 @@ switches = st.fixed_dictionaries(
 @given(st.sampled_from(ALGORITHM_NAMES), overrides, switches, st.integers(1, 4))
 def test_what_the_config_lets_pass_the_algorithm_takes(name, chosen, flags, n_samples):
     values = {"algorithm": {"name": name, **chosen}, "gconfig": {"n_samples": n_samples}, **flags}
+    values |= {"mode": "hybrid"} if flags.get("max_staleness") else {}
     config, _ = resolve(Config.model_validate({**values, "actor": {"path": "Qwen/Qwen3-0.6B"}}))
     own = ("algorithm.", "use_", "gconfig.")
     if any(problem.where.startswith(own) for problem in check(config)):
@@ -75,7 +84,11 @@ def test_what_the_config_lets_pass_the_algorithm_takes(name, chosen, flags, n_sa
     except UserError as error:
         pytest.fail(f"{values} passed the config: {error}")
     found = rl.run_problems(
-        taken, group_size=n_samples, max_new_tokens=config.gconfig.max_new_tokens
+        taken,
+        group_size=n_samples,
+        max_new_tokens=config.gconfig.max_new_tokens,
+        max_staleness=config.max_staleness,
+        num_updates=config.updates_per_batch,
     )
     assert found == []
     if config.use_kl_loss is not None:

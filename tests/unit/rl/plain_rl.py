@@ -146,3 +146,35 @@ def correction_weight(log_ratios, i, kind, level, cap, floor):
     if kind == "tis":
         return min(max(ratio, floor), cap)
     return ratio if floor <= ratio <= cap else 0.0
+
+
+# verl's rollout correction (docs/algo/rollout_corr.md), per token, on 0-dim tensors.
+
+
+def verl_weight(logs, i, level, cap):
+    """Truncated importance weight of the i-th token, from log p - log sampler of its sequence."""
+    log = logs[i] if level == "token" else sum(logs)
+    return min(math.exp(max(-20.0, min(20.0, float(log)))), cap)
+
+
+def verl_vanilla(logprob, old, advantage, low, high, dual):
+    """Its PPO loss: the larger of two terms, and where A < 0 at most that of the dual clip."""
+    ratio = torch.exp(torch.clamp(logprob - old, -20.0, 20.0))
+    plain, near = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - low, 1 + high)
+    larger = torch.maximum(plain, near)
+    return torch.minimum(larger, -advantage * dual) if advantage < 0 else larger
+
+
+def verl_bypass(logprob, sampler, advantage, low, high, dual):
+    """bypass_mode, loss_type ppo_clip: the old log-probs are the sampler's, and no weight."""
+    return verl_vanilla(logprob, sampler, advantage, low, high, dual)
+
+
+def verl_bypass_reinforce(logprob, advantage, weight):
+    """bypass_mode, loss_type reinforce: the weight is of the current policy over the sampler's."""
+    return -weight * advantage * logprob
+
+
+def verl_decoupled(logprob, old, advantage, low, high, dual, weight):
+    """Three policies: the clip around the recomputed one, its weight over the sampler's beside."""
+    return weight * verl_vanilla(logprob, old, advantage, low, high, dual)

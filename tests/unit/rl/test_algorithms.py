@@ -70,7 +70,7 @@ def test_a_kl_term_needs_the_reference_where_it_is_used():
 def test_old_log_probs_are_read_when_decoupled_or_with_several_updates():
     assert "actor_logprobs" in build_policy_loss(settings_for("grpo"), num_updates=2).columns
     settings = settings_for("ppo", decoupled=True)
-    assert settings.needs_old_logprobs and settings.correction == "tis"
+    assert settings.needs_old_logprobs(1) and settings.correction == "tis"
     assert build_policy_loss(settings).columns == (
         "weights",
         "advantages",
@@ -132,6 +132,9 @@ def test_values_out_of_range_are_refused(overrides, rule):
         ("grpo", {"correction": "tis", "correction_cap": 0.5}, "must hold the ratio 1"),
         ("grpo", {"correction": "mis", "correction_floor": 1.5}, "must hold the ratio 1"),
         ("grpo", {"decoupled": True, "correction": "none"}, "set algorithm.correction to tis"),
+        ("ppo", {"decoupled": True, "correction": "sampler_ratio"}, "sampler_ratio drops"),
+        ("reinforce", {"correction": "sampler_ratio"}, "its loss has no ratio"),
+        ("grpo", {"correction": "sampler_ratio", "correction_cap": 3.0}, "the clip bounds it"),
     ],
 )
 def test_contradictions_and_settings_without_effect_are_refused(name, overrides, rule):

@@ -98,7 +98,8 @@ def zero():
 
 def policy(surrogate, clip, *, kind="none", **kwargs):
     correction = kwargs.pop("correction", Correction(kind=kind))
-    return PolicyLoss(surrogate, clip=clip, correction=correction, **kwargs)
+    has_ratio = surrogate is not losses.unclipped
+    return PolicyLoss(surrogate, clip=clip, correction=correction, has_ratio=has_ratio, **kwargs)
 
 
 CLIPS = st.sampled_from([Clip(0.2, 0.2), Clip(0.2, 0.28), Clip(0.1, 0.4, dual=3.0), Clip(1.0, 3.0)])
@@ -249,6 +250,7 @@ EVERY_LOSS = [
             ("tis", "token", "k3"),
             ("mis", "sequence", "k2"),
             ("tis", "geometric", "k1"),
+            ("sampler_ratio", "token", "k3"),
         )
     ),
     ValueLoss(eps_clip_value=0.2),
