@@ -18,6 +18,7 @@ from pentad.core.errors import UserError
 
 if TYPE_CHECKING:
     from pentad.config.schema import Config
+    from pentad.core.errors import Problem
     from pentad.trainer.run import RunSummary
 
 app = typer.Typer(
@@ -44,9 +45,14 @@ def prepare_run(recipe: Recipe, command: Literal["train", "sft"]) -> tuple[Confi
     """The config; under torchrun all ranks find the same problems, and rank 0 tells them."""
     from pentad.runtime.rank import rank_from_environment
 
+    def ask_start(config: Config) -> list[Problem | str]:
+        from pentad.trainer.ranks import start_problems_here
+
+        return start_problems_here(config, samples=command == "train")
+
     own = rank_from_environment()
     try:
-        return recipe.prepare(command)
+        return recipe.prepare(command, ask_start=ask_start)
     except UserError:
         if own is not None and own.rank > 0:
             raise typer.Exit(BAD_INPUT) from None

@@ -277,7 +277,7 @@ class Page:
         thumb = thumb_of(trainer)
         terms = " + ".join(f"{name} {gib(size)}" for name, size in thumb.items())
         total = gib(sum(thumb.values()))
-        self.say(f"rule of thumb A.7: {terms} = {total} GiB; {RULE_OMITS}.")
+        self.say(f"the Archon tutorial's rule of thumb: {terms} = {total} GiB; {RULE_OMITS}.")
 
     def batch(self) -> None:
         batch = self.plan.batch

@@ -78,12 +78,13 @@ class Recipe:
         self,
         command: Literal["train", "sft", "plan", "eval"],
         gpu_memory: float | None = None,
+        ask_start: Callable[[Config], list[Problem | str]] | None = None,
     ) -> tuple[Config, list[str]]:
         """The resolved and checked config, with notes; raises UserError with every problem."""
         from pentad.config.load import prepare
 
         try:
-            config, notes = prepare(self.path, self.overrides, command, gpu_memory)
+            config, notes = prepare(self.path, self.overrides, command, gpu_memory, ask_start)
         except UserError as error:
             raise UserError([*self.problems, *error.problems]) from error
         if self.problems:

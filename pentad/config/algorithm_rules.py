@@ -142,7 +142,7 @@ def off_policy(config: Config) -> str:
     return " and ".join(f"{key} = {n}" for key, (n, plain) in values.items() if n > plain)
 
 
-@RULES.add("algorithm")
+@RULES.add("algorithm.name", "algorithm", is_by_key=True)
 def every_override_is_read(config: Config) -> list[Problem]:
     given = dict(config.algorithm)
     name = config.algorithm.name

@@ -42,12 +42,13 @@ def check(
     problems: list[Problem] = []
     is_sft = command == "plan" and not samples(config)
     for rule in all_rules():
-        if command not in rule.commands or any(_touches(key, skip) for key in rule.keys):
+        if command not in rule.commands or _is_skipped(rule, skip):
             continue
         if is_sft and "sft" not in rule.commands:
             continue
         found = rule.check(config) or []
-        problems += [found] if isinstance(found, Problem) else found
+        found = [found] if isinstance(found, Problem) else found
+        problems += [problem for problem in found if problem.where.split(" = ")[0] not in skip]
     if command == "eval":  # one sampler in one process, whatever the layout of the run
         return problems
     return problems + check_layout(config, command, skip)
@@ -66,11 +67,14 @@ def check_planned(config: Config, kind: DeviceKind, skip: frozenset[str]) -> lis
     return problems if dims is None else problems + cache_problems(config, dims, kind)
 
 
-def _touches(key: str, bad: frozenset[str]) -> bool:
-    """Whether a key, a block it is in, or a key in it is among the bad ones."""
-    return any(
-        key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in bad
-    )
+def _is_skipped(rule: Rule, bad: frozenset[str]) -> bool:
+    """Whether a key that it reads, a block that key is in, or a key in it is among the bad ones."""
+    for key in rule.keys:
+        if any(key == other or key.startswith(f"{other}.") for other in bad):
+            return True
+        if not rule.is_by_key and any(other.startswith(f"{key}.") for other in bad):
+            return True
+    return False
 
 
 # Modes and devices.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pentad.config.describe import (
 )
 from pentad.config.foreign import HALF, NOT_BUILT, SPELLED
 from pentad.config.plan import choose_device
+from pentad.config.remedies import choose_offloading
 from pentad.config.resolve import resolve
 from pentad.config.rule import Command
 from pentad.config.schema import MAX_INT, Config
@@ -61,20 +62,27 @@ def prepare(
     overrides: Sequence[str] = (),
     command: Command = "plan",
     gpu_memory: float | None = None,
+    ask_start: Callable[[Config], list[Problem | str]] | None = None,
 ) -> tuple[Config, list[str]]:
     """The resolved and checked config of a command, with notes on what was chosen.
 
-    `gpu_memory` (in GiB) plans for GPUs that need not be here.
+    `gpu_memory` (in GiB) plans for GPUs that need not be here. `ask_start` finds what a start would
+    refuse besides; it is asked where there are problems, since a start without any asks by itself.
     """
     reading = read_config(path, overrides)
     if not reading.is_read:
         raise UserError(reading.problems)
     config, notes = resolve(reading.config)
-    problems = [*reading.problems, *check(config, command, skip=reading.bad)]
+    problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
     if command == "plan":
         problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)
+    elif problems and ask_start is not None:
+        problems += ask_start(config)
     if problems:
         raise UserError(problems)
+    if command in ("train", "plan"):
+        config, said = choose_offloading(config, choose_device(config, gpu_memory), command)
+        notes += said
     return config, notes
 
 
@@ -143,7 +151,7 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
     if key in SPELLED:
         return Problem(where, "there is no such key", f"its name here is {SPELLED[key]}")
     near = nearest_keys(key)
-    tree.bad.update(near)
+    tree.bad.update(name for name in near if name not in tree.sources)
     if near:
         return Problem(where, "there is no such key", f"did you mean {join_or(near)}?")
     block, _, _ = key.rpartition(".")

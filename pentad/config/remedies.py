@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.plan import Plan, build_plan
-from pentad.config.rules import count_devices, layout_problems, rows_per_step
+from pentad.config.machine import GIB
+from pentad.config.model_rules import uncounted
+from pentad.config.plan import Device, Plan, build_plan
+from pentad.config.resolve import parsed_allocation
+from pentad.config.rule import Command
+from pentad.config.rules import cases, count_devices, known_dims, layout_problems, rows_per_step
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Dims, parse_allocation
@@ -74,12 +78,38 @@ def _best_of(
     return winner
 
 
+def choose_offloading(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
+    """`offload_rollout` where it was left open: on, if sampler and training do not fit a GPU
+    together. A run chooses for the GPU it has, a plan for the one it is made for."""
+    if config.mode != "colocate" or config.offload_rollout is not None:
+        return config, []
+    without = with_values(config, {"offload_rollout": False})
+    is_other = device.kind == "cpu" or (command == "train" and not device.is_here)
+    if is_other or config.rollout.server.addresses or not _is_counted(config):
+        return without, []
+    plan = build_plan(without, device)
+    changed = with_values(config, {"offload_rollout": True})
+    if plan.peak_bytes <= device.memory_bytes:
+        return without, []
+    if build_plan(changed, device).peak_bytes >= plan.peak_bytes:
+        return without, []
+    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
+    why = f"sampler and training need {need:.1f} GiB together, and the GPU has {have:.1f}"
+    return changed, [f"offload_rollout = true: {why}"]
+
+
+def _is_counted(config: Config) -> bool:
+    """Whether all models of a run are known, so that its memory is."""
+    allocation, dims = parsed_allocation(config), known_dims(config.actor.path)
+    if allocation is None or uncounted(config):
+        return False
+    return all(case.dims is not None for case in cases(config, allocation, dims))
+
+
 def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """On shared devices the sampler's cache is the first thing that can give way."""
-    if config.mode != "colocate":
-        return
-    yield {"offload_rollout": True}
-    yield {"offload_rollout": True, "offload_train": True}
+    if config.mode == "colocate":
+        yield {"offload_rollout": True}
 
 
 def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:

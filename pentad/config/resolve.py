@@ -160,14 +160,11 @@ def _choose_mode(draft: _Draft) -> None:
 
 
 def _choose_offloading(draft: _Draft) -> None:
-    if draft.config.mode not in ("hybrid", "async"):
-        return
-    for key, chosen in (
-        ("offload_train", draft.config.offload_train),
-        ("offload_rollout", draft.config.offload_rollout),
-    ):
-        if chosen is None:
-            draft.set(key, False, "rollout and training do not share devices")
+    """What colocation does depends on the memory of the device (`remedies.choose_offloading`)."""
+    if draft.config.offload_train is None:
+        draft.set("offload_train", False)
+    if draft.config.offload_rollout is None and draft.config.mode in ("hybrid", "async"):
+        draft.set("offload_rollout", False, "rollout and training do not share devices")
 
 
 def _choose_kl(draft: _Draft) -> None:

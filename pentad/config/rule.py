@@ -23,6 +23,9 @@ class Rule:
     keys: tuple[str, ...]
     """Dotted keys it reads; a block stands for everything in it."""
     commands: tuple[Command, ...]
+    is_by_key: bool = False
+    """Whether each problem is about the one key it names, so that another key of a block that the
+    rule reads may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,15 @@ class Rules:
     all: list[Rule] = field(default_factory=list)
 
     def add(
-        self, *keys: str, commands: tuple[Command, ...] = ("train", "plan")
+        self,
+        *keys: str,
+        commands: tuple[Command, ...] = ("train", "plan"),
+        is_by_key: bool = False,
     ) -> Callable[[Check], Check]:
         """Decorates a check with the keys it reads and the commands it matters to."""
 
         def register(check: Check) -> Check:
-            self.all.append(Rule(check, keys, commands))
+            self.all.append(Rule(check, keys, commands, is_by_key))
             return check
 
         return register

@@ -516,10 +516,11 @@ class Config(Section):
     ref_update_interval: Count | None = None
     """Makes the reference model the present actor every n steps. null: never."""
     offload_train: bool | None = None
-    """Moves training state to the host during rollout. null: no in hybrid and async; in colocate,
-    when both do not fit."""
+    """Moves training state to the host during rollout. null: no. true is planned, and refused by
+    `train`: it is not built."""
     offload_rollout: bool | None = None
-    """Gives the sampler's device memory back during training. null: as `offload_train`."""
+    """Gives the sampler's device memory back during training. null: no in hybrid and async; in
+    colocate on a GPU, where the plan says that both do not fit together (a note says so)."""
     compute_advantages_and_returns: bool = True
     """Whether the trainer computes advantages; false takes those the rollout delivers."""
     use_kl_loss: bool | None = None

@@ -17,6 +17,7 @@ import os
 import re
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -188,12 +189,24 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def raise_first(problems: Sequence[Problem | str]) -> None:
-    """Raises them, the first few in full; returns if there are none."""
-    if len(problems) > MAX_PROBLEMS:
-        rest = f"and {len(problems) - MAX_PROBLEMS} more rows like these"
-        raise UserError([*problems[:MAX_PROBLEMS], rest])
-    if problems:
-        raise UserError(problems)
+    """Raises them, alike ones as one, the first few in full; returns if there are none."""
+    alike: dict[object, list[Problem | str]] = {}
+    for problem in problems:
+        key = (problem.rule, problem.remedy) if isinstance(problem, Problem) else problem
+        alike.setdefault(key, []).append(problem)
+    told = [_with_count(found[0], len(found)) for found in alike.values()]
+    if len(told) > MAX_PROBLEMS:
+        rest = sum(map(len, [*alike.values()][MAX_PROBLEMS:]))
+        raise UserError([*told[:MAX_PROBLEMS], f"and {rest} more rows with problems of their own"])
+    if told:
+        raise UserError(told)
+
+
+def _with_count(first: Problem | str, count: int) -> Problem | str:
+    if count == 1 or isinstance(first, str):
+        return first
+    rows = "row" if count == 2 else "rows"
+    return replace(first, rule=f"{first.rule} (and {count - 1:,} more {rows} alike)")
 
 
 def _kind(file: Path, format: Format, where: str) -> Kind:

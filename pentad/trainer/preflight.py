@@ -71,9 +71,7 @@ class Collector:
 def check_train(config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
-    asked.problems += unbuilt_problems(config, samples=True)
-    asked.problems += device_problems(config, kind_of(device), samples=True)
-    asked.problems += server_problems(config, device)
+    asked.problems += start_problems(config, device, samples=True)
     path = config.actor.path
     assert path is not None, "checked with the config"
     algorithm = asked.ask(lambda: algorithm_settings(config))
@@ -98,6 +96,13 @@ def check_train(config: Config, device: torch.device) -> Checked:
     asked.settle()
     assert dims and tokenizer and algorithm and stream and workflow, "a step failed without a word"
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
+
+
+def start_problems(config: Config, device: torch.device, *, samples: bool) -> list[Problem | str]:
+    """What the config asks of this version and this machine in vain; reads no model and no data."""
+    problems: list[Problem | str] = [*unbuilt_problems(config, samples=samples)]
+    problems += device_problems(config, kind_of(device), samples=samples)
+    return problems + (server_problems(config, device) if samples else [])
 
 
 def kind_of(device: torch.device) -> DeviceKind:

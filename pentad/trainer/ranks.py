@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from pentad.config.resolve import parsed_allocation
+from pentad.config.rules import known_dims
 from pentad.config.schema import Config
-from pentad.config.start_rules import process_problems
+from pentad.config.start_rules import cache_problems, process_problems
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError
 from pentad.core.layout import Layout
@@ -25,7 +27,7 @@ from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
-from pentad.trainer.preflight import Collector, kind_of
+from pentad.trainer.preflight import Collector, kind_of, start_problems
 from pentad.trainer.run import RunSummary, take_folder
 from pentad.trainer.translate import component_of, register_models
 
@@ -111,6 +113,20 @@ def rank_problems(config: Config, world: int, device: torch.device) -> list[Prob
         remedy = "make the axes smaller, or start it with torchrun on several machines"
         return [Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)]
     return process_problems(config, kind_of(device))
+
+
+def start_problems_here(config: Config, *, samples: bool) -> list[Problem | str]:
+    """What a start would refuse of a config that has other problems, so that all come at once."""
+    device, allocation = pick_device(), parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    is_sampled = samples and allocation is not None and allocation.find("rollout") is not None
+    problems = start_problems(config, device, samples=is_sampled)
+    if actor and rank_from_environment() is None:
+        problems += rank_problems(config, actor.world, device)
+    dims = known_dims(config.actor.path)
+    if is_sampled and dims is not None:
+        problems += cache_problems(config, dims, kind_of(device))
+    return problems
 
 
 def layout_of(config: Config, role: str) -> Layout:

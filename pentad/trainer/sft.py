@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from pentad.config.schema import Config
-from pentad.config.start_rules import device_problems, unbuilt_problems
 from pentad.config.unread import unread
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Learner
@@ -21,7 +20,7 @@ from pentad.engine.engine import build_engine
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
 from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.preflight import Collector, kind_of
+from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
 from pentad.trainer.saver import Saver
@@ -118,8 +117,7 @@ def check_sft(
 ) -> tuple[ModelDims, SftDataset, SftDataset | None]:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
-    asked.problems += unbuilt_problems(config, samples=False)
-    asked.problems += device_problems(config, kind_of(device), samples=False)
+    asked.problems += start_problems(config, device, samples=False)
     path = config.actor.path
     assert path is not None, "checked with the config"
     asked.ask(lambda: register_models(config))

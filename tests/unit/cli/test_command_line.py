@@ -120,7 +120,7 @@ def seen(monkeypatch):
     """Runs commands in this process and keeps the recipe they read."""
     recipes = []
 
-    def prepare(self, command):
+    def prepare(self, command, **_):
         if self.problems:
             raise UserError(self.problems)
         recipes.append((command, self))

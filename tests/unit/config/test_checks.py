@@ -642,6 +642,22 @@ def test_a_rule_reports_everything_it_finds():
     assert found == {override.partition("=")[0] for override in overrides}
 
 
+def test_an_override_without_effect_is_reported_beside_other_mistakes_of_its_block():
+    """A key that is unknown or wrong says nothing of the others in the block."""
+    wrong = ["algorithm.eps_clip=wide", "algorithm.nothing=1", "algorithm.c_clips=3"]
+    with pytest.raises(UserError) as caught:
+        prepare(
+            None, ["actor.path=Qwen/Qwen3-0.6B", "algorithm.name=grpo", "algorithm.lam=1", *wrong]
+        )
+    found = {problem.where.split(" = ")[0] for problem in caught.value.problems}
+    assert found == {
+        "algorithm.eps_clip",
+        "algorithm.nothing",
+        "algorithm.c_clips",
+        "algorithm.lam",
+    }
+
+
 def test_rules_for_rollout_do_not_stop_sft(folders):
     overrides = overrides_for(folders, ["gconfig.temperature=0", "reward.fn="])
     prepare(None, overrides, "sft")

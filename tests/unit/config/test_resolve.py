@@ -13,7 +13,7 @@ def resolved(*overrides):
 def test_nothing_given_means_one_device_for_both():
     config, notes = resolved()
     assert (config.allocation_mode, config.mode) == ("embedded:d1|archon:d1", "colocate")
-    assert config.offload_train is None
+    assert config.offload_train is False and config.offload_rollout is None
     assert len(notes) == 2
 
 

@@ -122,6 +122,25 @@ def test_what_servers_cannot_do_on_a_cpu_is_refused(no_gpu):
     ]
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_missing_folders_do_not_hide_what_a_start_refuses(tmp_path, monkeypatch, command):
+    """All that `plan` refuses or notes as refused comes with them, in one answer."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    of_the_start = [
+        "scheduler.type=ray",
+        "saver.mode=async",
+        "balance_data=false",
+        "actor.archon.enable_compile=true",
+    ]
+    words = ["actor.path=no/model", "train_dataset.path=no.jsonl", "trial_name=a/b", *of_the_start]
+    result = CliRunner().invoke(app, [command, "reward.fn=gsm8k", *words])
+    assert result.exit_code == 2
+    for word in words:
+        assert f"* {word.replace('=', ' = ')}: " in result.stderr
+    assert result.stderr.startswith(f"{len(words)} problems")
+
+
 @pytest.mark.parametrize(("d", "fits"), [(32, True), (33, False), (64, False)])
 def test_ranks_that_share_cores_have_a_limit(no_gpu, d, fits):
     given = f"allocation_mode=archon:d{d}"

@@ -38,6 +38,13 @@ def test_an_epoch_draws_every_prompt_once_in_an_order_of_its_own(open_stream):
     assert [stream.prompt(gid).epoch for gid in (0, 19, 20, 45)] == [0, 0, 1, 2]
 
 
+def test_a_column_that_no_row_has_is_one_line(open_stream):
+    with pytest.raises(UserError) as caught:
+        open_stream(columns=Columns(prompt_key="question"))
+    (problem,) = caught.value.problems
+    assert "question" in problem.rule and "(and 19 more rows alike)" in problem.rule
+
+
 def test_a_prompt_depends_on_seed_and_gid_alone(open_stream):
     whole = [open_stream(seed=5).prompt(gid) for gid in range(60)]
     resumed = open_stream(seed=5)

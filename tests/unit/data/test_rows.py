@@ -95,10 +95,12 @@ def test_all_broken_lines_are_reported_together_with_their_numbers(tmp_path):
 
 def test_thousands_of_broken_lines_do_not_flood_the_screen(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text("nonsense\n" * 5000)
-    with pytest.raises(UserError, match="and 4980 more rows like these") as caught:
+    file.write_text("".join(f"{'[' * (i % 30)}nonsense\n" for i in range(5000)))
+    with pytest.raises(UserError, match="and 1660 more rows with problems of their own") as caught:
         open_rows(str(file))
     assert len(caught.value.problems) == 21
+    assert str(caught.value.problems[0]).startswith(f"{file}:1: not JSON")
+    assert "(and 166 more rows alike)" in str(caught.value.problems[0])
 
 
 def test_a_broken_line_met_while_streaming_is_named(tmp_path):

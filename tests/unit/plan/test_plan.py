@@ -185,6 +185,23 @@ def test_shared_devices_hold_the_sampler_in_every_phase():
     assert set(away["rollout"].device) == {"overhead", "sampler weights", "kv cache"}
 
 
+def test_offloading_left_open_is_chosen_by_what_fits():
+    keys = ["actor.path=Qwen/Qwen3-0.6B", "cluster.n_gpus_per_node=1", "rollout.kv_cache_gb=40"]
+    keys += ["train_dataset.max_length=512", "actor.mb_spec.max_tokens_per_mb=768"]
+    roomy, notes = prepare(None, keys, "plan", 80)
+    assert roomy.offload_rollout is False and "offload" not in " ".join(notes)
+    tight, notes = prepare(None, keys, "plan", 54)
+    (note,) = [note for note in notes if "offload" in note]
+    assert tight.offload_rollout is True
+    assert note.startswith("offload_rollout = true: sampler and training need ")
+    assert note.endswith("together, and the GPU has 54.0")
+    assert build_plan(tight, choose_device(tight, 54)).fits
+    told, notes = prepare(None, [*keys, "offload_rollout=false"], "plan", 54)
+    assert told.offload_rollout is False and not build_plan(told, choose_device(told, 54)).fits
+    apart, _ = prepare(None, [*keys, "mode=hybrid", "cluster.n_gpus_per_node=2"], "plan", 48)
+    assert apart.offload_rollout is False
+
+
 def test_the_embedded_cache_takes_what_the_engine_takes():
     assert EMBEDDED_SHARE == engine.DEFAULT_GPU_SHARE
     assert EMBEDDED_CPU_BYTES == engine.DEFAULT_CPU_BYTES
