@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -205,6 +205,11 @@ _DEEPSEEK_KIND = {"glm4_moe"}
 files, weights scaled, shared experts without a gate, and the first layers dense."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    },
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "qwen2_moe": {
@@ -238,8 +243,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What transformers takes for keys that a family's config leaves out, where it is not the plain
 value: no window, as many key heads as heads, hidden_size / num_heads, and so on."""
+_NO_WINDOW = {"llama", "glm4_moe"}
+"""Families of which transformers reads no window, whatever their config says."""
 _WINDOW_EVERYWHERE = {"qwen3_moe", "mistral"}
 """Families without per-layer window choice: a window set is a window on every layer."""
+_NO_MLP_BIAS = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe"}
+"""Families whose ffn never has a bias, whatever their config says."""
+MAX_SIZE = 1 << 24
+"""Of any width or count: far above every model, and products of two stay in 64 bits."""
+MAX_LAYERS = 10_000
+MAX_POSITION = 1 << 40
+MAX_PARAMS = 10**14
+MAX_FLOAT = sys.float_info.max
 _SHARED_EXPERT = {"qwen2_moe", *_DEEPSEEK_KIND}
 """Families with an expert that every token passes."""
 _UNSUPPORTED = {
@@ -263,7 +278,8 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     defaults = _DEFAULTS.get(family, {})
     hf, left_out = {**defaults, **hf}, defaults.keys() - hf.keys()
     read = _Numbers(hf, left_out)
-    num_layers, num_heads = read.whole("num_hidden_layers"), read.whole("num_attention_heads")
+    num_layers = read.whole("num_hidden_layers", most=MAX_LAYERS)
+    num_heads = read.whole("num_attention_heads")
     hidden = read.whole("hidden_size")
     num_kv_heads = read.whole("num_key_value_heads", num_heads)
     head_dim = read.whole("head_dim", hidden // num_heads)
@@ -289,7 +305,7 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=_rotary_dim(read, head_dim),
-        max_position=read.whole("max_position_embeddings", 32768),
+        max_position=read.whole("max_position_embeddings", 32768, most=MAX_POSITION),
         sliding_window=window,
         sliding_layers=sliding_layers,
         initializer_range=read.number("initializer_range", 0.02),
@@ -302,6 +318,12 @@ def dims_from_hf(hf: Mapping[str, Any]) -> ModelDims:
     top_k, num_experts = dims.num_experts_per_token, dims.num_experts
     rule = f"must be at most the number of experts, {num_experts}"
     read.must(top_k <= num_experts, "num_experts_per_tok", top_k, rule)
+    if family in _NO_MLP_BIAS:
+        rule = f"the ffn of {family} has no bias, and transformers ignores the key"
+        read.must(not dims.mlp_bias, "mlp_bias", True, f"{rule}; remove it")
+    if not read.problems and dims.num_params > MAX_PARAMS:
+        rule = f"with the other sizes this makes {dims.num_params:.0e} parameters"
+        read.must(False, "hidden_size", hidden, rule)
     if read.problems:
         raise UserError(read.problems)
     return dims
@@ -316,18 +338,20 @@ class _Numbers:
         self.problems: list[Problem] = []
 
     def must(self, holds: bool, key: str, value: object, rule: str) -> None:
-        where = f"config.json: {key} = {value}"
+        where = f"config.json: {key} = {_short(value)}"
         if key in self.left_out:
             where += " (transformers' value, as it is left out)"
         if not holds and not any(problem.where == where for problem in self.problems):
             self.problems.append(Problem(where, rule))
 
-    def whole(self, key: str, default: int = 0, least: int = 1) -> int:
+    def whole(self, key: str, default: int = 0, least: int = 1, most: int = MAX_SIZE) -> int:
         """A count; null is the default."""
         value = default if self.hf.get(key) is None else self.hf[key]
-        is_whole = _is_number(value) and float(value).is_integer() and value >= least
+        is_whole = _is_number(value) and value >= least and value % 1 == 0
         self.must(is_whole, key, value, f"must be a whole number of at least {least}")
-        return int(value) if is_whole else least
+        is_bounded = not is_whole or value <= most
+        self.must(is_bounded, key, value, f"must be a whole number of at most {most}")
+        return int(value) if is_whole and is_bounded else least
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = default if self.hf.get(key) is None else self.hf[key]
@@ -336,9 +360,14 @@ class _Numbers:
 
     def number(self, key: str, default: float) -> float:
         value = default if self.hf.get(key) is None else self.hf[key]
-        is_good = _is_number(value) and 0 < value < math.inf
+        is_good = _is_number(value) and 0 < value <= MAX_FLOAT
         self.must(is_good, key, value, "must be a number above 0")
         return float(value) if is_good else default
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 100 else f"{text[:80]}..."
 
 
 def _is_number(value: object) -> bool:
@@ -355,6 +384,9 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
     act = hf.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         problems.append(Problem(where, f"hidden_act = {act!r}, only silu is built"))
+    if not hf.get("is_causal", True):
+        rule = f"is_causal = {hf['is_causal']!r}: its tokens see those after them"
+        problems.append(Problem(where, rule, "only causal decoders can be trained"))
     if family not in _PARTIAL_ROTARY and _rotary_factor(hf) != 1.0:
         rule = "partial_rotary_factor: rotary over part of a head is not built for this family"
         problems.append(Problem(where, rule))
@@ -373,14 +405,18 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
         raise UserError(problems)
 
 
+def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Any]:
+    """(key, settings): as transformers has it, `rope_scaling` replaces `rope_parameters`."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    return key, hf.get(key) or {}
+
+
 def _rope(read: _Numbers) -> tuple[float, dict[str, Any]]:
-    """(theta, scaling); `rope_parameters` holds both, `rope_theta` + `rope_scaling` is older."""
-    hf = read.hf
-    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    given = hf.get(key) or {}
+    """(theta, scaling); theta may lie beside the settings, and so may the original length."""
+    key, given = _rope_settings(read.hf)
     where = f"config.json: {key}"
     if not isinstance(given, Mapping):
-        raise UserError(Problem(f"{where} = {given}", "must be a JSON object"))
+        raise UserError(Problem(f"{where} = {_short(given)}", "must be a JSON object"))
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UserError(Problem(where, "rotary settings per layer type are not built"))
     scaling = _Numbers(given)
@@ -390,12 +426,14 @@ def _rope(read: _Numbers) -> tuple[float, dict[str, Any]]:
     for name in rest.keys() & _ROPE_NUMBERS:
         scaling.number(name, 1.0)
     read.problems += scaling.problems
+    if kind in _STRETCHED and read.hf.get(_OLD_LENGTH) is not None:
+        rest[_OLD_LENGTH] = read.whole(_OLD_LENGTH, most=MAX_POSITION)  # transformers lets it win
     return theta, {} if kind == "default" else {"rope_type": kind, **rest}
 
 
 def _rotary_factor(hf: Mapping[str, Any]) -> Any:
     """Among the rotary settings, else beside them, else the whole head."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope = _rope_settings(hf)[1]
     inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
     return inner or hf.get("partial_rotary_factor") or 1.0
 
@@ -410,12 +448,15 @@ def _rotary_dim(read: _Numbers, head_dim: int) -> int:
     return 0 if width == head_dim else width
 
 
+_OLD_LENGTH = "original_max_position_embeddings"
+_STRETCHED = {"llama3", "yarn", "longrope"}
+"""Kinds of scaling that ask for the length before the stretch."""
 _ROPE_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _ROPE_NUMBERS = {
     "factor",
     "low_freq_factor",
     "high_freq_factor",
-    "original_max_position_embeddings",
+    _OLD_LENGTH,
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -426,12 +467,16 @@ _ROPE_NUMBERS = {
 
 def _windows(read: _Numbers, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     hf = read.hf
-    if not hf.get("sliding_window") or not read.flag("use_sliding_window", family == "mistral"):
-        return None, ()
-    width = read.whole("sliding_window")
-    if family in _WINDOW_EVERYWHERE:
-        return width, (True,) * num_layers
+    is_set = hf.get("sliding_window") is not None and family not in _NO_WINDOW
+    has_window = read.flag("use_sliding_window", family == "mistral") and is_set
+    width = read.whole("sliding_window", most=MAX_POSITION) if has_window else None
+    if family in _NO_WINDOW or family in _WINDOW_EVERYWHERE:
+        return width, (True,) * num_layers if width else ()
     kinds = hf.get("layer_types")
+    if width is None:
+        rule = "names sliding_attention, but sliding_window and use_sliding_window set no window"
+        read.must("sliding_attention" not in (kinds or ()), "layer_types", kinds, rule)
+        return None, ()
     if kinds:
         names = kinds if isinstance(kinds, list | tuple) else []
         known = all(kind in ("sliding_attention", "full_attention") for kind in names)

@@ -3,22 +3,33 @@
 The core travels as a keyword through the model's forward, so that no state is shared between
 passes and a recomputed block sees the core it was run with.
 
+Windows are in the masks that transformers builds, and some families hand them to attention in no
+other way. So a probe is run once with masks that say what they are, and each attention keeps the
+window that its masks had.
+
 Shapes: T packed tokens, H query heads, K key-value heads, d head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Attend
 
 NAME = "pentad"
 """What models are told as their attention implementation. transformers builds no mask for it."""
+PROBE = "pentad_probe"
+"""The same, with masks that say what they are."""
+WINDOW = "pentad_window"
+"""The attribute under which an attention module keeps its window."""
 CORE = "pentad_attend"
 """The keyword under which the core travels."""
 WITHOUT_EFFECT = {
@@ -28,10 +39,11 @@ WITHOUT_EFFECT = {
     "output_hidden_states",
     "output_router_logits",
     "position_ids",
+    "sliding_window",
     "use_cache",
 }
-"""Keywords of attention calls that change nothing here: models are run in eval mode, and positions
-are in the rotated queries and keys already."""
+"""Keywords of attention calls that change nothing here: models are run in eval mode, positions are
+in the rotated queries and keys already, and windows are known from the masks."""
 
 
 class NoCoreError(Exception):
@@ -46,7 +58,6 @@ def attend_packed(
     attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -62,7 +73,8 @@ def attend_packed(
         q_THd = q_THd * (scaling * width**0.5)  # cores scale by the width
     if value_width < width:  # cores take one width for all three
         v_TKd = F.pad(v_TKd, (0, width - value_width))
-    options: dict[str, Any] = {} if sliding_window is None else {"window": sliding_window}
+    window: int | None = vars(module).get(WINDOW)
+    options: dict[str, Any] = {} if window is None else {"window": window}
     # Cores over packed rows do not ask for the layer, and reading its number would have each
     # block compiled anew.
     o_THd = core(0, q_THd, k_TKd, v_TKd, **options)
@@ -85,4 +97,48 @@ def _refuse_unknown(
         raise UserError(Problem(f"attention of {type(module).__name__}", rule))
 
 
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """In the place of a mask: every token sees so many, itself included."""
+
+    width: int
+
+
+def describe_mask(
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, **others: Any
+) -> Sliding | None:
+    """In the place of a mask that transformers would build: its window, None for plain causal."""
+    far = 2 * (local_size or 4)
+    q_Q1 = torch.tensor([0, 1, far // 2 - 1, far // 2, far // 2 + 1, far], device="cpu")[:, None]
+    k_1K = torch.arange(far + 2, device="cpu")[None]
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    seen_QK = mask_function(zero, zero, q_Q1, k_1K).expand(len(q_Q1), far + 2)
+    expected_QK = k_1K <= q_Q1
+    if local_size is not None:
+        expected_QK = expected_QK & (q_Q1 - k_1K < local_size)
+    if not torch.equal(seen_QK, expected_QK):
+        rule = "it masks attention otherwise than causally, within a window or without"
+        raise UserError(Problem("attention mask", rule))
+    return None if local_size is None else Sliding(local_size)
+
+
+def attend_probed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Sliding | Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`attend_packed`, with the window of the mask kept by the module."""
+    width = attention_mask.width if isinstance(attention_mask, Sliding) else None
+    mask = None if isinstance(attention_mask, Sliding) else attention_mask
+    if vars(module).setdefault(WINDOW, width) != width:
+        rule = "one attention is asked for windows of different widths"
+        raise UserError(Problem(f"attention of {type(module).__name__}", rule))
+    return attend_packed(module, query, key, value, mask, **others)
+
+
 AttentionInterface.register(NAME, attend_packed)
+AttentionInterface.register(PROBE, attend_probed)
+AttentionMaskInterface.register(PROBE, describe_mask)

@@ -52,6 +52,8 @@ def _faults(config: PretrainedConfig) -> list[str]:
         faults.append("transformers has no causal language model of it")
     if fields.get("is_encoder_decoder"):
         faults.append("it is an encoder with a decoder")
+    if not getattr(config, "is_causal", True):
+        faults.append("is_causal = false: its tokens see those after them")
     if fields.get("quantization_config"):
         faults.append("its weights are quantised (quantization_config); give the full ones")
     rope = fields.get("rope_parameters") or {}

@@ -73,7 +73,7 @@ def read_logit_rule(causal: PreTrainedModel, where: str) -> LogitRule:
         with _stand_ins(causal, _Body(given.view(1, 1, -1)), _Head()), torch.no_grad():
             ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
             logits = causal(input_ids=ids, use_cache=False).logits.double().flatten()
-    except (AttributeError, TypeError) as error:
+    except Exception as error:  # layers between body and head fail in ways of their own
         rule = f"its forward is no body and head one after the other ({error})"
         raise UserError(Problem(where, rule)) from error
     for found in _candidates(logits):

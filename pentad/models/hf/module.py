@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Attend
-from pentad.models.hf.attention import CORE, NAME, NoCoreError
+from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, NoCoreError
 from pentad.models.hf.config import measure
 from pentad.models.hf.head import read_logit_rule
 from pentad.models.hf.names import VALUE_HEAD, build_hf_map
@@ -134,18 +134,25 @@ class HfModel(LanguageModel):
 
     @torch.no_grad()
     def fill_tables(self) -> None:
-        for module in self.modules():
+        for name, module in self.named_modules():
             if module._non_persistent_buffers_set:
                 for parameter in module.parameters(recurse=False):
                     # Its weights come from elsewhere.
                     setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
-                self.causal._init_weights(module)
+                self._owner(name)._init_weights(module)
+
+    def _owner(self, name: str) -> PreTrainedModel:
+        """The class that initialises a module: transformers asks the innermost model around it."""
+        body: PreTrainedModel = self.causal.base_model
+        return body if name.startswith(self.body_name) else self.causal
 
     @cached_property
     def blank(self) -> PreTrainedModel:
         """The model before anything was laid out, without memory."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.causal.config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(
+                self.causal.config, dtype=torch.float32, trust_remote_code=False
+            )
 
     @torch.no_grad()
     def draw(self, name: str, seed: int) -> Tensor | None:
@@ -163,7 +170,7 @@ class HfModel(LanguageModel):
                         zeros = torch.zeros_like(tensor, device="cpu")
                         is_weight = isinstance(tensor, nn.Parameter)
                         store[part] = nn.Parameter(zeros) if is_weight else zeros
-            self.causal._init_weights(module)
+            self._owner(path)._init_weights(module)
         drawn: Tensor = module.state_dict()[key]
         return drawn
 
@@ -198,7 +205,8 @@ class _Note:
 def check_packable(causal: PreTrainedModel, where: str) -> int:
     """Whether tokens meet in our attention core and nowhere else, told by a pass without memory.
 
-    Returns the width of the heads that the core is given, the widest if they differ.
+    Each attention is left with its window. Returns the width of the heads that the core is given,
+    the widest if they differ.
     """
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
@@ -207,9 +215,11 @@ def check_packable(causal: PreTrainedModel, where: str) -> int:
     note = _Note()
     # Products of experts are written for 16 bit.
     probe = copy.deepcopy(causal).to(torch.bfloat16)
-    probe.config.pad_token_id = None  # some classes look for it among the ids
+    vars(probe.config)["pad_token_id"] = None  # some classes look for it among the ids
+    probe.config._attn_implementation = PROBE
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    inputs: dict[str, Any] = {CORE: note}
+    # A mask of padding, of which there is none: without one positions are read, which lie nowhere.
+    inputs: dict[str, Any] = {CORE: note, "attention_mask": torch.ones_like(ids)}
     try:
         with torch.no_grad():
             probe.base_model(input_ids=ids, position_ids=ids, use_cache=False, **inputs)
@@ -230,4 +240,7 @@ def check_packable(causal: PreTrainedModel, where: str) -> int:
     if rules:
         remedy = "rows cannot be packed; use a plain attention decoder"
         raise UserError([Problem(where, rule, remedy) for rule in rules])
+    for name, module in probe.named_modules():
+        if vars(module).get(WINDOW) is not None:
+            setattr(causal.get_submodule(name), WINDOW, vars(module)[WINDOW])
     return note.head_dim

@@ -51,6 +51,15 @@ FAMILIES = {
         "vocab_size_per_layer_input": 40,
         "hidden_size_per_layer_input": 8,
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 1,
+        "sliding_window": 4,
+        "vocab_size_per_layer_input": 40,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "granite": {
         "logits_scaling": 4.0,
         "attention_multiplier": 0.2,
@@ -63,8 +72,14 @@ FAMILIES = {
     "gpt_neox": {},
     "gpt2": {},
     "apertus": {},
-    "qwen3_moe": EXPERTS,
+    "qwen3_moe": EXPERTS | {"use_sliding_window": True, "sliding_window": 4},
     "mixtral": EXPERTS,
+    # Windows that reach attention in the mask alone.
+    "qwen2_moe": EXPERTS
+    | {"use_sliding_window": True, "sliding_window": 4, "shared_expert_intermediate_size": 16},
+    "phimoe": EXPERTS | {"sliding_window": 4},
+    # A window that the config names and the model does not have.
+    "llama": {"use_sliding_window": True, "sliding_window": 4},
     "granitemoe": EXPERTS | {"logits_scaling": 2.0},
     "deepseek_v3": EXPERTS
     | {
@@ -243,7 +258,14 @@ REFUSED = [
     ("gemma2", {"attn_logit_softcapping": 50.0}, "softcap"),
     ("gpt_oss", EXPERTS, "attention sinks"),
     ("phi", {}, "head has a bias"),
-    ("bert", {}, "bert"),
+    ("bert", {}, "otherwise than causally"),
+    ("modernbert-decoder", {"num_key_value_heads": None}, "head has a bias"),
+    (
+        "modernbert-decoder",
+        {"num_key_value_heads": None, "decoder_bias": False},
+        "no body and head",
+    ),
+    ("qwen3", {"is_causal": False}, "is_causal = false: its tokens see those after them"),
 ]
 
 
