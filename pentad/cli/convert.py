@@ -70,7 +70,10 @@ def run_convert(
     console = Console(stderr=True)
     with progress_bar(console) as report:
         ended = convert(conversion, processes=processes, force=force, progress=report)
-    Console(highlight=False, soft_wrap=True).print(_last_line(ended))
+    out = Console(highlight=False, markup=False, soft_wrap=True)
+    out.print(_last_line(ended))
+    if ended.command_line:
+        out.print(f"Megatron needs, besides --use-checkpoint-args: {ended.command_line}")
 
 
 def _target_format(to: str | None, source: Kind) -> Kind:

@@ -45,6 +45,7 @@ from pentad.weights.megatron.folders import (
     write_tracker,
 )
 from pentad.weights.megatron.layout import RANK_FILE, build_layout, check_rank_files
+from pentad.weights.megatron.model_args import command_line
 from pentad.weights.megatron.outputs import (
     DistOutput,
     Filler,
@@ -73,7 +74,7 @@ from pentad.weights.megatron.work import (
     write_files,
 )
 
-VERSION = 1
+VERSION = 2
 """Of what is written for a request; a record of another version is not the same output."""
 CONFIG = "config.json"
 
@@ -118,6 +119,8 @@ class Converted:
     num_files: int
     size_bytes: int
     seconds: float
+    command_line: str = ""
+    """What Megatron needs to be told besides `--use-checkpoint-args`."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,11 @@ def convert(
     recipe = _settled(conversion, opened)
     target = Path(conversion.target)
     request = _request(recipe)
+    flags = "" if recipe.to == "hf" else command_line(opened.dims)
     known = read_record(target) if target.is_dir() else None
     same = known is not None and known.request == request and is_whole(target, known)
     if known and same and known.source["stats"] == stats_of(opened.files()):
-        return _ended(target, "found", known, started)
+        return _ended(target, "found", known, started, flags)
     output = _output(recipe, opened)
     if recipe.to != "hf":
         warn_left_out(map_of(opened.dims), opened.reader)
@@ -203,7 +207,7 @@ def convert(
     _check_unharmed(opened, source)
     identity = text_digest({"request": request, "source": source.digests})
     if known and same and known.identity == identity:
-        return _ended(target, "found", known, started)
+        return _ended(target, "found", known, started, flags)
     is_damaged = known is not None and known.identity == identity
     check_target(target, force=force or is_damaged)
     with open_aside(target, identity) as aside:
@@ -217,7 +221,7 @@ def convert(
             raise RunError(f"{conversion.source}: changed while it was read; run it again")
         record = _record(identity, request, source, finished, folder.relative_to(aside), opened)
         put_in_place(aside, folder, target, record)
-    return _ended(target, "written", record, started)
+    return _ended(target, "written", record, started, flags)
 
 
 def _check_apart(source: Path, target: Path) -> None:
@@ -267,11 +271,15 @@ def _request(recipe: Conversion) -> dict[str, Any]:
 
 
 def _ended(
-    target: Path, status: Literal["written", "found"], record: Record, started: float
+    target: Path,
+    status: Literal["written", "found"],
+    record: Record,
+    started: float,
+    flags: str,
 ) -> Converted:
     size = sum(size for size, _ in record.files.values())
     seconds = time.monotonic() - started
-    return Converted(target, status, record.identity, len(record.files), size, seconds)
+    return Converted(target, status, record.identity, len(record.files), size, seconds, flags)
 
 
 def build_output(recipe: Conversion) -> Output:

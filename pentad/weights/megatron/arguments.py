@@ -1,7 +1,8 @@
 """The arguments a Megatron checkpoint carries: written from a model's dimensions, and checked.
 
-Megatron takes its own from them (`--use-checkpoint-args`), so every one that shapes the model is
-written, under the names of Megatron-LM's command line.
+Megatron takes its own from them (`--use-checkpoint-args`), so they are written under the names of
+Megatron-LM's command line: those that say what the model computes (`model_args`), and those of its
+layout and files.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.weights.megatron.layout import MegatronLayout
+from pentad.weights.megatron.model_args import differences, model_args, unsayable
 
 CHECKPOINT_VERSION = 3.0
 FORMATS = {"legacy": "torch", "torch_dist": "torch_dist"}
@@ -38,10 +40,25 @@ def build_args(
     dtype: torch.dtype,
 ) -> Namespace:
     """The arguments of a model with these dimensions on that layout."""
-    _refuse_unsayable(dims)
+    problems = unsayable(dims)
+    if problems:
+        raise UserError(problems)
+    table = model_args(dims)
     return Namespace(
-        **_shape_args(dims),
-        **_switches(dims, layout),
+        **table,
+        use_rotary_position_embeddings=table["position_embedding_type"] == "rope",  # makes it so
+        add_position_embedding=False,
+        seq_length=dims.max_position,
+        max_position_embeddings=dims.max_position,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        apply_query_key_layer_scaling=False,
+        moe_router_dtype="fp32" if dims.router_bias else None,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        tokenizer_type="HuggingFaceTokenizer",
+        world_size=layout.tp * layout.pp,
+        data_parallel_size=1,
         **{AXES[axis]: size for axis, size in layout.sizes.items()},
         vocab_size=dims.vocab_size,
         padded_vocab_size=vocab_rows,
@@ -61,72 +78,6 @@ def build_args(
     )
 
 
-def _refuse_unsayable(dims: ModelDims) -> None:
-    """Megatron divides sigmoid scores by their sum if, and only if, a token has several experts."""
-    several = dims.num_experts_per_token > 1
-    if dims.router_score == "sigmoid" and dims.norm_topk_prob != several:
-        where = f"config.json: norm_topk_prob = {str(dims.norm_topk_prob).lower()}"
-        rule = f"Megatron makes it {str(several).lower()} for num_experts_per_tok = "
-        raise UserError(Problem(where, f"{rule}{dims.num_experts_per_token} scored by sigmoid"))
-
-
-def _shape_args(dims: ModelDims) -> dict[str, Any]:
-    """What `check_args` holds a checkpoint to."""
-    return {
-        "num_layers": dims.num_layers,
-        "hidden_size": dims.hidden_size,
-        "ffn_hidden_size": dims.intermediate_size,
-        "num_attention_heads": dims.num_heads,
-        "num_query_groups": dims.num_kv_heads,
-        "kv_channels": dims.head_dim,
-        "num_experts": dims.num_experts or None,
-        "moe_ffn_hidden_size": dims.moe_intermediate_size or None,
-        "moe_shared_expert_intermediate_size": dims.shared_expert_size or None,
-        "moe_router_topk": dims.num_experts_per_token or 2,
-        "moe_router_score_function": dims.router_score,
-        "moe_router_enable_expert_bias": dims.router_bias,
-        "moe_router_topk_scaling_factor": dims.router_scale if dims.router_scale != 1 else None,
-        "untie_embeddings_and_output_weights": not dims.tie_embeddings,
-        "add_qkv_bias": dims.qkv_bias,
-        "qk_layernorm": dims.qk_norm,
-    }
-
-
-def _switches(dims: ModelDims, layout: MegatronLayout) -> dict[str, Any]:
-    mixed = dims.moe_layers and not all(dims.moe_layers)
-    return {
-        "group_query_attention": dims.num_kv_heads != dims.num_heads,
-        "seq_length": dims.max_position,
-        "max_position_embeddings": dims.max_position,
-        "position_embedding_type": "rope",
-        "add_position_embedding": False,
-        "use_rotary_position_embeddings": True,
-        "rotary_base": dims.rope_theta,
-        "rotary_percent": dims.turned_dim / dims.head_dim,
-        "rotary_interleaved": False,
-        "use_rope_scaling": dims.rope_scaling.get("rope_type") == "llama3",
-        "rope_scaling_factor": float(dims.rope_scaling.get("factor", 8.0)),
-        "normalization": "RMSNorm",
-        "norm_epsilon": dims.norm_eps,
-        "apply_layernorm_1p": False,
-        "swiglu": True,
-        "squared_relu": False,
-        "add_bias_linear": dims.out_bias or dims.mlp_bias,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "apply_query_key_layer_scaling": False,
-        "moe_layer_freq": [int(moe) for moe in dims.moe_layers] if mixed else 1,
-        "moe_router_pre_softmax": dims.router_score == "softmax" and not dims.norm_topk_prob,
-        "moe_router_dtype": "fp32" if dims.router_bias else None,
-        "moe_shared_expert_gate": bool(dims.shared_expert_size) and dims.shared_expert_gate,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "world_size": layout.tp * layout.pp,
-        "data_parallel_size": 1,
-    }
-
-
 def read_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The arguments of a checkpoint; empty where it carries none."""
     args = content.get("args")
@@ -134,31 +85,23 @@ def read_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(version, int | float) or version < CHECKPOINT_VERSION:
         rule = f"checkpoint_version = {version}, and before {CHECKPOINT_VERSION} qkv was laid out "
         raise UserError(Problem(where, rule + "otherwise", "save it again with a newer Megatron"))
-    return dict(vars(args)) if isinstance(args, Namespace) else {}
+    if not isinstance(args, Namespace):
+        return {}
+    known = dict(vars(args))
+    if "layernorm_epsilon" in known:  # its name in the code, and once in the arguments
+        known.setdefault("norm_epsilon", known["layernorm_epsilon"])
+    return known
 
 
 def check_args(args: Mapping[str, Any], dims: ModelDims, where: str) -> None:
     """The checkpoint's model must be the one its config.json describes."""
-    problems = []
-    for name, wanted in _shape_args(dims).items():
-        said = args.get(name)
-        is_open = said is None and (name not in args or name != "num_experts")
-        if is_open or said == wanted or not _matters(name, dims):
-            continue
-        rule = f"args.{name} = {said}, but config.json makes it {wanted}"
-        problems.append(Problem(where, rule, "give the config.json that belongs to it"))
+    found = differences(args, dims)
+    problems = unsayable(dims) if args else []
+    if found:
+        remedy = "give the config.json that belongs to it; what is meant to differ can be changed "
+        problems.append(Problem(where, "; ".join(found), remedy + "in the HF folder made from it"))
     if problems:
         raise UserError(problems)
-
-
-def _matters(name: str, dims: ModelDims) -> bool:
-    if name.startswith("moe_"):
-        return bool(dims.num_experts)
-    if name == "num_query_groups":
-        return dims.num_kv_heads != dims.num_heads
-    if name == "ffn_hidden_size":
-        return any(not dims.is_moe(layer) for layer in range(dims.num_layers))
-    return True
 
 
 def claimed_axes(args: Mapping[str, Any]) -> dict[str, int]:

@@ -51,6 +51,8 @@ def run_on_cpu():
     torch.cuda.Stream = torch.cuda.Event = Nothing
     torch.cuda.current_stream = torch.cuda.stream = lambda *args: Nothing()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    ones = torch.ones
+    torch.ones = lambda *args, device=None, **kwargs: ones(*args, **kwargs)
     moe_utils.te_general_gemm = None
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
@@ -75,7 +77,7 @@ def transformer_config(args):
             expert_model_parallel_size=args.expert_model_parallel_size,
             expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         )
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -101,8 +103,14 @@ def transformer_config(args):
         masked_softmax_fusion=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        window_size=args.window_size,
+        window_attn_skip_freq=args.window_attn_skip_freq,
         **experts,
     )
+    for name, value in vars(args).items():
+        if name.startswith("yarn_"):  # GPTModel reads them there; the class does not declare them
+            setattr(config, name, value)
+    return config
 
 
 def build_chunks(args):
@@ -143,6 +151,9 @@ def build_chunks(args):
             position_embedding_type=args.position_embedding_type,
             rotary_base=args.rotary_base,
             rotary_percent=args.rotary_percent,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             parallel_output=False,
             vp_stage=vp_stage,
         )

@@ -98,8 +98,6 @@ def test_a_rank_too_many_is_named(legacy):
         ("pipeline_model_parallel_size", 1, "mp_rank_00: missing: the arguments"),
         ("virtual_pipeline_model_parallel_size", 2, "say vpp = 2, its files hold 1"),
         ("num_layers", 6, "args.num_layers = 6, but config.json makes it 4"),
-        ("num_query_groups", 2, "args.num_query_groups = 2, but config.json makes it 4"),
-        ("untie_embeddings_and_output_weights", False, "config.json makes it True"),
     ],
 )
 def test_arguments_that_do_not_match_the_folder_are_told(legacy, argument, value, expected):
