@@ -172,7 +172,7 @@ READERS = {
     "gamma": (("ppo", "reinforce_plus_plus", "distill"), "it does not discount"),
     "dynamic_filter": (GROUP_RELATIVE, "a group of equal rewards still carries signal"),
     "reward_scale": (_but("distill"), "it learns from a teacher, not from rewards"),
-    "reward_clip": (_but("distill"), "it learns from a teacher, not from rewards"),
+    "max_reward": (_but("distill"), "it learns from a teacher, not from rewards"),
     "overlong_penalty": (_but("distill"), "it learns from a teacher, not from rewards"),
     "overlong_buffer": (_but("distill"), "it learns from a teacher, not from rewards"),
 }

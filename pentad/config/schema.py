@@ -269,7 +269,8 @@ class AlgorithmConfig(Section):
     eps_clip_higher: Positive | None = None
     """Clip range above 1."""
     c_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: bound on the ratio where the advantage is negative."""
+    """Dual clip: bound on the ratio where the advantage is negative. null: 3. A large number
+    switches it off."""
     kl_coef: NonNegative | None = None
     """Weight of the KL term against the reference model; 0 switches it off."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
@@ -311,7 +312,10 @@ class AlgorithmConfig(Section):
     reward_scale: float | None = None
     """Every reward is multiplied by it."""
     reward_clip: Positive | None = None
-    """Scaled rewards are clipped to plus or minus this."""
+    """Scaled rewards are clipped to plus or minus this; in `distill` (where null is 10) a token's
+    log-prob less the teacher's."""
+    max_reward: Annotated[float, Field(gt=0, le=1e15)] | None = None
+    """A reward of this size or more, after scaling and clipping, stops the run. null: 1e6."""
 
 
 class GenerationConfig(Section):

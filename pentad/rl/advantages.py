@@ -19,6 +19,9 @@ from pentad.rl.ragged import Rollouts, group_stats
 
 STD_EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
+MIN_STD = 1.0
+"""Least divisor where all rewards are equal. What differs then is a penalty or the critic's noise,
+which keeps its size: divided by its own deviation, noise of any size would become a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,16 @@ def group_relative(rollouts: Rollouts) -> Advantages:
     """GRPO: A = (r - mean(group)) / (std(group) + eps).  https://arxiv.org/abs/2402.03300
 
     Ours: the unbiased std (n - 1), as the common implementations have it; exactly 0 when all
-    rewards of the group are equal or the group has one sample.
+    rewards of the group are equal or the group has one sample. Where only token rewards (the KL
+    penalty) differ, they are not scaled up (MIN_STD).
     """
     total_S = rollouts.total_rewards()
     stats = group_stats(total_S, rollouts.groups_S)
-    scaled_S = (total_S - stats.mean_S) / (stats.std_S + STD_EPS)
+    divisor_S = stats.std_S + STD_EPS
+    if rollouts.token_rewards_T is not None:
+        is_rewarded_S = group_stats(rollouts.rewards_S, rollouts.groups_S).has_signal_S
+        divisor_S = torch.where(is_rewarded_S, divisor_S, divisor_S.clamp(min=MIN_STD))
+    scaled_S = (total_S - stats.mean_S) / divisor_S
     return _per_sample(rollouts, total_S, torch.where(stats.has_signal_S, scaled_S, 0.0))
 
 
@@ -91,7 +99,7 @@ def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float) -> Advantages:
     token rewards (the KL penalty) with theirs.
     """
     returns_T = _discounted_returns(rollouts, gamma)
-    return Advantages(whiten(returns_T, rollouts.mask_T), returns_T)
+    return Advantages(_whitened(returns_T, rollouts), returns_T)
 
 
 def gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
@@ -112,7 +120,7 @@ def gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
 def whitened_gae(rollouts: Rollouts, *, gamma: float, lam: float) -> Advantages:
     """GAE with the advantages whitened over the batch, as PPO is commonly run; returns are not."""
     plain = gae(rollouts, gamma=gamma, lam=lam)
-    return Advantages(whiten(plain.advantages_T, rollouts.mask_T), plain.returns_T)
+    return Advantages(_whitened(plain.advantages_T, rollouts), plain.returns_T)
 
 
 def distillation(rollouts: Rollouts, *, gamma: float) -> Advantages:
@@ -129,16 +137,23 @@ def distillation(rollouts: Rollouts, *, gamma: float) -> Advantages:
     return Advantages(returns_T, returns_T)
 
 
-def whiten(x_T: Tensor, mask_T: Tensor) -> Tensor:
+def whiten(x_T: Tensor, mask_T: Tensor, *, min_std: float = 0.0) -> Tensor:
     """(x - mean) / (std + eps) over the masked tokens, 0 elsewhere; exactly 0 when all are equal.
 
-    std divides by n: it is a statistic of this batch, not an estimate from it.
+    std divides by n: it is a statistic of this batch, not an estimate from it. The divisor is
+    `min_std` where that is more.
     """
     kept = x_T[mask_T]
     if kept.numel() == 0 or kept.min() == kept.max():
         return torch.zeros_like(x_T)
-    centred_T = (x_T - kept.mean()) / (kept.std(correction=0) + STD_EPS)
-    return torch.where(mask_T, centred_T, torch.zeros_like(x_T))
+    divisor = (kept.std(correction=0) + STD_EPS).clamp(min=min_std)
+    return torch.where(mask_T, (x_T - kept.mean()) / divisor, torch.zeros_like(x_T))
+
+
+def _whitened(x_T: Tensor, rollouts: Rollouts) -> Tensor:
+    """Whitened over the batch; not scaled up where no reward differs from another."""
+    is_flat = rollouts.num_samples > 0 and rollouts.rewards_S.min() == rollouts.rewards_S.max()
+    return whiten(x_T, rollouts.mask_T, min_std=MIN_STD if is_flat else 0.0)
 
 
 def _discounted_returns(rollouts: Rollouts, gamma: float) -> Tensor:

@@ -168,7 +168,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         scope="group",
         needs_teacher=True,
         uses_gamma=True,
-        defaults={"gamma": 0.0},
+        defaults={"gamma": 0.0, "reward_clip": 10.0},
     ),
 }
 
@@ -219,7 +219,7 @@ def unused_settings(algorithm: Algorithm) -> dict[str, str]:
     if algorithm.min_group_size < 2:
         unused["dynamic_filter"] = "a group of equal rewards still carries signal"
     if algorithm.needs_teacher:
-        for name in ("reward_scale", "reward_clip", "overlong_penalty", "overlong_buffer"):
+        for name in ("reward_scale", "max_reward", "overlong_penalty", "overlong_buffer"):
             unused[name] = "it learns from a teacher, not from rewards"
     return unused
 

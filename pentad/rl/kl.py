@@ -13,11 +13,13 @@ from p, the gradient of KL(p || q) is E[d * grad log p]:
         has the value of k1 and the gradient d * grad log p.
     k2  d * grad log p: right as it stands.
     k3  (1 - exp(-d)) * grad log p: the gradient of KL(q || p), the other direction; close to the
-        right one while d is small. It is what GRPO's paper does, so it is left as it stands.
+        right one while d is small. It is what GRPO's paper does, so it is left as it stands, up to
+        the slope MAX_K3_SLOPE (d = -2.4): below, it goes on as a straight line.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -28,6 +30,10 @@ KlEstimator = Literal["k1", "k2", "k3"]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before exp: 4.8e8 still squares without overflow
 in fp32. Beyond it a token has no gradient; nothing sensible could be learned from it."""
+
+MAX_K3_SLOPE = 10.0
+"""Largest |1 - exp(-d)| of k3, whose gradient would reach 5e8 at d = -20. verl bounds the value by
+10 instead, where a token so far away is no longer drawn back."""
 
 
 def masked_difference(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -50,4 +56,5 @@ def estimate_kl(
         return d_T.detach() + (half_square_T - half_square_T.detach())
     if estimator == "k2":
         return d_T.square() / 2
-    return torch.expm1(-d_T) + d_T
+    near_T = d_T.clamp(min=-math.log1p(MAX_K3_SLOPE))
+    return torch.expm1(-near_T) + near_T - MAX_K3_SLOPE * (d_T - near_T)

@@ -3,6 +3,8 @@
 Nothing here divides by a number of tokens, sequences or groups: that is folded into the weights
 (`normalise`), and the learner divides once by the summed count. A token is trained where its weight
 is not 0; whatever stands elsewhere (inf and NaN included) reaches neither value nor gradient.
+A trained token that the policy calls impossible (below MIN_LOGPROB) has a finite value and no
+gradient.
 
 The ratio r = exp(logprobs - old). Old log-probs are the `actor_logprobs` column when rows
 carry it. A batch that makes one optimizer step needs none: the policy that is differentiated is the
@@ -22,6 +24,9 @@ from pentad.core.errors import RunError
 from pentad.core.types import Segments, TokenOutputs
 from pentad.rl.corrections import Correction, correction_weights, sequence_means
 from pentad.rl.kl import KlEstimator, clamp_log_ratio, estimate_kl, masked_difference
+
+MIN_LOGPROB = -100.0
+"""Log-probs of the policy are taken for at least this: nobody draws a token of exp(-100)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ class PolicyLoss:
         self, outputs: TokenOutputs, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         _require(self.columns, columns, "the policy loss")
-        weights_T, logprobs_T = columns["weights"], outputs.logprobs_T
+        weights_T, logprobs_T = columns["weights"], outputs.logprobs_T.clamp(min=MIN_LOGPROB)
         mask_T = weights_T != 0
         old_T = self._old(columns, logprobs_T)
         advantages_T = _masked(columns["advantages"], mask_T)

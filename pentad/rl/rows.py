@@ -89,6 +89,7 @@ def _shaped_rewards(
         return torch.zeros(len(samples), dtype=torch.float64)
     rewards_S = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     rewards_S = scale_rewards(rewards_S, scale=settings.reward_scale, clip=settings.reward_clip)
+    _check_size(rewards_S, samples, settings.max_reward)
     if settings.overlong_penalty:
         rewards_S = rewards_S + overlong_penalties(
             torch.tensor([sample.num_sampled for sample in samples], dtype=torch.float64),
@@ -97,6 +98,17 @@ def _shaped_rewards(
             penalty=settings.overlong_penalty,
         )
     return rewards_S
+
+
+def _check_size(rewards_S: Tensor, samples: Sequence[Sample], max_reward: float) -> None:
+    """Beyond the bound deviations overflow or drown all other rewards, and nothing is learned."""
+    worst = int(rewards_S.abs().argmax())
+    if not rewards_S[worst].abs() < max_reward:
+        raise RunError(
+            f"a sample got the reward {samples[worst].reward:g} ({rewards_S[worst]:g} after "
+            f"algorithm.reward_scale and reward_clip): algorithm.max_reward = {max_reward:g} "
+            "stops the run; correct the reward, or set algorithm.reward_clip"
+        )
 
 
 def _token_rewards(
@@ -119,7 +131,8 @@ def _token_rewards(
         )
     if settings.needs_teacher:
         teacher_T = _concatenate(samples, "teacher_logprobs")
-        rewards_T = rewards_T + teacher_rewards(teacher_T, policy_T, mask_T)
+        clip = settings.reward_clip
+        rewards_T = rewards_T + teacher_rewards(teacher_T, policy_T, mask_T, clip=clip)
     return rewards_T
 
 

@@ -37,8 +37,9 @@ class AlgorithmSettings:
     """The ratio may fall to 1 - eps_clip; from 1 on there is no lower bound."""
     eps_clip_higher: float | None = None
     """The ratio may rise to 1 + this. None: as eps_clip."""
-    c_clip: float | None = None
-    """Dual clip: largest ratio where the advantage is negative. None: no such bound."""
+    c_clip: float = 3.0
+    """Dual clip: largest ratio where the advantage is negative, which the clip itself leaves
+    unbounded. verl's default."""
     kl_coef: float = 0.0
     """0: no KL term, no reference model."""
     kl_estimator: KlEstimator = "k3"
@@ -66,6 +67,9 @@ class AlgorithmSettings:
     overlong_penalty: float = 0.0
     reward_scale: float = 1.0
     reward_clip: float | None = None
+    """Of distillation: largest difference of a token's log-probs."""
+    max_reward: float = 1e6
+    """A reward beyond it, scaled and clipped, stops the run: no sum of squares would hold it."""
 
     @property
     def needs_ref(self) -> bool:
@@ -115,7 +119,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "correction": get_args(CorrectionKind),
     "correction_level": get_args(CorrectionLevel),
 }
-POSITIVE = ("eps_clip", "eps_clip_higher", "eps_clip_value", "correction_cap", "reward_clip")
+POSITIVE = (
+    *("eps_clip", "eps_clip_higher", "eps_clip_value", "correction_cap"),
+    *("reward_clip", "max_reward"),
+)
 NOT_NEGATIVE = ("kl_coef", "entropy_coef", "value_coef", "correction_floor", "overlong_penalty")
 SHARES = ("gamma", "lam")
 NEUTRAL: dict[str, object] = {

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from pentad.rl.kl import KlEstimator, estimate_kl
+from pentad.rl.kl import KlEstimator, estimate_kl, masked_difference
 
 OVERLONG_SHARE = 5
 """Without a given buffer the last fifth of the length limit is one, DAPO's 4096 of 20480."""
@@ -53,10 +52,12 @@ def kl_rewards(
     return -kl_coef * estimate_kl(logprobs_T, ref_logprobs_T, mask_T, estimator).detach()
 
 
-def teacher_rewards(teacher_logprobs_T: Tensor, logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Per token log teacher - log student: minus the k1 estimate of the reverse KL."""
-    difference_T = teacher_logprobs_T - logprobs_T
-    return torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
+def teacher_rewards(
+    teacher_logprobs_T: Tensor, logprobs_T: Tensor, mask_T: Tensor, *, clip: float | None = None
+) -> Tensor:
+    """Per token log teacher - log student, clipped: minus the k1 estimate of the reverse KL."""
+    difference_T = masked_difference(teacher_logprobs_T, logprobs_T, mask_T)
+    return difference_T if clip is None else difference_T.clamp(-clip, clip)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

@@ -46,7 +46,9 @@ def grpo(samples):
             out.append(constant(sample, 0.0))
             continue
         mean, std = statistics.mean(rewards), statistics.stdev(rewards)
-        out.append(constant(sample, (total(sample) - mean) / (std + 1e-6)))
+        equal = len({s.reward for s in samples if s.group == sample.group}) == 1
+        divisor = max(std + 1e-6, 1.0) if equal else std + 1e-6
+        out.append(constant(sample, (total(sample) - mean) / divisor))
     return out
 
 
@@ -82,12 +84,11 @@ def whiten(rows, samples):
     kept = [row[t] for row, s in zip(rows, samples, strict=True) for t in s.steps]
     if len(set(kept)) < 2:
         return [[0.0] * len(row) for row in rows]
-    mean, std = statistics.fmean(kept), statistics.pstdev(kept)
+    mean, divisor = statistics.fmean(kept), statistics.pstdev(kept) + 1e-6
+    if len({s.reward for s in samples}) == 1:
+        divisor = max(divisor, 1.0)
     return [
-        [
-            (x - mean) / (std + 1e-6) if sampled else 0.0
-            for x, sampled in zip(r, s.mask, strict=True)
-        ]
+        [(x - mean) / divisor if sampled else 0.0 for x, sampled in zip(r, s.mask, strict=True)]
         for r, s in zip(rows, samples, strict=True)
     ]
 
@@ -128,11 +129,9 @@ def ppo_term(ratio, advantage, low, high, dual=None):
 def kl_term(d, estimator):
     """(value, what to differentiate) for one token."""
     d = torch.clamp(d, -20.0, 20.0)
-    return {
-        "k1": (d, d * d / 2),
-        "k2": (d * d / 2, d * d / 2),
-        "k3": (torch.exp(-d) - 1 + d, torch.exp(-d) - 1 + d),
-    }[estimator]
+    edge = -math.log(11.0)  # where k3 has the slope -10; from there on the tangent
+    k3 = torch.exp(-d) - 1 + d if d >= edge else 10 + edge - 10 * (d - edge)
+    return {"k1": (d, d * d / 2), "k2": (d * d / 2, d * d / 2), "k3": (k3, k3)}[estimator]
 
 
 def correction_weight(log_ratios, i, kind, level, cap, floor):

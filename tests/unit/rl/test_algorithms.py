@@ -42,9 +42,9 @@ def test_an_algorithm_reads_its_own_defaults(name):
 
 
 def test_defaults_are_those_of_the_papers():
-    assert settings_for("grpo").clip == losses.Clip(0.2, 0.2)
-    assert settings_for("dapo").clip == losses.Clip(0.2, 0.28)
-    assert settings_for("gspo").clip == losses.Clip(3e-4, 4e-4)
+    assert settings_for("grpo").clip == losses.Clip(0.2, 0.2, 3.0)
+    assert settings_for("dapo").clip == losses.Clip(0.2, 0.28, 3.0)
+    assert settings_for("gspo").clip == losses.Clip(3e-4, 4e-4, 3.0)
     norms = {name: settings_for(name).loss_norm for name in ("grpo", "dr_grpo", "dapo")}
     assert norms == {"grpo": "sequence", "dr_grpo": "constant", "dapo": "token"}
     assert settings_for("dapo").dynamic_filter and settings_for("dapo").overlong_penalty == 1
@@ -55,8 +55,8 @@ def test_defaults_are_those_of_the_papers():
 
 def test_none_keeps_the_default_and_values_override_it():
     settings = settings_for("dapo", eps_clip=0.1, eps_clip_higher=None, entropy_coef=0.01)
-    assert settings.clip == losses.Clip(0.1, 0.28) and settings.entropy_coef == 0.01
-    assert settings_for("grpo", eps_clip=0.3).clip == losses.Clip(0.3, 0.3)
+    assert settings.clip == losses.Clip(0.1, 0.28, 3.0) and settings.entropy_coef == 0.01
+    assert settings_for("grpo", eps_clip=0.3).clip == losses.Clip(0.3, 0.3, 3.0)
 
 
 def test_a_kl_term_needs_the_reference_where_it_is_used():
@@ -125,7 +125,7 @@ def test_values_out_of_range_are_refused(overrides, rule):
         ("reinforce", {"decoupled": True}, "its loss has no ratio"),
         ("cispo", {"c_clip": 3.0}, "bounded on both sides"),
         ("ppo", {"dynamic_filter": True}, "still carries signal"),
-        ("distill", {"reward_clip": 1.0}, "learns from a teacher"),
+        ("distill", {"reward_scale": 2.0}, "learns from a teacher"),
         ("grpo", {"kl_estimator": "k2"}, "has no effect while algorithm.kl_coef = 0.0"),
         ("grpo", {"correction_cap": 5.0}, "has no effect while algorithm.correction = none"),
         ("grpo", {"overlong_buffer": 9}, "has no effect while algorithm.overlong_penalty = 0.0"),
