@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import Interrupted, RunError, UserError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -36,7 +36,7 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
         except RunError as error:
             _show_traceback()
             _show([str(error)])
-            raise typer.Exit(FAILED) from None
+            raise typer.Exit(INTERRUPTED if isinstance(error, Interrupted) else FAILED) from None
         except OSError as error:
             if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
                 raise

@@ -457,7 +457,8 @@ class EvaluatorConfig(FrequencyConfig):
 
 class SaverConfig(FrequencyConfig):
     mode: Literal["auto", "sync", "async"] = "auto"
-    """Whether training waits while a HF folder is written. auto: async where supported."""
+    """Whether training waits while a HF folder is written (sync) or goes on, with a copy of the
+    weights in host memory (async). auto: async, unless the host cannot hold that copy."""
 
 
 class WandbConfig(Section):

@@ -28,7 +28,6 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     found: dict[str, tuple[object, object, str]] = {
         "balance_data": (config.balance_data, False, "rows are always spread by cost"),
         "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
-        "saver.mode": (config.saver.mode, "async", "exports are written while training waits"),
     }
     problems = [
         Problem(f"{key} = {str(value).lower()}", rule, "leave it out")

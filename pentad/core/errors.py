@@ -39,3 +39,7 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that cannot go on: the message is the first cause, in one sentence."""
+
+
+class Interrupted(RunError):
+    """A run that its user ended by ctrl-C, with what became of it."""

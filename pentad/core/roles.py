@@ -104,7 +104,13 @@ class Learner(Protocol):
         ...
 
     def save_hf(self, folder: str) -> None:
-        """A folder that transformers loads; written aside, checked, then renamed into place."""
+        """A folder that transformers loads; written aside, checked, then renamed into place. It
+        fails with OSError or RunError, and then on all ranks, which can go on."""
+        ...
+
+    def stage_hf(self) -> Callable[[str], None]:
+        """Copies the weights as they are to host memory; the function returned writes them to a
+        folder as `save_hf` does, from any thread, without the other ranks."""
         ...
 
 

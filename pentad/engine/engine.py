@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,6 +162,8 @@ class Engine:
         )
         self.cost = sequence_cost(self.dims)
         self.step: OpenStep | None = None
+        self.is_half_moved = False
+        """Whether an optimizer step began and did not end: the weights are then of no step."""
         self.num_steps = 0
         """Calls of `end_step`: what the learning rate follows."""
         self.num_skipped = 0
@@ -282,10 +285,12 @@ class Engine:
         reason = step.why_skipped(norm)
         loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
         if not reason:
+            self.is_half_moved = True
             with explain("the optimizer step", self.settings):
                 self._move(gradients, norm, step.count, lr)
             for decoder in self.held.decoders:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
+            self.is_half_moved = False
         self._drop_gradients()
         self.step = None
         self.num_steps += 1
@@ -348,20 +353,11 @@ class Engine:
 
     def save_hf(self, folder: str) -> None:
         """Rank 0 writes; on return, on any rank, the folder is whole."""
-        self.tags.require_actor("saving")
-        weights = self.held.iter_hf(self._publish_dtype)
+        weights = self._whole_weights()
         error: Exception | None = None
         if self.meshes.rank == 0:
             try:
-                save_model(
-                    self.held.face,
-                    folder,
-                    dtype=self._publish_dtype,
-                    source_folder=self.source_folder,
-                    hf_config=self.hf_config,
-                    tokenizer_folder=self.tokenizer_folder,
-                    weights=weights,
-                )
+                self._write_hf(weights, folder)
             except Exception as failure:  # told to the other ranks first, raised below
                 error = failure
         for _ in weights:  # the others take part in every gathering, whatever became of the file
@@ -369,6 +365,35 @@ class Engine:
         failed = torch.tensor(int(error is not None), device=self.device)
         if int(reduce_ranks(failed, self.meshes.world, "max")):
             raise error or RunError(f"rank 0 could not save {folder}")
+
+    def stage_hf(self) -> Callable[[str], None]:
+        """Rank 0 holds the copy, in pinned memory if it comes from a GPU."""
+        staged: list[tuple[str, Tensor]] = []
+        is_pinned = self.device.type == "cuda"
+        for name, tensor in self._whole_weights():
+            if self.meshes.rank == 0:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+                staged.append((name, copy.copy_(tensor, non_blocking=is_pinned)))
+        if is_pinned:
+            torch.cuda.synchronize(self.device)
+        return partial(self._write_hf, staged)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.tags.require_actor("saving")
+        if self.is_half_moved:
+            raise RunError("an optimizer step failed half-way, so the weights are of no step")
+        return iter(self.held.iter_hf(self._publish_dtype))
+
+    def _write_hf(self, weights: Iterable[tuple[str, Tensor]], folder: str) -> None:
+        save_model(
+            self.held.face,
+            folder,
+            dtype=self._publish_dtype,
+            source_folder=self.source_folder,
+            hf_config=self.hf_config,
+            tokenizer_folder=self.tokenizer_folder,
+            weights=weights,
+        )
 
     @property
     def _publish_dtype(self) -> torch.dtype:

@@ -190,8 +190,8 @@ def _run_plain(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Blocks draw no random numbers, so there is no generator state to restore.
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    # With the generators' state as in forward: what a block draws (dropout) is drawn again.
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
 def _run_keeping_products(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def _run_keeping_products(run: Callable[..., Any], *args: Any, **kwargs: Any) ->
         run,
         *args,
         use_reentrant=False,
-        preserve_rng_state=False,
+        preserve_rng_state=True,
         context_fn=_keep_products,
         **kwargs,
     )
@@ -217,7 +217,7 @@ def _run_watched(
         run,
         *args,
         use_reentrant=False,
-        preserve_rng_state=False,
+        preserve_rng_state=True,
         context_fn=partial(watch.contexts, layer, contexts),
         **kwargs,
     )

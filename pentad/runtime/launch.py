@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Interrupted, Problem, RunError, UserError
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.process import RankProcess
 from pentad.runtime.rank import Board, Rank, name_rank, rank_from_environment
@@ -302,7 +302,9 @@ class RankGroup:
         if is_mishap or any(
             f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures
         ):
-            raise self._explain(failures)
+            error = self._explain(failures)
+            is_asked = number == signal.SIGINT and isinstance(error, RunError)
+            raise Interrupted(str(error)) if is_asked and not is_mishap else error
         if is_led and len(self.signals) > 1:
             raise self._cut_short(self.signals[1])
         if number == signal.SIGINT:
@@ -316,7 +318,8 @@ class RankGroup:
         halted = [f"{n}" for n, process in enumerate(self.processes) if process.is_stopped]
         why = f"; held up by SIGSTOP: rank {', '.join(halted)} of {self.world}" if halted else ""
         lost = "what was trained since the last save is lost"
-        return RunError(f"stopped at once by a second signal ({name}) {when}; {lost}{why}")
+        kind = Interrupted if number == signal.SIGINT else RunError
+        return kind(f"stopped by a second {name} {when}; {lost}{why}")
 
     def end(self) -> None:
         """No process of the group, nor any child of it, is left."""

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -191,7 +192,22 @@ class Led:
                 drain(weights)
 
     def save_hf(self, folder: str) -> None:
-        self._call("save_hf", folder)
+        error: Exception | None = self.everywhere(partial(attempt_save, folder=folder))
+        if error is not None:
+            raise error
+
+    def stage_hf(self) -> Callable[[str], None]:
+        found: Callable[[str], None] = self._call("stage_hf")
+        return found
+
+
+def attempt_save(learner: Learner, folder: str) -> Exception | None:
+    """Why it failed, which it does on all ranks or on none: they are together afterwards."""
+    try:
+        learner.save_hf(folder)
+    except (OSError, RunError) as error:
+        return error
+    return None
 
 
 def drain(weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -64,9 +64,18 @@ class Memory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infra:
     async_ckpt_commit_ms: float | None = about(
-        "time the last checkpoint took from snapshot to commit, in the background",
+        "time the last export took from the copy of the weights to the whole folder, beside "
+        "training; null before the first, and with saver.mode: sync",
         "ms",
         varies=True,
+    )
+    last_saved_step: int | None = about(
+        "the last step whose export is whole on disk, as far as known; null before the first",
+        "steps",
+        varies=True,
+    )
+    num_failed_saves: int | None = about(
+        "attempts to export that failed since the last good one", "attempts", varies=True
     )
     active_nodes: int | None = about("machines at work", "nodes")
     ep_world_size: int | None = about("ranks that share the experts", "ranks")

@@ -36,19 +36,18 @@ from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import (
     OpenRun,
     RunSummary,
-    checkpoint_path,
     count_steps,
     open_run,
     repeat_warnings,
 )
 from pentad.trainer.samplers import open_samplers
-from pentad.trainer.saver import Saver
+from pentad.trainer.saver import rescue
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
 from pentad.trainer.start import Role, backend_of, start_run, weights_folder
 from pentad.trainer.state import RunState
-from pentad.trainer.stopping import StopFlag, stop_flag, stop_task_early
+from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     compute_dtype,
@@ -132,27 +131,65 @@ class Assembly:
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
         self.thread = LearnerThread()
-        self.savers = self._savers()
+        self.savers = [run.saver(self.learner)]
+        if self.critic is not None:
+            self.savers.append(run.saver(self.critic, "critic"))
+        self.update = BatchUpdate(
+            self.learner,
+            checked.algorithm,
+            critic=self.critic,
+            max_new_tokens=self.params.max_new_tokens,
+            num_updates=config.updates_per_batch,
+            compute_advantages=config.compute_advantages_and_returns,
+            seed=config.seed,
+        )
 
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:
-            async with AsyncExitStack() as stack:
-                stack.callback(self.thread.close)
-                with stop_task_early():
-                    await self._open_samplers(stack)
-                    reward = await open_reward(
-                        self.config, self.config.train_dataset.answer_key, stack
-                    )
-                    evaluator = await self._evaluator(reward, stack)
-                    await self._begin(evaluator)
-                # From here on what was trained is saved first, whoever asks to stop.
-                stepping.enter_context(stop_flag())
-                await self._scheduler(reward, evaluator, stack).run()
-            trained = self.state.budget.trained
-            folders = [saver.save(trained - 1) for saver in self.savers] if trained else []
-        StopFlag(self.state.stop_reason).check_complete(trained, self.num_steps)
+            try:
+                evaluator = await self._train(stepping)
+            except asyncio.CancelledError:
+                reason = self.state.stop_reason
+                if not reason:
+                    raise
+                # A second signal: nothing is waited for.
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+                raise cut_short(reason, self.trained + 1, self.savers[0].good) from None
+            except Exception:
+                if not self.thread.is_given_up:
+                    update = self.update
+                    rescue(self.savers, update.num_done, num_moved=update.num_moved)
+                raise
+            trained = self.trained
+            folders = [saver.finish(trained - 1) for saver in self.savers] if trained else [None]
+        StopFlag(self.state.stop_reason).check_complete(trained, self.num_steps, folders[0])
+        assert folders[0] is not None, "a complete run has steps"
         evals = [result.as_record() for result in evaluator.results] if evaluator else []
         return RunSummary(self.open.folder.path, folders[0], trained, evals)
+
+    @property
+    def trained(self) -> int:
+        return self.state.budget.trained
+
+    async def _train(self, stepping: ExitStack) -> Evaluator | None:
+        """Everything but the last save; signals are noted in `stepping` from the first step on."""
+        async with AsyncExitStack() as stack:
+            stack.callback(lambda: self.thread.close(self.config.stall_abort_s))
+            with stop_task_early():
+                await self._open_samplers(stack)
+                reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
+                evaluator = await self._evaluator(reward, stack)
+                await self._begin(evaluator)
+            # From here on what was trained is saved first, whoever asks to stop.
+            stepping.enter_context(stop_flag())
+            try:
+                await self._scheduler(reward, evaluator, stack).run()
+            except asyncio.CancelledError:
+                self.thread.is_given_up = True
+                raise
+        return evaluator
 
     async def _open_samplers(self, stack: AsyncExitStack) -> None:
         self.samplers = await open_samplers(
@@ -209,19 +246,10 @@ class Assembly:
         config, state = self.config, self.state
         executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
         publish = PublishPump(state, self.publisher, evaluator, self.placement, self.turnstile)
-        update = BatchUpdate(
-            self.learner,
-            self.checked.algorithm,
-            critic=self.critic,
-            max_new_tokens=self.params.max_new_tokens,
-            num_updates=config.updates_per_batch,
-            compute_advantages=config.compute_advantages_and_returns,
-            seed=config.seed,
-        )
         train = TrainPump(
             state,
             self.learner,
-            update,
+            self.update,
             publish,
             self.placement,
             self.turnstile,
@@ -250,7 +278,7 @@ class Assembly:
         with trained.timer.phase("save"):
             for saver in self.savers:
                 saver.after_step(trained.batch)
-        record = self.open.steps.rl_record(trained, self.checked.algorithm)
+        record = self.open.steps.rl_record(trained, self.checked.algorithm, self.savers[0])
         self.open.recorder.step(record, trained.groups)
 
     def _engine(self, role: Role) -> Learner:
@@ -327,20 +355,6 @@ class Assembly:
             record,
             last_version=self.num_steps,
         )
-
-    def _savers(self) -> list[Saver]:
-        learners = [(self.learner, "default")]
-        if self.critic is not None:
-            learners.append((self.critic, "critic"))
-        return [
-            Saver(
-                learner,
-                checkpoint_path(self.config, role),
-                self.open.frequency(self.config.saver),
-                self.open.steps_per_epoch,
-            )
-            for learner, role in learners
-        ]
 
 
 def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:

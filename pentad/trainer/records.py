@@ -19,6 +19,7 @@ from pentad.rl.settings import AlgorithmSettings
 from pentad.telemetry.host import rss_gb
 from pentad.telemetry.record import Funnel, Infra, Kernel, Memory, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.saver import Saver
 from pentad.trainer.train_pump import TrainedBatch
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ class StepRecorder:
         self.allocated_gb: float | None = None
         self.steps_below_target = 0
 
-    def rl_record(self, trained: TrainedBatch, settings: AlgorithmSettings) -> StepRecord:
+    def rl_record(
+        self, trained: TrainedBatch, settings: AlgorithmSettings, saver: Saver
+    ) -> StepRecord:
         result, groups = trained.result, trained.groups
         lengths = [len(row.ids) for row in result.rows]
         with trained.timer.phase("record"):
@@ -58,6 +61,7 @@ class StepRecorder:
             steps=result.steps,
             lengths=lengths,
             timer=trained.timer,
+            saver=saver,
             num_groups=len(groups),
             version=trained.batch + 1,
             rl=rl,
@@ -70,8 +74,11 @@ class StepRecorder:
         result: StepResult,
         lengths: Sequence[int],
         timer: PhaseTimer,
+        saver: Saver,
     ) -> StepRecord:
-        return self._record(step=step, steps=[result], lengths=lengths, timer=timer, version=step)
+        return self._record(
+            step=step, steps=[result], lengths=lengths, timer=timer, saver=saver, version=step
+        )
 
     def _record(
         self,
@@ -80,6 +87,7 @@ class StepRecorder:
         steps: Sequence[StepResult],
         lengths: Sequence[int],
         timer: PhaseTimer,
+        saver: Saver,
         **more: Any,
     ) -> StepRecord:
         phases = timer.phases_ms()
@@ -105,7 +113,13 @@ class StepRecorder:
             peak_tflops=self.peak_tflops,
             memory=self._memory(),
             kernel=_balance(steps[-1].balance),
-            infra=Infra(active_nodes=1, ep_world_size=self.layout.ep),
+            infra=Infra(
+                active_nodes=1,
+                ep_world_size=self.layout.ep,
+                async_ckpt_commit_ms=saver.commit_ms,
+                last_saved_step=saver.last_saved + 1 if saver.last_saved >= 0 else None,
+                num_failed_saves=saver.num_failed,
+            ),
             **more,
         )
 

@@ -15,20 +15,25 @@ from typing import Any
 import torch
 
 from pentad.config.load import dump_config
+from pentad.config.memory import export_bytes
+from pentad.config.plan import compute_bytes
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
+from pentad.core.roles import Learner
 from pentad.engine.flops import detect_peak_tflops
 from pentad.rl.health import find_alarms
-from pentad.telemetry.log import log_to
+from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.manifest import describe_start
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.frequency import Frequency
+from pentad.trainer.preflight import kind_of
 from pentad.trainer.records import StepRecorder
+from pentad.trainer.saver import Saver, writes_beside
 from pentad.trainer.stopping import stop_early
 
 log = logging.getLogger(__name__)
@@ -56,6 +61,18 @@ class OpenRun:
     steps: StepRecorder
     checkpoints: Path
     steps_per_epoch: int
+    export_bytes: float
+    saves_beside: bool
+
+    def saver(self, learner: Learner, role: str = "default") -> Saver:
+        return Saver(
+            learner=learner,
+            root=self.checkpoints / role,
+            frequency=self.frequency(self.config.saver),
+            steps_per_epoch=self.steps_per_epoch,
+            is_async=self.saves_beside,
+            size_bytes=self.export_bytes,
+        )
 
     def frequency(self, config: FrequencyConfig) -> Frequency:
         return Frequency(
@@ -67,13 +84,15 @@ class OpenRun:
 
     def started(self, **facts: Any) -> None:
         """Notes this start, and what was found out before the first step, in the manifest."""
-        self.folder.add_start(describe_start(**facts))
+        saving = "async" if self.saves_beside else "sync"
+        self.folder.add_start(describe_start(saver_mode=saving, **facts))
 
 
-def checkpoint_path(config: Config, role: str = "default") -> Path:
+def checkpoint_path(config: Config) -> Path:
+    """Where the exports of a run lie, in a folder for each role."""
     assert config.user is not None, "the config is resolved"
     root = Path(config.fileroot).expanduser() / "checkpoints" / config.user
-    return root / config.experiment_name / config.trial_name / role
+    return root / config.experiment_name / config.trial_name
 
 
 @contextmanager
@@ -128,6 +147,12 @@ def open_run(
                 num_steps,
                 config.total_train_epochs,
             )
+        if not any(dict(config.saver.model_dump(), mode=None).values()):
+            log.info(
+                "the model is saved at the end and not before: a run that is killed leaves none; "
+                "saver.freq_steps=N saves it every N steps",
+                extra=NOTICE,
+            )
         telemetry = config.telemetry
         sinks = build_sinks(
             folder.path,
@@ -153,7 +178,11 @@ def open_run(
             steps_per_epoch=steps_per_epoch,
             mfu_target=telemetry.mfu_target,
         )
-        yield OpenRun(config, folder, recorder, steps, checkpoints, steps_per_epoch)
+        size = export_size(config, dims, device)
+        saves_beside = writes_beside(config.saver.mode, size)
+        yield OpenRun(
+            config, folder, recorder, steps, checkpoints, steps_per_epoch, size, saves_beside
+        )
 
 
 @contextmanager
@@ -171,6 +200,13 @@ def logged_end() -> Iterator[None]:
         log.info("the run failed", exc_info=True)
         raise
     log.info("the run is complete")
+
+
+def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
+    """Bytes of one HF folder; 0 where the dimensions do not tell."""
+    return (
+        export_bytes(dims, compute_bytes(config.actor, kind_of(device))) if dims.is_whole else 0.0
+    )
 
 
 def repeat_warnings(batch_size: int, num_rows: int) -> list[str]:

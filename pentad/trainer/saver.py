@@ -1,19 +1,55 @@
-"""HF exports of a run: when, where, and the one at the end that is always made."""
+"""HF exports of a run: when, where, how they are written, and the one at the end.
+
+Asynchronous (`saver.mode`), the weights are copied to host memory while they are those of the step,
+and a thread writes them while training goes on: at most one is under way. A folder that cannot be
+written is reported at once and tried again after further steps; folders that are whole stay.
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentad.config.machine import GIB, host_memory
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner
+from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
 
 log = logging.getLogger(__name__)
 
+MAX_WAIT_STEPS = 32
+"""Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
+LAST_WAITS_S = (2.0, 8.0)
+"""Between attempts at the end of a run."""
+HEADROOM = 1.25
+"""Host memory that must be free for the copy of the weights, over their size."""
+
 
 @dataclass(slots=True)
+class Export:
+    """One folder being written."""
+
+    step: int
+    folder: Path
+    write: Callable[[str], None]
+    started: float
+    error: Exception | None = None
+    thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        try:
+            self.write(str(self.folder))
+        except Exception as error:  # of the writer's thread; reported by whoever collects it
+            self.error = error
+
+
+@dataclass(slots=True, kw_only=True)
 class Saver:
     """Writes `{root}/epoch{E}epochstep{S}globalstep{G}` folders that transformers loads."""
 
@@ -21,24 +57,150 @@ class Saver:
     root: Path
     frequency: Frequency
     steps_per_epoch: int
+    is_async: bool = False
+    size_bytes: float = 0.0
+    """Of one folder, to warn before there is no room for it; 0: unknown."""
     last_saved: int = -1
+    """The last step whose folder is whole on disk."""
+    commit_ms: float | None = None
+    """From the copy to the whole folder, of the last one that was written in the background."""
+    num_failed: int = 0
+    """Attempts since the last that succeeded."""
+    retry_at: int | None = None
+    under_way: Export | None = None
+    warned_room_at: int | None = None
 
     def folder(self, step: int) -> Path:
         """The folder for the weights after global step `step` (counted from 0)."""
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         return self.root / f"epoch{epoch}epochstep{epoch_step}globalstep{step}"
 
-    def after_step(self, step: int) -> Path | None:
-        """Saves if due; `step` is the global step just finished."""
-        return self.save(step) if self.frequency.is_due(step + 1) else None
+    def after_step(self, step: int) -> None:
+        """Saves if due; `step` is the global step just finished, its weights still in place."""
+        self._collect(step, wait=False)
+        is_due = self.frequency.is_due(step + 1)
+        if is_due or (self.retry_at is not None and step >= self.retry_at):
+            self._collect(step, wait=True)
+            self._save(step)
+        self._watch_room(step)
 
-    def save(self, step: int) -> Path:
+    def finish(self, step: int) -> Path:
+        """The folder after `step`, whole; RunError if that cannot be had."""
+        self._collect(step, wait=True)
         folder = self.folder(step)
-        if step != self.last_saved:
+        for wait_s in (*LAST_WAITS_S, None):
+            if self.last_saved == step:
+                break
             try:
                 self.learner.save_hf(str(folder))
-            except OSError as error:
-                raise RunError(f"{folder} could not be saved: {error}") from error
-            self.last_saved = step
-            log.info("saved %s", folder)
+            except (OSError, RunError) as error:
+                if wait_s is None:
+                    raise RunError(f"{folder} could not be saved: {error}; {self.good}") from error
+                log.warning("%s could not be saved: %s; trying again", folder, error)
+                time.sleep(wait_s)
+            else:
+                self._succeeded(step)
         return folder
+
+    @property
+    def good(self) -> str:
+        """Which folder there is, in words."""
+        if self.last_saved < 0:
+            return "there is no earlier one"
+        return f"the last whole one is {self.folder(self.last_saved)}"
+
+    def _save(self, step: int) -> None:
+        folder, started = self.folder(step), time.monotonic()
+        if not self.is_async:
+            try:
+                self.learner.save_hf(str(folder))
+            except (OSError, RunError) as error:
+                self._failed(step, step, error)
+            else:
+                self._succeeded(step)
+            return
+        export = Export(step, folder, self.learner.stage_hf(), started)
+        export.thread = threading.Thread(target=export.run, name="export", daemon=True)
+        self.under_way = export
+        export.thread.start()
+
+    def _collect(self, now: int, *, wait: bool) -> None:
+        """What became of the folder that is being written."""
+        export = self.under_way
+        if export is None or export.thread is None or (export.thread.is_alive() and not wait):
+            return
+        export.thread.join()
+        self.under_way = None
+        if export.error is not None:
+            self._failed(export.step, now, export.error)
+            return
+        self.commit_ms = 1e3 * (time.monotonic() - export.started)
+        self._succeeded(export.step)
+
+    def _succeeded(self, step: int) -> None:
+        self.last_saved, self.num_failed, self.retry_at = step, 0, None
+        log.info("saved %s", self.folder(step))
+
+    def _failed(self, step: int, now: int, error: Exception) -> None:
+        self.num_failed += 1
+        self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
+        log.warning(
+            "step %d: %s could not be saved: %s; training goes on, saving is tried again after "
+            "step %d; %s",
+            now + 1,
+            self.folder(step),
+            error,
+            self.retry_at + 1,
+            self.good,
+        )
+
+    def _watch_room(self, step: int) -> None:
+        """Says as soon as the disk has no room for another folder, and now and then again."""
+        if self.warned_room_at is not None and step < self.warned_room_at + MAX_WAIT_STEPS:
+            return
+        place = next(path for path in (self.root, *self.root.parents) if path.exists())
+        free = shutil.disk_usage(place).free
+        if self.under_way is None and free < self.size_bytes:
+            self.warned_room_at = step
+            log.warning(
+                "step %d: %s has %.3g GiB left, and the model takes %.3g GiB: as it is, the model "
+                "cannot be saved; make room, training goes on meanwhile",
+                step + 1,
+                place,
+                free / GIB,
+                self.size_bytes / GIB,
+            )
+
+
+def writes_beside(mode: str, size_bytes: float) -> bool:
+    """Whether exports are asynchronous: yes, unless the host cannot hold the weights as well."""
+    if mode != "auto":
+        return mode == "async"
+    _, free = host_memory()
+    if HEADROOM * size_bytes <= free:
+        return True
+    log.warning(
+        "saver.mode = auto: training waits while the model is saved, since %.3g GiB of host memory "
+        "are free and a copy of the weights takes %.3g",
+        free / GIB,
+        size_bytes / GIB,
+    )
+    return False
+
+
+def rescue(savers: Sequence[Saver], num_done: int, *, num_moved: int = 0) -> None:
+    """After a failure: exports what was trained, if it can be had; the failure is raised anyway.
+
+    `num_moved` are updates of a further step that are in the weights too.
+    """
+    if not num_done:
+        return
+    for saver in savers:
+        try:
+            folder = saver.finish(num_done - 1)
+        except Exception as error:  # the first failure is the one to be raised
+            log.warning("after the failure: the model is not saved: %s", error)
+            continue
+        more = f", and {num_moved} updates of step {num_done + 1}" if num_moved else ""
+        told = f"what was trained before the failure ({num_done} steps{more}) is saved in {folder}"
+        log.info("%s", told, extra=NOTICE)

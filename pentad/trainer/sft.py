@@ -23,7 +23,7 @@ from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
-from pentad.trainer.saver import Saver
+from pentad.trainer.saver import rescue
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.start import (
     backend_of,
@@ -32,7 +32,7 @@ from pentad.trainer.start import (
     trained_dims,
     weights_folder,
 )
-from pentad.trainer.stopping import StopFlag, stop_flag
+from pentad.trainer.stopping import StopFlag, cut_short, stop_flag
 from pentad.trainer.translate import (
     data_settings,
     engine_settings,
@@ -172,39 +172,45 @@ def train(
     stop: StopFlag,
 ) -> RunSummary:
     loss = SftLoss()
-    saver = Saver(learner, run.checkpoints, run.frequency(run.config.saver), run.steps_per_epoch)
+    saver = run.saver(learner)
     is_due = run.frequency(run.config.evaluator)
     evals: list[dict[str, float | int]] = []
+    trained = 0
 
     def evaluate(version: int) -> None:
         assert held_out is not None
         evals.append(held_out.evaluate(version))
         run.recorder.evaluation(evals[-1])
 
-    if held_out:
-        evaluate(0)
-    trained = 0
-    for step in range(num_steps):
-        if stop.reason:
-            break
-        lead.report(step + 1)
-        timer = PhaseTimer()
-        rows: list[Row] = data.batch(step, size)
-        with timer.phase("train"):
-            learner.begin_step()
-            learner.accumulate(rows, loss)
-            result = learner.end_step()
-        if result.skipped:
-            log.warning("step %d: nothing was updated: %s", step + 1, result.reason)
-        if held_out and (is_due.is_due(step + 1) or step + 1 == num_steps):
-            with timer.phase("evaluate"):
-                evaluate(step + 1)
-        with timer.phase("save"):
-            saver.after_step(step)
-        run.recorder.step(
-            run.steps.sft_record(step + 1, result, [len(row.ids) for row in rows], timer)
-        )
-        trained = step + 1
-    folder = saver.save(trained - 1) if trained else run.checkpoints
-    stop.check_complete(trained, num_steps)
+    try:
+        if held_out:
+            evaluate(0)
+        for step in range(num_steps):
+            if stop.reason:
+                break
+            lead.report(step + 1)
+            timer = PhaseTimer()
+            rows: list[Row] = data.batch(step, size)
+            with timer.phase("train"):
+                learner.begin_step()
+                learner.accumulate(rows, loss)
+                result = learner.end_step()
+            trained = step + 1
+            if result.skipped:
+                log.warning("step %d: nothing was updated: %s", step + 1, result.reason)
+            if held_out and (is_due.is_due(step + 1) or step + 1 == num_steps):
+                with timer.phase("evaluate"):
+                    evaluate(step + 1)
+            with timer.phase("save"):
+                saver.after_step(step)
+            lengths = [len(row.ids) for row in rows]
+            run.recorder.step(run.steps.sft_record(step + 1, result, lengths, timer, saver))
+        folder = saver.finish(trained - 1) if trained else None
+    except KeyboardInterrupt:
+        raise cut_short(stop.reason, trained + 1, saver.good) from None
+    except Exception:
+        rescue([saver], trained)
+        raise
+    stop.check_complete(trained, num_steps, folder)
+    assert folder is not None, "a complete run has steps"
     return RunSummary(run.folder.path, folder, trained, [dict(entry) for entry in evals])

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-from pentad.core.errors import RunError
+from pentad.core.errors import Interrupted, RunError
 from pentad.runtime.signals import hearing, heeded
 
 
@@ -18,14 +19,34 @@ class StopFlag:
     reason: str = ""
     """Name of the signal; empty as long as none came."""
 
-    def check_complete(self, trained: int, planned: int) -> None:
+    def check_complete(self, trained: int, planned: int, model: Path | None) -> None:
         """A run that ended early says so: it must not pass for one that did all its steps."""
         if trained < planned:
-            saved = "what was trained is saved" if trained else "nothing was trained"
-            raise RunError(f"stopped by {self.reason} after {trained} of {planned} steps; {saved}")
+            raise stopped(self.reason, f"after {trained} of {planned} steps; {what_next(model)}")
 
 
-class Interrupted(KeyboardInterrupt):
+def stopped(name: str, rest: str) -> RunError:
+    """The end of a run that a signal asked for."""
+    return (Interrupted if name.endswith("SIGINT") else RunError)(f"stopped by {name} {rest}")
+
+
+def what_next(model: Path | None) -> str:
+    if model is None:
+        return "nothing was trained"
+    return (
+        f"what was trained is saved in {model}; to train it further, start with "
+        f"actor.path={model} and another trial_name"
+    )
+
+
+def cut_short(name: str, step: int, saved: str) -> RunError:
+    """After a second signal; `saved` says which export there is."""
+    return stopped(
+        f"a second {name}", f"in step {step}; what was trained since the last save is lost, {saved}"
+    )
+
+
+class AskedEarly(KeyboardInterrupt):
     """Asked to stop where no step is under way. No plain exception, which somebody might catch."""
 
 
@@ -34,17 +55,17 @@ def stop_early() -> Iterator[None]:
     """Until the first step, where others hear: a signal ends the run at once, with a sentence."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number).name)
+        raise AskedEarly(signal.Signals(number).name)
 
     try:
         with hearing(stop):
             yield
-    except Interrupted as asked:
+    except AskedEarly as asked:
         raise too_early(str(asked)) from None
 
 
 def too_early(reason: str) -> RunError:
-    return RunError(f"stopped by {reason} before the first step; nothing was trained")
+    return stopped(reason, "before the first step; nothing was trained")
 
 
 @contextmanager

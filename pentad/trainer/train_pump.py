@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner
@@ -23,16 +26,45 @@ T = TypeVar("T")
 
 
 class LearnerThread:
-    """The one thread on which learners are called, so that their program order is one order."""
+    """The one thread on which learners are called, so that their program order is one order.
+
+    A daemon: a call that never returns must not keep the program from ending.
+    """
 
     def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self.calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self.since: float | None = None
+        """When the call under way began."""
+        self.is_given_up = False
+        """Set by who will not wait for the call under way."""
+        self.thread = threading.Thread(target=self._work, name="learner", daemon=True)
+        self.thread.start()
 
     async def run(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+        future: Future[T] = Future()
+        self.calls.put((function, future))
+        return await asyncio.wrap_future(future)
 
-    def close(self) -> None:
-        self.pool.shutdown(wait=True)
+    def _work(self) -> None:
+        while (call := self.calls.get()) is not None:
+            function, future = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            self.since = time.monotonic()
+            try:
+                future.set_result(function())
+            except BaseException as error:  # it is the caller's
+                future.set_exception(error)
+            self.since = None
+
+    def close(self, limit_s: float) -> None:
+        """Waits for the call under way, as long as it has not taken `limit_s` in all."""
+        self.calls.put(None)
+        since = time.monotonic() if self.since is None else self.since
+        while not self.is_given_up and self.thread.is_alive():
+            if time.monotonic() > since + limit_s:
+                self.is_given_up = True
+            self.thread.join(0.05)
 
 
 @dataclass(slots=True)

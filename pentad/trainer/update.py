@@ -66,6 +66,10 @@ class BatchUpdate:
         self.rows: list[Row] = []
         self.seen: list[Accumulated] = []
         self.rerouted: list[Tensor] = []
+        self.num_done = 0
+        """Batches that are in the weights, whole."""
+        self.num_moved = 0
+        """Optimizer steps of the batch that is under way."""
 
     def begin(self) -> None:
         self.groups, self.rows, self.seen, self.rerouted = [], [], [], []
@@ -95,6 +99,7 @@ class BatchUpdate:
                     self.critic.begin_step()
                 self._accumulate(part, last=True)
                 self._end(steps, critic_steps)
+        self.num_done, self.num_moved = self.num_done + 1, 0
         stats: dict[str, float] = {}
         for seen in self.seen:
             for name, value in seen.stats.items():
@@ -121,6 +126,7 @@ class BatchUpdate:
 
     def _end(self, steps: list[StepResult], critic_steps: list[StepResult]) -> None:
         steps.append(self.learner.end_step())
+        self.num_moved += 1
         if self.critic is not None:
             critic_steps.append(self.critic.end_step())
 

@@ -38,7 +38,7 @@ class Lab:
         config, notes = prepare(None, [*kept, *overrides], "train")
         return run_train(config, notes, fresh=fresh, device="cpu")
 
-    def sft(self, *overrides: str):
+    def sft(self, *overrides: str, fresh: bool = False):
         self.count += 1
         config, notes = prepare(
             None,
@@ -55,7 +55,7 @@ class Lab:
             ],
             "sft",
         )
-        return run_sft(config, notes, device="cpu")
+        return run_sft(config, notes, fresh=fresh, device="cpu")
 
 
 def steps_of(summary):

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from pentad.core.errors import RunError, UserError
-from pentad.engine.engine import Engine
 from pentad.runtime import signals
 from pentad.telemetry.steps import read_lines
 
@@ -60,19 +59,6 @@ def test_stops_that_cannot_be_are_found_before_the_run(lab):
     keys = {str(problem).partition(" = ")[0] for problem in caught.value.problems}
     assert keys == {"gconfig.stop", "gconfig.stop_token_ids"}
     assert not (lab.fileroot / "logs").exists()
-
-
-def test_a_full_disk_ends_the_run_with_a_sentence_that_its_log_has_too(lab, monkeypatch):
-    def refuse(self, folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Engine, "save_hf", refuse)
-    with pytest.raises(RunError, match="globalstep2 could not be saved: .*No space left"):
-        lab.train(trial="full")
-    (log,) = lab.fileroot.rglob("full/log.txt")
-    assert log.read_text().rstrip().endswith("No space left on device")
-    (steps,) = lab.fileroot.rglob("full/steps.jsonl")
-    assert len(read_lines(steps)) == 3
 
 
 class ClosedPipe:

@@ -71,7 +71,6 @@ def test_defaults_ask_for_nothing_that_is_not_built():
     [
         (["allocation_mode=embedded:d2+archon:d1"], "one embedded sampler is built"),
         (["scheduler.type=ray"], "is not built yet"),
-        (["saver.mode=async"], "exports are written while training waits"),
         (["mode=async", "algorithm.kl_coef=0.1"], "scorers on devices of their own"),
         (
             ["allocation_mode=embedded[rollout]:d1|archon[actor]:d2+archon[critic]:d2"],

@@ -44,6 +44,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
 """A bullet of the page that is one code span quotes the program."""
 CLUSTER = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_nodes=4", "cluster.n_gpus_per_node=8"]
+EXPORT = "runs/checkpoints/me/exp/trial-0/default/epoch0epochstep2globalstep2"
 ZERO_BUBBLE = [
     *CLUSTER,
     "allocation_mode=sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)",
@@ -144,7 +145,7 @@ def failures(caplog):
     yield f"group 12 dropped: {DataFailure('reward_timeout', 'longer than 10 s')}"
     yield empty_batch()
     yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
-    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10))
+    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT)))
     yield end(stop_before_steps)
     yield hold_the_loop()
     yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))

@@ -227,8 +227,9 @@ def test_a_led_run_that_is_cut_short_says_so_and_who_held_it_up(tmp_path, number
     until((tmp_path / "asked").exists)
     main.send_signal(number)
     out, _ = main.communicate(timeout=30)
-    said = f"stopped at once by a second signal ({number.name}) before the first step; "
-    assert main.returncode == 1 and out.startswith(f"RunError: {said}")
+    kind = "Interrupted" if number == signal.SIGINT else "RunError"
+    said = f"{kind}: stopped by a second {number.name} before the first step; "
+    assert main.returncode == 1 and out.startswith(said)
     assert out.endswith("is lost; held up by SIGSTOP: rank 1 of 2\n")
     assert not any(map(is_alive, pids))
 

@@ -1,5 +1,7 @@
 """What a step did, as its record says it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +9,9 @@ from pentad.core.layout import Layout
 from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
 from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.frequency import Frequency
 from pentad.trainer.records import StepRecorder
+from pentad.trainer.saver import Saver
 
 DIMS = dims_of(
     {
@@ -22,6 +26,8 @@ DIMS = dims_of(
     }
 )
 
+SAVER = Saver(learner=None, root=Path(), frequency=Frequency(), steps_per_epoch=10)
+
 
 def record_of(balance=(), world=1):
     recorder = StepRecorder(
@@ -32,7 +38,7 @@ def record_of(balance=(), world=1):
         steps_per_epoch=10,
     )
     result = StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance)
-    return recorder.sft_record(1, result, [8], ticking_timer()).as_json()
+    return recorder.sft_record(1, result, [8], ticking_timer(), SAVER).as_json()
 
 
 def ticking_timer():

@@ -1,0 +1,210 @@
+"""What was trained is on disk: saved beside training, and saved first whatever fails."""
+
+import errno
+import shutil
+import subprocess
+import time
+
+import pytest
+import torch
+
+from pentad.core.errors import RunError
+from pentad.engine.engine import Engine
+from pentad.telemetry.steps import read_lines
+from pentad.trainer import saver
+from pentad.weights import hf
+from pentad.weights.hf import HfFolder
+from pentad.weights.regions import full_box
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(saver, "LAST_WAITS_S", (0.0,))
+
+
+def weights_of(folder):
+    reader = HfFolder(folder)
+    return {name: reader.read(name, full_box(i.shape)) for name, i in reader.infos.items()}
+
+
+def exports_of(lab, trial, role="default"):
+    """Steps on disk -> folder."""
+    (root,) = lab.fileroot.rglob(f"checkpoints/*/default/{trial}/{role}")
+    return {int(f.name.partition("globalstep")[2]): f for f in root.iterdir()}
+
+
+def log_of(lab, trial):
+    (log,) = lab.fileroot.rglob(f"{trial}/log.txt")
+    return log.read_text()
+
+
+def refuse(monkeypatch, is_refused):
+    """Writing an export fails with a full disk, where `is_refused(count of attempts)`."""
+    plain, count = hf.write_file, []
+
+    def write(path, *args, **kwargs):
+        count.append(path)
+        plain(path, *args, **kwargs)
+        if is_refused(len(count)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf, "write_file", write)
+    return count
+
+
+def test_exports_written_beside_training_hold_the_weights_of_their_step(lab, monkeypatch):
+    lab.train("saver.mode=sync", "saver.freq_steps=1", "total_train_steps=4", trial="sync")
+    plain, seen = hf.save_folder, []
+
+    def slow(folder, pairs, *args, **kwargs):
+        time.sleep(0.3)  # some steps go by
+        seen.append(len(list((next(lab.fileroot.rglob("beside/steps.jsonl"))).open())))
+        plain(folder, pairs, *args, **kwargs)
+
+    monkeypatch.setattr("pentad.models.registry.save_folder", slow)
+    lab.train("saver.freq_steps=2", "total_train_steps=4", trial="beside")
+    assert seen[0] > 1, "training waited"
+    whole, beside = exports_of(lab, "sync"), exports_of(lab, "beside")
+    assert beside.keys() == {1, 3}
+    for step, folder in beside.items():
+        found, true = weights_of(folder), weights_of(whole[step])
+        assert found.keys() == true.keys()
+        assert all(torch.equal(found[name], true[name]) for name in true)
+
+
+def test_records_say_how_exports_were_written(lab):
+    for mode, is_beside in (("sync", False), ("auto", True), ("async", True)):
+        summary = lab.train(f"saver.mode={mode}", "saver.freq_steps=1", trial=mode)
+        infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
+        assert (infra[-1]["async_ckpt_commit_ms"] is not None) == is_beside
+        assert infra[-1]["last_saved_step"] == (3 if not is_beside else 2)  # one is under way
+        start = (summary.records / "manifest.json").read_text()
+        assert f'"saver_mode": "{"async" if is_beside else "sync"}"' in start
+
+
+def test_a_host_without_room_for_a_copy_saves_while_training_waits(lab, monkeypatch, capsys):
+    monkeypatch.setattr(saver, "host_memory", lambda: (1000, 1000))
+    summary = lab.train("saver.freq_steps=1", "total_train_steps=2")
+    assert "saver.mode = auto: training waits while the model is saved" in capsys.readouterr().err
+    infra = read_lines(summary.records / "steps.jsonl")[-1]["infra"]
+    assert infra["async_ckpt_commit_ms"] is None and infra["last_saved_step"] == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_full_disk_is_said_at_once_and_saving_is_tried_again(lab, monkeypatch, capsys, mode):
+    refuse(monkeypatch, lambda count: count <= 2)
+    steps = ("saver.freq_steps=2", "total_train_steps=8")
+    summary = lab.train(*steps, f"saver.mode={mode}", trial=mode)
+    said = capsys.readouterr().err
+    assert "globalstep1 could not be saved: " in said and "No space left on device" in said
+    assert "training goes on, saving is tried again after step" in said
+    infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
+    assert max(one["num_failed_saves"] for one in infra) == 2
+    assert 7 in exports_of(lab, mode) and 1 not in exports_of(lab, mode)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_the_last_good_export(lab, monkeypatch):
+    refuse(monkeypatch, lambda count: count > 1)
+    with pytest.raises(
+        RunError, match=r"globalstep5 could not be saved: .*No space left"
+    ) as caught:
+        lab.train("saver.freq_steps=2", "total_train_steps=6", trial="full")
+    (whole,) = exports_of(lab, "full").values()
+    assert whole.name.endswith("globalstep1") and weights_of(whole)
+    assert f"the last whole one is {whole}" in str(caught.value)
+    (steps,) = lab.fileroot.rglob("full/steps.jsonl")
+    assert len(read_lines(steps)) == 6
+    assert log_of(lab, "full").rstrip().endswith(str(caught.value))
+
+
+def test_too_little_room_is_said_before_the_end(lab, monkeypatch, capsys):
+    usage = shutil.disk_usage(lab.fileroot)
+    rest = [usage._replace(free=10**12)] * 2 + [usage._replace(free=10)] * 9
+
+    def shrinking(path):
+        return rest.pop(0)
+
+    monkeypatch.setattr(saver.shutil, "disk_usage", shrinking)
+    lab.train("total_train_steps=3")
+    said = capsys.readouterr().err
+    assert said.count("as it is, the model cannot be saved") == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with room for two exports."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(place)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("a file system can be mounted by root only")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_on_a_disk_that_is_really_full_one_export_stays_whole(lab, small_disk, capsys):
+    words = ("saver.freq_steps=1", "total_train_steps=6", f"fileroot={small_disk}")
+    with pytest.raises(RunError, match=r"globalstep5 could not be saved: .*No space left"):
+        lab.train(*words, trial="tiny")
+    folders = list(small_disk.rglob("epoch*"))
+    assert folders and all(weights_of(folder) for folder in folders)
+    assert not list(small_disk.rglob(".epoch*"))
+    assert "could not be saved" in capsys.readouterr().err
+
+
+REWARD = """\
+import os, pathlib
+calls = pathlib.Path(__file__).with_suffix(".calls")
+def fails(completion):
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size > {after}:
+        {deed}
+    return float(len(completion))
+"""
+
+
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [("raise ValueError('no such judge')", "no such judge"), ("os._exit(3)", "dropped so far")],
+)
+def test_what_was_trained_before_a_failing_reward_is_exported(lab, tmp_path, capsys, deed, said):
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD.format(after=32, deed=deed))  # 16 samples a step
+    few = ("rollout.max_retries=0", "reward.num_workers=1", "total_train_steps=9")
+    with pytest.raises(RunError, match=said):
+        lab.train(f"reward.fn={file}:fails", *few, trial="lost")
+    (saved,) = exports_of(lab, "lost").values()
+    num_steps = len(read_lines(next(lab.fileroot.rglob("lost/steps.jsonl"))))
+    assert num_steps and saved.name.endswith(f"globalstep{num_steps - 1}") and weights_of(saved)
+    assert f"({num_steps} steps) is saved in {saved}" in capsys.readouterr().err
+
+
+def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
+    def broken(self, *args):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("pentad.trainer.records.StepRecorder._watch_target", broken)
+    for name, run in (("train", lab.train), ("sft", lab.sft)):
+        with pytest.raises(ZeroDivisionError):
+            run(f"trial_name=broken-{name}")
+        assert exports_of(lab, f"broken-{name}").keys() == {0}
+
+
+def test_weights_of_no_step_are_not_exported(lab, monkeypatch, capsys):
+    plain = Engine._move
+
+    def stumble(self, *args):
+        if self.num_steps == 2:
+            raise RunError("out of memory in the optimizer step")
+        plain(self, *args)
+
+    monkeypatch.setattr(Engine, "_move", stumble)
+    with pytest.raises(RunError, match="out of memory in the optimizer step"):
+        lab.train("saver.freq_steps=1", trial="torn")
+    assert exports_of(lab, "torn").keys() == {0, 1}
+    with pytest.raises(RunError, match="out of memory in the optimizer step"):
+        lab.train(trial="nothing")
+    assert "the weights are of no step" in capsys.readouterr().err
