@@ -1,8 +1,10 @@
 """The house rules a machine can check: imports flow one way, light rooms stay light."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -72,6 +74,40 @@ def problems_of(root: Path) -> list[str]:
 
 def test_imports_flow_one_way():
     assert problems_of(ROOT) == []
+
+
+OF_ANOTHER = {
+    "triton": "torch brings it where there is a GPU",
+    "vllm": "the file runs in the environment of a vLLM server",
+}
+DISTRIBUTIONS = {"yaml": "pyyaml"}  # elsewhere the name of the module
+
+
+def undeclared(root: Path, pyproject: str) -> list[str]:
+    """Imports of what neither Python has nor a dependency or an extra for users names."""
+    project = tomllib.loads(pyproject)["project"]
+    extras = {k: v for k, v in project["optional-dependencies"].items() if k != "test"}
+    wanted = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    declared = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in wanted}
+    known = {*sys.stdlib_module_names, *OF_ANOTHER, root.name}
+    out = []
+    for path in sorted(root.rglob("*.py")):
+        for line, name in imports_of(path):
+            top = name.split(".")[0]
+            if top not in known and DISTRIBUTIONS.get(top, top).replace("_", "-") not in declared:
+                out.append(f"{path}:{line}: imports {top}, which pyproject.toml does not name")
+    return out
+
+
+def test_every_import_is_declared():
+    assert undeclared(ROOT, (ROOT.parent / "pyproject.toml").read_text()) == []
+
+
+def test_an_undeclared_import_is_caught(tmp_path):
+    (tmp_path / "x.py").write_text("import yaml\ndef f():\n    from attrs import define")
+    text = "[project]\ndependencies = ['PyYAML>=6']\n[project.optional-dependencies]\n"
+    (found,) = undeclared(tmp_path, text + "test = ['attrs']")
+    assert "x.py:3: imports attrs, which" in found
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,15 @@ from pentad.weights.megatron.arguments import build_args
 from pentad.weights.megatron.layout import build_layout
 
 ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-megatron" / "bin" / "python"
+ENVIRONMENT = ROOT / ".venv-megatron"
+PYTHON = ENVIRONMENT / "bin" / "python"
 WORKER = Path(__file__).with_name("megatron_core_worker.py")
 pytestmark = [
     pytest.mark.optional,
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-megatron; run make test-megatron"),
+    pytest.mark.skipif(
+        not (ENVIRONMENT / ".installed").exists(), reason="no megatron-core; run make test-megatron"
+    ),
 ]
 TOLERANCE = 1e-5
 """Of the largest logit: float32 rounding over four layers, in another order of sums."""

@@ -1,0 +1,58 @@
+"""What `make test` and `.ci/run` call, and how they end; the programs only note their arguments."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def program(path: Path, fails: str) -> Path:
+    """A program that writes its arguments beside itself; with certain ones it fails."""
+    path.parent.mkdir(exist_ok=True)
+    lines = ["#!/bin/sh", f'echo "$*" >> {path}.calls', "echo closing line of $*"]
+    path.write_text("\n".join([*lines, f'case "$*" in {fails}) exit 1;; esac\n']))
+    path.chmod(0o755)
+    return path
+
+
+def run(*command, **environment):
+    outer = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        command, cwd=ROOT, env={**outer, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("fails", "ends_well"), [("none", True), ("*'not dist'*", False), ("*' dist'", False)]
+)
+def test_distributed_tests_run_also_where_the_others_fail(tmp_path, fails, ends_well):
+    python = program(tmp_path / "bin" / "python", fails)
+    for stamp in (".installed", ".installed-tests"):
+        (tmp_path / stamp).touch()
+    done = run("make", "test", f"VENV={tmp_path}")
+    first, second = (python.parent / "python.calls").read_text().splitlines()
+    assert "-m not dist" in first and second == "-m pytest -m dist"
+    assert (done.returncode == 0) == ends_well
+    assert done.stdout.splitlines()[-1] == "closing line of -m pytest -m dist"
+
+
+@pytest.mark.parametrize(
+    ("fails", "ends_well", "calls"),
+    [
+        ("none", True, ["check", "setup-megatron", "test-megatron", "test"]),
+        ("setup-megatron", True, ["check", "setup-megatron", "test"]),
+        ("test-megatron", False, ["check", "setup-megatron", "test-megatron", "test"]),
+        ("check", False, ["check", "setup-megatron", "test-megatron", "test"]),
+        ("test", False, ["check", "setup-megatron", "test-megatron", "test"]),
+    ],
+)
+def test_ci_runs_what_can_be_installed_and_ends_with_the_suite(tmp_path, fails, ends_well, calls):
+    make = program(tmp_path / "bin" / "make", fails)
+    done = run(ROOT / ".ci" / "run", PATH=f"{make.parent}:{os.environ['PATH']}")
+    assert (make.parent / "make.calls").read_text().split() == calls
+    assert (done.returncode == 0) == ends_well
+    assert ("its tests are left out" in done.stdout) == ("test-megatron" not in calls)
+    assert done.stdout.splitlines()[-1] == "closing line of test"
