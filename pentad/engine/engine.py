@@ -48,6 +48,7 @@ from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import set_deterministic_environment
+from pentad.runtime.rank import pulse
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +228,7 @@ class Engine:
     ) -> Iterator[PackedRows]:
         at, layout = self.meshes.coords, self.meshes.layout
         for indices in plan[at.dp_replicate * layout.dp_shard + at.dp_shard]:
+            pulse()
             yield pack_rows(
                 [rows[i] for i in indices],
                 columns,
@@ -346,7 +348,7 @@ class Engine:
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on every rank, gathered one at a time: all ranks iterate to the end."""
-        for name, tensor in self.held.iter_hf(self._publish_dtype):
+        for name, tensor in self._gathered():
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
@@ -382,7 +384,12 @@ class Engine:
         self.tags.require_actor("saving")
         if self.is_half_moved:
             raise RunError("an optimizer step failed half-way, so the weights are of no step")
-        return iter(self.held.iter_hf(self._publish_dtype))
+        return self._gathered()
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        for pair in self.held.iter_hf(self._publish_dtype):
+            pulse()
+            yield pair
 
     def _write_hf(self, weights: Iterable[tuple[str, Tensor]], folder: str) -> None:
         save_model(

@@ -33,6 +33,7 @@ from pentad.runtime.rank import Board, Rank, name_rank, rank_from_environment
 from pentad.runtime.report import (
     Failure,
     describe_exit,
+    describe_hang,
     first_cause,
     read_failure,
     tail,
@@ -47,6 +48,10 @@ DUMP_S = 1.0
 """How long a stuck rank may take to write down its stack."""
 TERMINATE_S = 2.0
 """Between asking a rank to end and ending it."""
+START_S = 30.0
+"""How long a rank may take until it is first seen to run, at least."""
+LEAVE_S = 15.0
+"""After a signal: who is not seen to run for so long will not leave by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +65,9 @@ class LaunchSettings:
     timeout_s: float = 600.0
     """Longest wait in a collective, and for the group to come together."""
     stall_s: float | None = None
-    """A group in which no rank reports a step for this long is ended; None: never. Until the
-    first step it may take `timeout_s`, if that is longer."""
+    """A group is ended if for this long one of its processes is not seen to run, or nothing moves:
+    no rank reports a step, or where rank 0 leads, a call of all ranks does not get on. None: never.
+    Until the first step nothing may move for `timeout_s`, if that is longer."""
     stop_s: float = 120.0
     """How long ranks may take to leave after a signal, which is passed on to them; a second one
     ends them at once."""
@@ -132,6 +138,8 @@ class RankGroup:
         self.world = world
         self.settings = settings
         self.board = Board.make(folder / "board", world)
+        self.made_at = time.monotonic()
+        """Until a rank is seen to run its beat is the making of the board."""
         self.processes: list[RankProcess] = []
         self.copier: threading.Thread | None = None
         self.signals: list[int] = []
@@ -148,6 +156,7 @@ class RankGroup:
             job = {
                 "target": target,
                 "payload": payload,
+                "log_folder": str(self.log_folder.absolute()),
                 "parent": os.getpid(),
                 "path": [entry for entry in sys.path if entry],
                 "group": secrets.token_hex(8),
@@ -170,7 +179,8 @@ class RankGroup:
             port=listener.getsockname()[1],
             deterministic=self.settings.deterministic,
         )
-        with self.log(rank).open("wb") as log:
+        self.log(rank).write_bytes(b"")
+        with self.log(rank).open("ab") as log:  # its stacks are appended too
             # Rank 0 draws on our own terminal; what it complains about is shown and kept.
             is_first = rank == 0
             popen = subprocess.Popen(
@@ -202,8 +212,8 @@ class RankGroup:
                 raise self._explain(self._gather())
             if all(code == 0 for code in codes):
                 return [self._result(rank) for rank in range(self.world)]
-            if self._is_stalled():
-                raise self._explain(self._stuck("reported no step", range(self.world)))
+            if hung := self._find_hang(self.settings.stall_s):
+                raise self._explain(self._stuck(*hung))
             time.sleep(POLL_S)
 
     def _result(self, rank: int) -> Any:
@@ -212,14 +222,35 @@ class RankGroup:
             raise RunError(f"rank {rank} of {self.world} ended without a result")
         return json.loads(file.read_text(encoding="utf-8"))
 
-    def _is_stalled(self) -> bool:
-        if self.settings.stall_s is None:
-            return False
+    def _find_hang(self, silence_s: float | None) -> tuple[str, list[int]] | None:
+        """How it shows that ranks hang, and which; None if none does. `silence_s` is how long a
+        process may not be seen to run."""
+        now, limit = time.monotonic(), self.settings.stall_s
         seen = [self.board.read(rank) for rank in range(self.world)]
-        limit = self.settings.stall_s
-        if all(step is None for step, _ in seen):  # a model is read, a group comes together
+        running = [rank for rank in range(self.world) if self.processes[rank].is_running]
+        if silence_s is not None:
+            silent = []
+            for rank in running:
+                has_run = seen[rank].beat_at > self.made_at
+                allowed = silence_s if has_run else max(silence_s, START_S)
+                if now - seen[rank].beat_at > allowed:
+                    silent.append(rank)
+            if silent:
+                return "does not run", silent
+        if limit is None:
+            return None
+        if all(one.step is None for one in seen):  # a model is read, a group comes together
             limit = max(limit, self.settings.timeout_s)
-        return time.monotonic() - max(at for _, at in seen) > limit
+        if not self.settings.is_led:
+            is_still = now - max(one.step_at for one in seen) > limit
+            return ("reported no step", running) if is_still else None
+        moves = [one.moved_at for one in seen if one.moved_at is not None]
+        if not moves or now - max(moves) <= limit:
+            return None
+        last = max(one.call for one in seen)
+        behind = [rank for rank in running if seen[rank].call < last]
+        within = [rank for rank in running if seen[rank].moved_at is not None]
+        return "does not get on with what all ranks do", behind or within
 
     def _gather(self) -> list[Failure]:
         """All failures, after those that belong to the first had time to show."""
@@ -245,24 +276,27 @@ class RankGroup:
         reported = read_failure(self.folder / f"failure-{rank}.json")
         if reported is not None:
             return reported
-        step, at = self.board.read(rank)
+        entry = self.board.read(rank)
         if rank == 0 and self.copier is not None:
             self.copier.join(DUMP_S)  # its last words may still be in the pipe
-        return Failure(rank, step, "died", describe_exit(code), at, lines=tail(self.log(rank)))
+        lines, at = tail(self.log(rank)), entry.step_at
+        return Failure(rank, entry.step, "died", describe_exit(code), at, lines=lines)
 
-    def _stuck(self, verb: str, ranks: range | list[int]) -> list[Failure]:
-        """What the given ranks are doing; of those, the ones that lag behind come first."""
-        for rank in ranks:
-            self.processes[rank].send(signal.SIGUSR1)
+    def _stuck(self, verb: str, ranks: list[int]) -> list[Failure]:
+        """What the given ranks are doing; of those, the ones that lag behind come first. All write
+        down their stacks, since it shows there who waits for whom."""
+        for process in self.processes:
+            process.send(signal.SIGUSR1)
         time.sleep(DUMP_S)
         found = []
         for rank in ranks:
-            step, at = self.board.read(rank)
-            waited = time.monotonic() - at
-            message = f"{verb}, its last step began {waited:.0f} s ago"
-            message += " (it is stopped)" if self.processes[rank].is_stopped else ""
-            order = -1.0 if step is None else float(step)
-            found.append(Failure(rank, step, "stuck", message, order, lines=tail(self.log(rank))))
+            entry = self.board.read(rank)
+            waited = time.monotonic() - entry.step_at
+            is_stopped = self.processes[rank].is_stopped
+            message = describe_hang(verb, entry.step, waited, is_stopped=is_stopped)
+            order = -1.0 if entry.step is None else float(entry.step)
+            lines = tail(self.log(rank))
+            found.append(Failure(rank, entry.step, "stuck", message, order, lines=lines))
         return found
 
     def _explain(self, failures: list[Failure]) -> Exception:
@@ -294,6 +328,8 @@ class RankGroup:
             if is_led and any(process.code not in (None, 0) for process in self.processes):
                 self._wait(FOLLOW_S)
                 break
+            if is_led and (hung := self._find_hang(min(LEAVE_S, self.settings.stall_s or LEAVE_S))):
+                raise self._explain(self._stuck(*hung))
             time.sleep(POLL_S)
         if all(process.code == 0 for process in self.processes):
             return [self._result(rank) for rank in range(self.world)]
@@ -313,7 +349,7 @@ class RankGroup:
 
     def _cut_short(self, number: int) -> RunError:
         """Of a run that did not leave after the first signal, and whose steps are lost."""
-        name, (step, _) = signal.Signals(number).name, self.board.read(0)
+        name, step = signal.Signals(number).name, self.board.read(0).step
         when = "before the first step" if step is None else f"in step {step}"
         halted = [f"{n}" for n, process in enumerate(self.processes) if process.is_stopped]
         why = f"; held up by SIGSTOP: rank {', '.join(halted)} of {self.world}" if halted else ""

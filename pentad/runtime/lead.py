@@ -119,8 +119,9 @@ class Lead:
         with self.lock:
             self.caller = threading.get_ident()
             try:
-                self.channel.send(message)
-                yield
+                with self.rank.calling():
+                    self.channel.send(message)
+                    yield
             except BaseException:
                 self.is_torn = True
                 raise
@@ -231,19 +232,27 @@ def _follow(channel: Channel, rank: Rank, device: torch.device) -> None:
             kind, *what = channel.receive()
         except RuntimeError as error:
             raise RunError(f"connection closed: rank 0 is gone ({error})") from error
-        if kind == BUILD:
-            name, build, args, kwargs = what
-            learners[name] = build(*args, device=device, **kwargs)
-        elif kind == CALL:
-            name, deed = what
-            deed(learners[name])
-        elif kind == ITERATE:
-            (name,) = what
-            drain(learners[name].iter_weights())
-        elif kind == REPORT:
-            rank.report(*what)
-        else:
+        if kind == STOP:
             (is_whole,) = what
             if not is_whole:  # rank 0 says why, and does not come to the end where ranks meet
                 raise SystemExit(0)
             return
+        with rank.calling():
+            _answer(kind, what, learners, rank, device)
+
+
+def _answer(
+    kind: int, what: list[Any], learners: dict[str, Learner], rank: Rank, device: torch.device
+) -> None:
+    """Does one thing that rank 0 does too."""
+    if kind == BUILD:
+        name, build, args, kwargs = what
+        learners[name] = build(*args, device=device, **kwargs)
+    elif kind == CALL:
+        name, deed = what
+        deed(learners[name])
+    elif kind == ITERATE:
+        (name,) = what
+        drain(learners[name].iter_weights())
+    else:
+        rank.report(*what)

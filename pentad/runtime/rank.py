@@ -5,16 +5,32 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pentad.core.errors import Problem, UserError
 
-ENTRY = struct.Struct("=qd")
-"""Of one rank on the board: its step, and when it said so."""
+ENTRY = struct.Struct("=qdqdd")
+"""Of one rank on the board: its step and when it said so; the number of its last call on all ranks
+and when that last moved (0: it is done); when the process was last seen to run."""
+STEP, CALL, BEAT = (struct.Struct(form) for form in ("=qd", "=qd", "=d"))
 NO_STEP = -1
+BEAT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    step: int | None
+    """None before the first."""
+    step_at: float
+    call: int
+    moved_at: float | None
+    """When the call under way began or last moved; None when none is."""
+    beat_at: float
 
 
 class Board:
@@ -29,16 +45,24 @@ class Board:
 
     @classmethod
     def make(cls, path: Path, world: int) -> Board:
-        path.write_bytes(ENTRY.pack(NO_STEP, time.monotonic()) * world)
+        now = time.monotonic()
+        path.write_bytes(ENTRY.pack(NO_STEP, now, 0, 0.0, now) * world)
         return cls(path, world)
 
-    def write(self, rank: int, step: int) -> None:
-        ENTRY.pack_into(self.memory, rank * ENTRY.size, step, time.monotonic())
+    def write_step(self, rank: int, step: int) -> None:
+        STEP.pack_into(self.memory, rank * ENTRY.size, step, time.monotonic())
 
-    def read(self, rank: int) -> tuple[int | None, float]:
-        """(step, None before the first; when it was reported)."""
-        step, at = ENTRY.unpack_from(self.memory, rank * ENTRY.size)
-        return (None if step == NO_STEP else step), at
+    def write_call(self, rank: int, call: int, *, is_open: bool) -> None:
+        at = time.monotonic() if is_open else 0.0
+        CALL.pack_into(self.memory, rank * ENTRY.size + STEP.size, call, at)
+
+    def write_beat(self, rank: int) -> None:
+        offset = rank * ENTRY.size + STEP.size + CALL.size
+        BEAT.pack_into(self.memory, offset, time.monotonic())
+
+    def read(self, rank: int) -> Entry:
+        step, at, call, moved, beat = ENTRY.unpack_from(self.memory, rank * ENTRY.size)
+        return Entry(None if step == NO_STEP else step, at, call, moved or None, beat)
 
 
 @dataclass(slots=True)
@@ -51,15 +75,61 @@ class Rank:
     """Among the ranks of this machine: which of its devices is this rank's."""
     step: int | None = None
     board: Board | None = None
+    num_calls: int = 0
+
+    def start_beating(self) -> None:
+        """Shows from now on that this process runs, whatever its other threads wait for."""
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        assert self.board is not None, "the launcher gives it"
+        while True:
+            self.board.write_beat(self.rank)
+            time.sleep(BEAT_S)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Within, a call is made that all ranks make: the watcher compares where they stand."""
+        self.num_calls += 1
+        pulse.rank = self
+        self.moved()
+        try:
+            yield
+        finally:
+            pulse.rank = None
+            if self.board is not None:
+                self.board.write_call(self.rank, self.num_calls, is_open=False)
+
+    def moved(self) -> None:
+        if self.board is not None:
+            self.board.write_call(self.rank, self.num_calls, is_open=True)
 
     def report(self, step: int) -> None:
         """Says that work on `step` begins; a group that reports nothing for long is ended."""
         self.step = step
         if self.board is not None:
-            self.board.write(self.rank, step)
+            self.board.write_step(self.rank, step)
 
     def __str__(self) -> str:
         return name_rank(self.rank, self.world, self.step)
+
+
+class Pulse:
+    """Called where long work passes a mark (a microbatch, a tensor): it goes on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.rank: Rank | None = None
+        """Whose call is under way."""
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.rank is not None:
+            self.rank.moved()
+
+
+pulse = Pulse()
+"""Of this process."""
 
 
 def name_rank(rank: int, world: int, step: int | None) -> str:

@@ -115,6 +115,12 @@ def describe_exit(code: int) -> str:
     return text
 
 
+def describe_hang(verb: str, step: int | None, waited_s: float, *, is_stopped: bool) -> str:
+    """What its watcher sees of a rank that hangs."""
+    began = "it was started" if step is None else "its last step began"
+    return f"{verb}{' (it is stopped)' if is_stopped else ''}, {began} {waited_s:.0f} s ago"
+
+
 def tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
     """The last lines of a log, however long it is."""
     try:

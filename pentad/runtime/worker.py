@@ -68,12 +68,15 @@ def main(path: Path) -> int:
     die_with_parent(job["parent"])
     signal.signal(signal.SIGTERM, _leave)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     found = rank_from_environment()
     assert found is not None, "the launcher sets RANK and WORLD_SIZE"
     rank = found
     folder = path.parent
     rank.board = Board(folder / "board", rank.world)
+    rank.start_beating()
+    # Stacks go to the log alone; what rank 0 complains about is on the screen as well.
+    stacks = os.open(Path(job["log_folder"], f"rank-{rank.rank}.log"), os.O_WRONLY | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     sys.path[:0] = job["path"]
     try:
         result = call(load_target(job["target"]), rank, job["payload"], job)

@@ -268,7 +268,14 @@ class Assembly:
             rejection(self.checked.algorithm),
             max_groups=config.rollout.max_concurrent_groups,
         )
-        watchdog = Watchdog(state, warn_s=config.stall_warning_s, abort_s=config.stall_abort_s)
+        samplers = self.samplers.values()
+        watchdog = Watchdog(
+            state,
+            warn_s=config.stall_warning_s,
+            abort_s=config.stall_abort_s,
+            sampled=lambda: sum(sampler.stats()["tokens_drawn"] for sampler in samplers),
+            is_watched=self.lead.rank.board is not None,
+        )
         return Scheduler(state, rollout, train, publish, watchdog)
 
     def _after_step(self, trained: TrainedBatch) -> None:

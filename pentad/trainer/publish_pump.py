@@ -53,11 +53,13 @@ class PublishPump:
 
     async def _publish(self, snapshot: Snapshot) -> None:
         await self.turnstile.enter("rollout")
-        await self.publisher.publish(snapshot)
+        with self.state.doing(f"publishing version {snapshot.version}"):
+            await self.publisher.publish(snapshot)
         if not self.admit_after_eval:
             self._count(snapshot.version)
         if self.evaluator is not None and self.evaluator.is_due(snapshot.version):
-            await self.evaluator.evaluate(snapshot.version)
+            with self.state.doing(f"evaluation of version {snapshot.version}"):
+                await self.evaluator.evaluate(snapshot.version)
         if self.admit_after_eval:
             self._count(snapshot.version)
 

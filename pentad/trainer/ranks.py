@@ -73,6 +73,7 @@ def run_over_ranks(
     settings = LaunchSettings(
         device=device,
         deterministic=config.actor.archon.use_deterministic_algorithms,
+        stall_s=config.stall_abort_s,
         is_led=True,
     )
     target = f"{__name__}:run_rank"

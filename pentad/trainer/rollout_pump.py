@@ -85,7 +85,7 @@ class RolloutPump:
     def _why_idle(self) -> str:
         budget = self.state.budget
         if self.in_waves and self.running:
-            return f"{self.running} groups of the present wave to finish"
+            return f"{self.running} running groups to finish"
         if self.running >= self.max_groups:
             return f"one of {self.running} running groups to finish"
         return budget.closed_gate(budget.last_open_batch + 1) or "a free slot"

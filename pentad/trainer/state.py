@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pentad.data.ledger import Ledger
@@ -36,6 +37,17 @@ class RunState:
     """Set from outside (a signal) to end the run after the step in progress."""
     waiting: dict[str, str] = field(default_factory=dict)
     """What each pump waits for just now; the watchdog reads it out."""
+
+    working: list[str] = field(default_factory=list)
+    """What is being done just now that may take long by itself."""
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        self.working.append(what)
+        try:
+            yield
+        finally:
+            self.working.remove(what)
 
     def request_stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason

@@ -120,18 +120,19 @@ class TrainPump:
         """Trains one batch; None when the run was stopped before the batch was whole."""
         timer = PhaseTimer()
         groups: list[Group] = []
-        await self.thread.run(lambda: self.before_step(batch))
-        await self.thread.run(self.update.begin)
+        with self.state.doing(f"the start of step {batch + 1}"):
+            await self.thread.run(lambda: self.before_step(batch))
+            await self.thread.run(self.update.begin)
         async for chunk in self._chunks(batch, timer):
             groups += chunk
             last = len(groups) == self.state.budget.groups_per_batch
             await self.turnstile.enter("actor")
-            with timer.phase("train"):
+            with timer.phase("train"), self.state.doing(f"training of step {batch + 1}"):
                 await self.thread.run(lambda c=chunk, end=last: self.update.add(c, last=end))  # type: ignore[misc]
         if len(groups) < self.state.budget.groups_per_batch:
             self.state.ledger.release([group.gid for group in groups])
             return None
-        with timer.phase("train"):
+        with timer.phase("train"), self.state.doing(f"the update of step {batch + 1}"):
             result = await self.thread.run(self.update.finish)
         gids = [group.gid for group in groups]
         self.state.ledger.ack(gids)
@@ -149,7 +150,7 @@ class TrainPump:
             with timer.phase("rollout"):
                 await self.state.wait_for(
                     "train",
-                    f"slots {awaited.start} to {awaited.stop - 1} of batch {batch} to be ready",
+                    f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}",
                     lambda slots=awaited: ledger.are_ready(batch, slots),  # type: ignore[misc]
                 )
             if not ledger.are_ready(batch, awaited):
@@ -176,11 +177,13 @@ class TrainPump:
             await self.thread.run(lambda: self.learner.save_tag("ref"))
         with trained.timer.phase("publish"):
             copy = self.placement.copies_snapshots
-            snapshot = await self.thread.run(
-                lambda: take_snapshot(version, self.learner.iter_weights(), copy=copy)
-            )
+            with self.state.doing(f"the copy of version {version}"):
+                snapshot = await self.thread.run(
+                    lambda: take_snapshot(version, self.learner.iter_weights(), copy=copy)
+                )
             self.publish.submit(snapshot)
             if self.placement.takes_turns:
                 await self.publish.wait_published(version)
-        await self.thread.run(lambda: self.after_step(trained))
+        with self.state.doing(f"saving and recording step {version}"):
+            await self.thread.run(lambda: self.after_step(trained))
         self.state.changed.notify()

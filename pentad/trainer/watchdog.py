@@ -1,4 +1,8 @@
-"""The watchdog: when nothing moves, it names what is stuck, since when, behind which gate."""
+"""The watchdog: when nothing moves, it names what is stuck, since when, behind which gate.
+
+Work that takes long (a training step, an evaluation, long answers) is no stall: it is named in the
+log, and a warning comes only where nothing works. The abort comes in any case.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 from pentad.core.errors import RunError
+from pentad.runtime.rank import pulse
 from pentad.trainer.state import RunState
 
 log = logging.getLogger(__name__)
 
+LAUNCHER_S = 30.0
+"""How much longer than the launcher the watchdog waits for a call of all ranks."""
+
 
 class Watchdog:
     """Warns after `warn_s` without progress, and again each time that long; ends the run after
-    `abort_s`. Progress is a change of what was committed, dropped, trained or published."""
+    `abort_s`. Progress is a change of what was committed, dropped, trained or published, or a
+    sign of work: a microbatch, a tensor, a token drawn."""
 
     def __init__(
         self,
@@ -28,11 +37,17 @@ class Watchdog:
         *,
         warn_s: float,
         abort_s: float,
+        sampled: Callable[[], float] = float,
+        is_watched: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.warn_s = warn_s
         self.abort_s = abort_s
+        self.sampled = sampled
+        """Tokens that samplers have drawn so far."""
+        self.is_watched = is_watched
+        """Whether a launcher watches learners over several ranks, and names the rank that hangs."""
         self.clock = clock
         self.last_progress: tuple[object, ...] = ()
         self.last_change = clock()
@@ -89,23 +104,26 @@ class Watchdog:
             self.last_progress, self.last_change, self.last_warning = progress, now, now
             return
         stalled_s = now - self.last_change
-        if stalled_s >= self.abort_s:
+        working = self.state.working
+        if stalled_s >= self.abort_s + (LAUNCHER_S if working and self.is_watched else 0.0):
             raise RunError(f"no progress for {stalled_s:.0f} s: {self.report()}")
         if now - self.last_warning >= self.warn_s:
             self.last_warning = now
-            log.warning("batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
+            level = logging.INFO if working else logging.WARNING
+            log.log(level, "batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
 
     def report(self) -> str:
-        """What each pump waits for and which groups have not ended."""
+        """What works, what each pump waits for, and which groups have not ended."""
         ledger = self.state.ledger
-        waits = [f"{pump} waits for {what}" for pump, what in sorted(self.state.waiting.items())]
+        waits = [f"{what} is under way" for what in self.state.working]
+        waits += [f"{pump} waits for {what}" for pump, what in sorted(self.state.waiting.items())]
         running = ledger.gids_in("running")
         if running:
             waits.append(
                 f"{len(running)} groups running, oldest gid {running[0]}"
                 + (f", newest {running[-1]}" if len(running) > 1 else "")
             )
-        return "; ".join(waits) or "no pump waits: a generation or an update is taking this long"
+        return "; ".join(waits) or "nothing is under way and nothing waits"
 
     @property
     def _batch(self) -> int:
@@ -113,7 +131,7 @@ class Watchdog:
 
     def _progress(self) -> tuple[object, ...]:
         budget, funnel = self.state.budget, self.state.ledger.funnel()
-        return (budget.trained, budget.published, funnel)
+        return (budget.trained, budget.published, funnel, pulse.count, self.sampled())
 
 
 def held_loop(held_s: float, frame: FrameType | None) -> str:

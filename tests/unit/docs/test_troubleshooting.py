@@ -29,7 +29,7 @@ from pentad.rollout.failures import DataFailure
 from pentad.rollout.rewards import wanted_parameters
 from pentad.rollout.sandbox import Signature
 from pentad.runtime.rank import name_rank
-from pentad.runtime.report import describe_exit
+from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.budget import Budget
@@ -145,6 +145,7 @@ def failures(caplog):
     yield f"group 12 dropped: {DataFailure('reward_timeout', 'longer than 10 s')}"
     yield empty_batch()
     yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
+    yield f"{name_rank(1, 2, 3)}: {describe_hang('does not run', 3, 1812.0, is_stopped=True)}"
     yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT)))
     yield end(stop_before_steps)
     yield hold_the_loop()
@@ -172,7 +173,7 @@ def stall(caplog):
     state = RunState(ledger, Store(), Budget(2, max_staleness=0, num_batches=9))
     for _ in range(2):
         ledger.start(ledger.admit(0))
-    state.waiting["train"] = "slots 0 to 1 of batch 0 to be ready"
+    state.waiting["train"] = "groups 0 to 1 of batch 0"
     watchdog = Watchdog(state, warn_s=60, abort_s=1800, clock=lambda: now[0])
     watchdog.look()
     now[0] = 60.0

@@ -200,7 +200,8 @@ def test_what_ranks_say_after_a_signal_counts(tmp_path, number, is_sorry):
     main.send_signal(number)
     out, _ = main.communicate(timeout=30)
     if is_sorry:  # both say it, so no rank is named
-        sentence = f"RunError: stopped by signal {int(number)}, what was trained is saved\n"
+        kind = "Interrupted" if number == signal.SIGINT else "RunError"
+        sentence = f"{kind}: stopped by signal {int(number)}, what was trained is saved\n"
         assert (main.returncode, out) == (1, sentence)
     else:
         assert (main.returncode, out) == (0, f"[{int(number)}, {int(number)}]\n")
