@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pentad.config import algorithm_rules, megatron_rules, needs
 from pentad.config.model_rules import check_layout
 from pentad.config.plan import DeviceKind
-from pentad.config.resolve import are_apart, parsed_allocation, pipeline_size
+from pentad.config.resolve import are_apart, num_running, parsed_allocation, pipeline_size
 from pentad.config.rule import Command, Rule, Rules
 from pentad.config.rules import known_dims, samples
 from pentad.config.schema import GROUP_RELATIVE, WITH_CRITIC, Config, ModelConfig
@@ -292,7 +292,7 @@ def someone_computes_advantages(config: Config) -> Problem | None:
 
 @RULES.add("rollout.max_batch_tokens", "rollout.max_running")
 def every_running_sequence_gets_its_token(config: Config) -> Problem | None:
-    tokens, running = config.rollout.max_batch_tokens, config.rollout.max_running
+    tokens, running = config.rollout.max_batch_tokens, num_running(config)
     if tokens >= running:
         return None
     rule = f"each of rollout.max_running = {running} sequences needs one token a step"

@@ -25,6 +25,7 @@ from pentad.config.memory import (
     sampler_weights,
     training_phases,
 )
+from pentad.config.resolve import num_running
 from pentad.config.rules import Case, cases, rows_per_step
 from pentad.config.schema import WITH_CRITIC, ArchonConfig, Config, ModelConfig
 from pentad.core.dims import ModelDims
@@ -385,7 +386,7 @@ def plan_sampler(
         pp=component.size("p"),
         weight_bytes=compute_bytes(config.actor, device.kind),
         sequence_tokens=batch.sequence_tokens,
-        num_sequences=min(config.rollout.max_running, math.ceil(batch.samples / replicas)),
+        num_sequences=min(num_running(config), math.ceil(batch.samples / replicas)),
         kv_cache_bytes=None if given is None else int(given * GIB),
         device=device.kind,
     )
@@ -406,7 +407,7 @@ def embedded_cache(
     sampling: Sampling, near: list[TrainPlan], config: Config, device: Device
 ) -> float:
     """What the engine takes where no size is given: all it can use, within its share."""
-    wanted = kv_token_bytes(sampling) * config.rollout.max_running * sampling.dims.max_position
+    wanted = kv_token_bytes(sampling) * num_running(config) * sampling.dims.max_position
     if device.kind == "cpu":
         return min(wanted, EMBEDDED_CPU_BYTES)
     # It is built when weights are loaded and the optimizer has no state yet.

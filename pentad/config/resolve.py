@@ -84,6 +84,23 @@ def are_apart(config: Config) -> bool | None:
     return not allocation.shares_devices(rollout, actor)
 
 
+def num_running(config: Config) -> int:
+    """Sequences that one sampler decodes together: what it is given at once, within bounds.
+
+    Fewer would wait for a place and be prefilled beside others' decoding, which runs without
+    captured graphs; more make room for logits (rows x vocabulary) that no load here needs.
+    """
+    if config.rollout.max_running is not None:
+        return config.rollout.max_running
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    groups = config.rollout.max_concurrent_groups
+    groups = groups or config.train_dataset.batch_size * (config.max_staleness + 1)
+    replicas = rollout.size("d") if rollout else 1
+    wanted = max(256, min(1024, -(-groups * config.gconfig.n_samples // replicas)))
+    return min(wanted, config.rollout.max_batch_tokens)
+
+
 def pipeline_size(config: Config, role: str) -> int:
     """Pipeline ranks of a role; a critic without devices of its own stands on the actor's."""
     allocation = parsed_allocation(config)

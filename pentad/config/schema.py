@@ -423,8 +423,9 @@ class RolloutConfig(Section):
     """Attempts after the first before a failing group is dropped and counted."""
     max_batch_tokens: Count = 8192
     """Most tokens the sampler runs in one forward pass; `max_running` where that is more."""
-    max_running: Annotated[int, Field(ge=1, le=1000000)] = 256
-    """Most sequences decoded together."""
+    max_running: Annotated[int, Field(ge=1, le=1000000)] | None = None
+    """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
+    256 and at most 1024; what does not fit the key-value cache waits."""
     kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Memory of the key-value cache. null: derived from what is free."""
     on_update: Literal["continue", "reprefill"] = "continue"

@@ -1,9 +1,9 @@
 """Causal attention over packed sequences: a token sees its own sequence up to itself, nothing else.
 
-Three ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by
-side and uses SDPA (any device, any dtype); `VarlenAttend` is torch's flash kernel over the packed
-tokens (CUDA, 16 bit); `EqualAttend` is cuDNN's kernel for sequences of one length, about twice as
-fast (Hopper and later).
+Ways that give the same numbers: `PaddedAttend` lays sequences of similar length side by side and
+uses SDPA (any device, any dtype); `VarlenAttend` is a flash kernel over the packed tokens (CUDA, 16
+bit): FlashAttention-4 where it is installed (Hopper and later, about twice as fast), else torch's;
+`EqualAttend` is cuDNN's kernel for sequences of one length (Hopper and later).
 
 Shapes: T packed tokens, P padded slots, S sequences, L length, H query heads, K key-value heads,
 d head width.
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pentad.ops import flash4
 
 try:  # torch is built without it on some platforms
     from torch.nn.attention.varlen import varlen_attn
@@ -44,9 +46,10 @@ def build_attend(
     lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> PaddedAttend | VarlenAttend | EqualAttend:
     """The fastest attention that honours the boundaries on this device, dtype and head width."""
-    if not has_varlen_attention(device, dtype, head_dim):
+    is_flash4 = flash4.takes(dtype, head_dim) and flash4.has_flash4(device)
+    if not is_flash4 and not has_varlen_attention(device, dtype, head_dim):
         return PaddedAttend(lengths, device=device)
-    packed = VarlenAttend(lengths, device=device)
+    packed = VarlenAttend(lengths, device=device, is_flash4=is_flash4)
     is_equal = len(set(lengths)) == 1 and lengths[0] % CUDNN_STEP == 0
     if is_equal and has_cudnn_attention(device, head_dim):
         return EqualAttend(lengths, packed)
@@ -201,9 +204,12 @@ def _unpad(x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
 
 
 class VarlenAttend:
-    """Packed attention by torch's variable-length flash kernel."""
+    """Packed attention by a variable-length flash kernel: torch's, or FlashAttention-4."""
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, device: torch.device, is_flash4: bool = False
+    ) -> None:
+        self.is_flash4 = is_flash4
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
         self.bounds_S = bounds.to(device, non_blocking=True)
@@ -214,12 +220,17 @@ class VarlenAttend:
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: Window = None
     ) -> Tensor:
+        if self.is_flash4:
+            result: Tensor = flash4.flash4(
+                q_THd, k_TKd, v_TKd, self.bounds_S, self.max_length, window or 0
+            )[0]
+            return result
         # The kernel counts the tokens to the left, without the token itself.
         left = -1 if window is None else window - 1
         options: dict[str, Any] = {"window_size": (left, 0)}
         if q_THd.shape[1] != k_TKd.shape[1] and "enable_gqa" in VARLEN_OPTIONS:
             options["enable_gqa"] = True  # earlier versions take fewer key-value heads as they are
-        result = varlen_attn(
+        packed = varlen_attn(
             q_THd,
             k_TKd,
             v_TKd,
@@ -229,8 +240,8 @@ class VarlenAttend:
             self.max_length,
             **options,
         )
-        assert isinstance(result, Tensor), "only one result was asked for"
-        return result
+        assert isinstance(packed, Tensor), "only one result was asked for"
+        return packed
 
 
 class EqualAttend:

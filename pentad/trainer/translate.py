@@ -8,6 +8,7 @@ import torch
 
 from pentad.config.memory import default_microbatch_tokens
 from pentad.config.plan import reshards
+from pentad.config.resolve import num_running
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
@@ -159,8 +160,8 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
     rollout = config.rollout
     kv_bytes = None if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * 2**30)
     return SamplerSettings(
-        max_running=rollout.max_running,
-        max_batch_tokens=max(rollout.max_batch_tokens, rollout.max_running),
+        max_running=num_running(config),
+        max_batch_tokens=max(rollout.max_batch_tokens, num_running(config)),
         max_context=dims.max_position,
         kv_cache_bytes=kv_bytes,
         on_update=rollout.on_update,

@@ -385,7 +385,7 @@ BROKEN = [
     (
         "every_running_sequence_gets_its_token",
         "train",
-        ["rollout.max_batch_tokens=100"],
+        ["rollout.max_batch_tokens=100", "rollout.max_running=256"],
         "rollout.max_batch_tokens = 100",
         "rollout.max_running = 256",
     ),

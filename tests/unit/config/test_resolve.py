@@ -1,7 +1,7 @@
 import pytest
 
 from pentad.config.load import dump_config, load_config, prepare
-from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
+from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, num_running, resolve
 
 MODEL = "actor.path=Qwen/Qwen3-8B"
 
@@ -192,3 +192,29 @@ def test_a_column_of_text_takes_the_place_of_messages_and_stays_in_the_template(
     assert len(notes) == 1
     valid, _ = held_out("train_dataset.prompt_key=q", "valid_dataset.messages_key=chat")
     assert (valid.messages_key, valid.prompt_key) == ("chat", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 256),
+        (["train_dataset.batch_size=64", "gconfig.n_samples=16"], 1024),
+        (["train_dataset.batch_size=40", "gconfig.n_samples=16"], 640),
+        (["train_dataset.batch_size=512", "gconfig.n_samples=16"], 1024),
+        (["train_dataset.batch_size=64", "gconfig.n_samples=16", "rollout.max_running=32"], 32),
+        (
+            ["train_dataset.batch_size=64", "gconfig.n_samples=16", "rollout.max_batch_tokens=300"],
+            300,
+        ),
+        (
+            [
+                "train_dataset.batch_size=64",
+                "gconfig.n_samples=16",
+                "rollout.max_concurrent_groups=20",
+            ],
+            320,
+        ),
+    ],
+)
+def test_a_sampler_decodes_what_it_is_given_at_once(overrides, expected):
+    assert num_running(resolved(*overrides)[0]) == expected

@@ -17,8 +17,9 @@ from pentad.ops.attention import (
     plan_buckets,
     reference_attention,
 )
+from pentad.ops.flash4 import has_flash4
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RAGGED = [5, 1, 40, 38, 7, 7, 2]
 
 
@@ -159,3 +160,27 @@ def test_the_flash_kernel_equals_the_reference(kv_heads, window):
     for mine, true in zip((q16.grad, k16.grad, v16.grad), grads, strict=True):
         assert mine is not None and true is not None
         assert (mine.double() - true).norm() < 2e-2 * true.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_flash4(CUDA), reason="needs flash-attn-4 and a Hopper GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 3, 100, 1000])
+def test_flash_attention_4_equals_the_reference(kv_heads, window, head_dim, compiled):
+    lengths = [1, 700, 129, 2, 64, 333]
+    q, k, v = (
+        x.detach().to(CUDA, torch.bfloat16).requires_grad_()
+        for x in qkv(sum(lengths), kv_heads=kv_heads, width=head_dim)
+    )
+    attend = build_attend(lengths, device=CUDA, dtype=torch.bfloat16, head_dim=head_dim)
+    assert isinstance(attend, VarlenAttend) and attend.is_flash4
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    plain = reference_attention(*exact, lengths, window)
+    wanted = torch.autograd.grad(plain.square().sum(), exact)
+    run = torch.compile(attend, fullgraph=True) if compiled else attend
+    ours = run(0, q, k, v, window)
+    found = torch.autograd.grad(ours.double().square().sum(), (q, k, v))
+    for mine, true in zip((ours, *found), (plain, *wanted), strict=True):
+        assert (mine.double() - true).norm() < 1e-2 * true.norm()  # bf16 has 8 bits

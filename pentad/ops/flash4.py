@@ -1,0 +1,148 @@
+"""FlashAttention-4 over packed sequences, as an operation that torch can trace and differentiate.
+
+The package `flash-attn-4` (extra `fa4`) compiles its kernels on first use. Its own autograd
+function is opaque to torch.compile, and the registration that torch ships expects another number
+of results, so forward and backward are two operations of our own around its kernels.
+
+Shapes: T packed tokens, H query heads, K key-value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+MAX_HEAD_DIM = 256
+
+
+@cache
+def kernels() -> ModuleType:
+    """Takes seconds: the package brings a compiler."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@cache
+def has_flash4(device: torch.device) -> bool:
+    """Whether the package is installed and has kernels for this GPU (Hopper and later)."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:  # no flash_attn at all
+        return False
+
+
+def takes(dtype: torch.dtype, head_dim: int) -> bool:
+    is_narrow = dtype in (torch.bfloat16, torch.float16)
+    return is_narrow and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
+
+
+def _mask(window: int) -> dict[str, Any]:
+    """`window` counts the tokens that a token may see, itself included; 0: all before it."""
+    if window == 0:
+        return {"causal": True}
+    return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
+
+
+def _bounds(bounds_S: Tensor, max_length: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": bounds_S,
+        "cu_seqlens_k": bounds_S,
+        "max_seqlen_q": max_length,
+        "max_seqlen_k": max_length,
+    }
+
+
+@torch.library.custom_op("pentad::flash4", mutates_args=(), device_types="cuda")
+def flash4(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention and, for its gradient, the log-sum-exp of every query."""
+    out_THd, lse_HT, *_ = kernels()._flash_attn_fwd(
+        q_THd,
+        k_TKd,
+        v_TKd,
+        return_lse=True,
+        **_mask(window),
+        **_bounds(bounds_S, max_length),
+    )
+    return out_THd, lse_HT
+
+
+@flash4.register_fake
+def _(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, _ = q_THd.shape
+    lse_HT = q_THd.new_empty((num_heads, num_tokens), dtype=torch.float32)
+    return q_THd.new_empty(q_THd.shape), lse_HT
+
+
+@torch.library.custom_op("pentad::flash4_backward", mutates_args=(), device_types="cuda")
+def flash4_backward(
+    grad_THd: Tensor,
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    out_THd: Tensor,
+    lse_HT: Tensor,
+    bounds_S: Tensor,
+    max_length: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_THd, dk_TKd, dv_TKd = kernels()._flash_attn_bwd(
+        q_THd,
+        k_TKd,
+        v_TKd,
+        out_THd,
+        grad_THd,
+        lse_HT,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_mask(window),
+        **_bounds(bounds_S, max_length),
+    )
+    return dq_THd, dk_TKd, dv_TKd
+
+
+@flash4_backward.register_fake
+def _(
+    grad_THd: Tensor,
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    out_THd: Tensor,
+    lse_HT: Tensor,
+    bounds_S: Tensor,
+    max_length: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        q_THd.new_empty(q_THd.shape),
+        k_TKd.new_empty(k_TKd.shape),
+        v_TKd.new_empty(v_TKd.shape),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_THd, k_TKd, v_TKd, bounds_S, ctx.max_length, ctx.window = inputs
+    ctx.save_for_backward(q_THd, k_TKd, v_TKd, *output, bounds_S)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_THd: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_THd is None:
+        return (None,) * 6
+    grads = flash4_backward(grad_THd.contiguous(), *ctx.saved_tensors, ctx.max_length, ctx.window)
+    return (*grads, None, None, None)
+
+
+flash4.register_autograd(_backward, setup_context=_save)
