@@ -10,21 +10,22 @@ import json as jsonlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import pentad
-from pentad.cli import bench_kernels, bench_train
+from pentad.cli import bench_kernels, bench_rl, bench_train
 from pentad.cli.bench_kernels import Figure, Line
+from pentad.cli.bench_rl import RlCase
 from pentad.cli.bench_train import Case, Measured
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.telemetry import host
 
-PARTS = ("train", "router", "mixture", "head")
+PARTS = ("rl", "train", "router", "mixture", "head")
 NEEDS_GPU = ("router", "mixture")
 MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
 """By unit."""
@@ -123,7 +124,9 @@ def run_bench(
     torch.manual_seed(0)
     wanted = parts or [part for part in PARTS if chosen.type == "cuda" or part not in NEEDS_GPU]
     for part in wanted:
-        if part == "train":
+        if part == "rl":
+            show_rl(report, chosen, models, num_steps)
+        elif part == "train":
             show_training(report, chosen, models, num_steps)
         elif part == "router":
             title = "Router, device time in a CUDA graph, without the gate's product"
@@ -185,14 +188,37 @@ def slug(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 
-def show_training(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
-    cases = bench_train.gpu_cases() if device.type == "cuda" else bench_train.cpu_cases()
+T = TypeVar("T", Case, RlCase)
+
+
+def named(cases: list[T], models: list[str], device: torch.device) -> list[T]:
+    """Those with one of these in the name of their model; all if none is given."""
     names = list(dict.fromkeys(case.model for case in cases))
     unknown = [m for m in models if not any(m in name for name in names)]
     if unknown:
         rule = f"no case has such a name on {device.type}"
         raise UserError(Problem(f"models = {' '.join(unknown)}", rule, f"use {', '.join(names)}"))
-    cases = [case for case in cases if not models or any(m in case.model for m in models)]
+    return [case for case in cases if not models or any(m in case.model for m in models)]
+
+
+def show_rl(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
+    cases = bench_rl.gpu_cases() if device.type == "cuda" else bench_rl.cpu_cases()
+    for case in named(cases, models, device):
+        found = bench_rl.measure(case, device, num_steps)
+        better = report.add(f"rl {case.name}", found.tokens_per_s, "tok/s")
+        phases = {name: f"{ms:.0f}" for name, ms in found.phases_ms.items()}
+        peak = "" if found.peak_gib is None else f"{found.peak_gib:.1f}"
+        names = ["step ms", "slowest", *phases, "tok/s", "rollout tok/s", "idle", "peak GiB"]
+        row = [f"{found.wall_ms:.0f}", f"{found.slowest_ms:.0f}", *phases.values()]
+        row += [f"{found.tokens_per_s:,.0f}", f"{found.rollout_tokens_per_s:,.0f}"]
+        row += [percent(found.idle_share), peak, f"{found.first_step_s:.1f}", better]
+        title = f"GRPO step, {case.name}, at most {case.max_new_tokens}"
+        report.show(title, [*names, "first step s", "baseline"], [row])
+
+
+def show_training(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
+    all_cases = bench_train.gpu_cases() if device.type == "cuda" else bench_train.cpu_cases()
+    cases = named(all_cases, models, device)
     for model in dict.fromkeys(case.model for case in cases):
         show_model(report, device, [case for case in cases if case.model == model], num_steps)
 

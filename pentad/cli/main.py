@@ -359,7 +359,7 @@ def verify_parallel(
 @reporting
 def bench(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="train, router, mixture, head; all if none.")
+        list[str] | None, typer.Argument(help="rl, train, router, mixture, head; all if none.")
     ] = None,
     models: Annotated[
         list[str] | None, typer.Option(help="Of the training cases, those with this in the name.")
@@ -374,7 +374,8 @@ def bench(
 ) -> None:
     """Measure speed and memory here, beside transformers and earlier figures.
 
-    On a GPU: training of Qwen3 models, router, mixture, log-probs. On a CPU: small cases.
+    On a GPU: whole RL steps and training of Qwen3 models, router, mixture, log-probs. On a CPU:
+    small cases.
     """
     from pentad.cli.bench import run_bench
 

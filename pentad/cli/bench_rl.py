@@ -1,0 +1,217 @@
+"""What `pentad bench` measures of whole RL steps: GRPO as `pentad train` runs it, by phase.
+
+A case is a model config with random weights, a byte tokenizer, sorting prompts, a reward function
+in a file as a user writes one, and defaults for everything else. Random weights draw tokens almost
+evenly, so a set of stop ids makes answers end by chance: their lengths are geometric, ragged as
+those of real runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_MOE_SLICE, TOY
+from pentad.config.load import prepare
+from pentad.data.toy import write_byte_model, write_task
+from pentad.trainer.assemble import run_train
+
+SMOLLM2_135M: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+}
+REWARD = '''\
+def score(completion: str, ids: list[int]) -> float:
+    """Anything that differs between answers."""
+    return (sum(ids) % 97) / 97
+'''
+NUM_WARM = 3
+"""Steps that are not counted: compilation, captured graphs, the first allocations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlCase:
+    model: str
+    config: dict[str, Any]
+    num_prompts: int
+    num_samples: int
+    mean_length: int
+    """Of answers that the length limit does not cut."""
+    max_new_tokens: int
+
+    @property
+    def name(self) -> str:
+        load = f"{self.num_prompts} x {self.num_samples} answers"
+        return f"{self.model}, {load} of about {self.mean_length} tokens"
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """One of `mean_length` ids ends an answer; the byte tokenizer's own stay out of it."""
+        step = self.mean_length
+        return list(range(300 + step, self.config["vocab_size"], step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlMeasured:
+    case: RlCase
+    wall_ms: float
+    """Of one step, the median of the counted ones."""
+    slowest_ms: float
+    phases_ms: dict[str, float]
+    tokens_per_s: float
+    """Sampled tokens over wall clock: what a user waits for."""
+    rollout_tokens_per_s: float
+    peak_gib: float | None
+    idle_share: float | None
+    """Of the device, over the counted steps; None on a CPU."""
+    first_step_s: float
+
+
+def gpu_cases() -> list[RlCase]:
+    size: dict[str, Any] = {"num_samples": 16}
+    return [
+        RlCase(
+            model="SmolLM2-135M",
+            config=SMOLLM2_135M,
+            num_prompts=64,
+            mean_length=30,
+            max_new_tokens=64,
+            **size,
+        ),
+        RlCase(
+            model="Qwen3-0.6B",
+            config=QWEN3_0_6B,
+            num_prompts=32,
+            mean_length=400,
+            max_new_tokens=1024,
+            **size,
+        ),
+        RlCase(
+            model="Qwen3-30B-A3B, 8 layers",
+            config=QWEN3_MOE_SLICE,
+            num_prompts=16,
+            mean_length=200,
+            max_new_tokens=512,
+            **size,
+        ),
+    ]
+
+
+def cpu_cases() -> list[RlCase]:
+    return [
+        RlCase(
+            model="toy dense",
+            config=TOY,
+            num_prompts=8,
+            num_samples=8,
+            mean_length=16,
+            max_new_tokens=32,
+        )
+    ]
+
+
+def measure(case: RlCase, device: torch.device, num_steps: int, *extra: str) -> RlMeasured:
+    """Runs the case in a folder of its own; `extra` are overrides of the recipe."""
+    total = NUM_WARM + num_steps
+    with TemporaryDirectory(prefix="pentad-bench-") as folder:
+        config, notes = prepare(write_recipe(case, Path(folder), total), list(extra), "train")
+        is_cuda = device.type == "cuda"
+        with (
+            redirect_stdout(StringIO()),
+            profile(activities=[ProfilerActivity.CUDA]) if is_cuda else _Nothing() as profiler,
+        ):
+            summary = run_train(config, notes, device=str(device))
+        lines = (summary.records / "steps.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+    counted = records[NUM_WARM:]
+    begin_us = 1e6 * (records[NUM_WARM - 1]["time_s"])
+    idle = idle_share(profiler, begin_us, 1e6 * records[-1]["time_s"]) if is_cuda else None
+    drawn = [r["num_samples"] * r["rl"]["length_mean"] for r in counted]
+    walls = [r["wall_clock_ms"] for r in counted]
+    rollout = [r["phases"]["rollout"] for r in counted]
+    peak = counted[-1]["memory"]["peak_allocated_gb"] if is_cuda else None
+    return RlMeasured(
+        case=case,
+        wall_ms=statistics.median(walls),
+        slowest_ms=max(walls),
+        phases_ms={
+            name: statistics.median(r["phases"].get(name, 0.0) for r in counted)
+            for name in counted[-1]["phases"]
+        },
+        tokens_per_s=1e3 * sum(drawn) / sum(walls),
+        rollout_tokens_per_s=1e3 * sum(drawn) / sum(rollout),
+        peak_gib=peak,
+        idle_share=idle,
+        first_step_s=records[0]["wall_clock_ms"] / 1e3,
+    )
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
+    """A folder of a model, prompts and a reward, and the recipe over them."""
+    model = folder / "model"
+    write_byte_model(model)
+    tokens = json.loads((model / "config.json").read_text())
+    kept = {key: tokens[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    (model / "config.json").write_text(json.dumps({**case.config, **kept}))
+    write_task(folder, seed=0, num_train=case.num_prompts * num_steps, num_sft=0, num_valid=0)
+    (folder / "reward.py").write_text(REWARD)
+    recipe = {
+        "experiment_name": "bench",
+        "trial_name": "rl",
+        "fileroot": str(folder / "runs"),
+        "actor": {"path": str(model), "init_from_scratch": True, "optimizer": {"lr": 1e-6}},
+        "algorithm": {"name": "grpo"},
+        "train_dataset": {
+            "path": str(folder / "train.jsonl"),
+            "batch_size": case.num_prompts,
+        },
+        "gconfig": {
+            "n_samples": case.num_samples,
+            "max_new_tokens": case.max_new_tokens,
+            "stop_token_ids": case.stop_ids,
+        },
+        "reward": {"fn": f"{folder / 'reward.py'}:score"},
+        "total_train_epochs": 1,
+        "total_train_steps": num_steps,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    return path
+
+
+def idle_share(profiler: Any, begin_us: float, end_us: float) -> float:
+    """The share of a span of wall clock in which no kernel and no copy ran on the device."""
+    spans = sorted(
+        (max(e.start_ns() / 1e3, begin_us), min((e.start_ns() + e.duration_ns()) / 1e3, end_us))
+        for e in profiler.profiler.kineto_results.events()
+        if "CUDA" in str(e.device_type())
+    )
+    busy, reached = 0.0, begin_us
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return 1.0 - busy / (end_us - begin_us)
