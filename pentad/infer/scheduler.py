@@ -119,7 +119,7 @@ class Scheduler:
         if not len(rows):
             return []
         table.append(rows, ids, logprobs, version)
-        is_stopped = (table.stop_ids[rows] == ids[:, None]).any(axis=1)
+        is_stopped = table.stops.stops(rows, ids)
         is_done = is_stopped | (table.num_tokens[rows] >= table.limit[rows])
         done: list[tuple[Sequence, FinishReason]] = []
         for i in np.flatnonzero(is_done):

@@ -12,8 +12,6 @@ import numpy as np
 
 from pentad.core.types import FinishReason, Generation, Request
 
-NO_STOP = -1
-
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -71,7 +69,7 @@ class Table:
         self.is_truncated = np.zeros(num_rows, bool)
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.has_followers = np.zeros(num_rows, bool)
-        self.stop_ids = np.full((num_rows, 1), NO_STOP, np.int64)
+        self.stops = StopSets(num_rows)
         self.tokens = np.zeros((num_rows, 64), np.int64)
         self.logprobs = np.zeros((num_rows, 64), np.float32)
         self.versions = np.zeros((num_rows, 64), np.int64)
@@ -98,7 +96,7 @@ class Table:
         self.is_truncated[row] = params.top_p < 1 or params.top_k > 0
         self.has_stop_strings[row] = bool(params.stop_strings)
         self.has_followers[row] = False
-        self.set_stop_ids(row, params.stop_ids)
+        self.stops.put(row, params.stop_ids)
 
     def unseat(self, sequence: Sequence) -> None:
         """Takes the row back; the sequence gets its tokens."""
@@ -108,15 +106,9 @@ class Table:
         sequence.logprobs = self.logprobs[row, prompt:size].tolist()
         sequence.versions = self.versions[row, prompt:size].tolist()
         self.sequences[row] = None
+        self.stops.drop(row)
         self.free_rows.append(row)
         sequence.row = -1
-
-    def set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_STOP)
-        self.stop_ids[row] = NO_STOP
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
 
     def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
         """Writes the block ids from place `first` on; the row holds as many as that reaches."""
@@ -140,6 +132,51 @@ class Table:
         self.logprobs[rows, places] = logprobs
         self.versions[rows, places] = version
         self.num_tokens[rows] = places + 1
+
+
+class StopSets:
+    """Which ids end which row, as a table of ids for each different set: a step looks up one
+    number a row, however many ids a set has."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.set_of_row = np.zeros(num_rows, np.int64)
+        self.keys: list[tuple[int, ...]] = [()]
+        self.num_users = [0]
+        self.is_stop = np.zeros((1, 1), bool)
+        """[sets, ids]; an id beyond its width is in no set."""
+
+    def put(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        if stop_ids in self.keys:
+            index = self.keys.index(stop_ids)
+        else:
+            index = self._add(stop_ids)
+        self.num_users[index] += 1
+        self.set_of_row[row] = index
+
+    def drop(self, row: int) -> None:
+        self.num_users[self.set_of_row[row]] -= 1
+
+    def stops(self, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Whether each id ends its row."""
+        width = self.is_stop.shape[1]
+        found = self.is_stop[self.set_of_row[rows], np.minimum(ids, width - 1)]
+        return found & (ids < width)
+
+    def _add(self, stop_ids: tuple[int, ...]) -> int:
+        free = [i for i, num in enumerate(self.num_users) if num == 0 and i]
+        index = free[0] if free else len(self.keys)
+        if not free:
+            self.keys.append(stop_ids)
+            self.num_users.append(0)
+        num_sets, width = len(self.keys), max(stop_ids, default=0) + 1
+        if num_sets > self.is_stop.shape[0] or width > self.is_stop.shape[1]:
+            wider = np.zeros((num_sets, max(width, self.is_stop.shape[1])), bool)
+            wider[: self.is_stop.shape[0], : self.is_stop.shape[1]] = self.is_stop
+            self.is_stop = wider
+        self.keys[index] = stop_ids
+        self.is_stop[index] = False
+        self.is_stop[index, list(stop_ids)] = True
+        return index
 
 
 def filled(routes_TLk: np.ndarray, num_tokens: int) -> np.ndarray:

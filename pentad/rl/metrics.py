@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pentad.core.types import Group, Row
@@ -63,12 +64,13 @@ def token_metrics(
 
     kl_sampler is the k3 estimate of KL(sampler || trainer), kl_ref that of KL(trainer || ref).
     """
-    masks = [(row.columns["weights"] != 0).cpu().numpy() for row in rows]
-    trainer = _gather([output["logprobs"] for output in outputs], masks)
-    sampler = _gather([row.columns["rollout_logprobs"] for row in rows], masks)
-    advantages = _gather([row.columns["advantages"] for row in rows], masks)
+    lengths = [len(row.columns["weights"]) for row in rows]
+    mask = _flat([row.columns["weights"] for row in rows]) != 0
+    trainer = _flat([output["logprobs"] for output in outputs])[mask]
+    sampler = _flat([row.columns["rollout_logprobs"] for row in rows])[mask]
+    advantages = _flat([row.columns["advantages"] for row in rows])[mask]
     has_entropy = all("entropy" in output for output in outputs)
-    entropy = _gather([o["entropy"] for o in outputs] if has_entropy else [], masks)
+    entropy = _flat([o["entropy"] for o in outputs])[mask] if has_entropy else np.array([])
     log_ratio = trainer - sampler
     ratio = _exp(log_ratio)
     gap = np.abs(log_ratio)
@@ -81,14 +83,14 @@ def token_metrics(
         "ratio_mean": _mean(ratio),
         "ratio_p95": _quantile(ratio, 0.95),
         "ratio_max": _quantile(ratio, 1.0),
-        "outside_clip_share": _outside_clip(log_ratio, masks, settings),
+        "outside_clip_share": _outside_clip(log_ratio, mask, lengths, settings),
         "effective_sample_size": effective_sample_size(log_ratio),
         "logprob_diff_mean": _mean(gap),
         "logprob_diff_p95": _quantile(gap, 0.95),
         "logprob_diff_max": _quantile(gap, 1.0),
     }
     if rows and all("ref_logprobs" in row.columns for row in rows):
-        ref = _gather([row.columns["ref_logprobs"] for row in rows], masks)
+        ref = _flat([row.columns["ref_logprobs"] for row in rows])[mask]
         metrics["kl_ref"] = _mean(_k3(trainer - ref))
     return metrics
 
@@ -131,13 +133,17 @@ def effective_sample_size(log_ratio: np.ndarray) -> float | None:
 
 
 def _outside_clip(
-    log_ratio: np.ndarray, masks: Sequence[np.ndarray], settings: AlgorithmSettings
+    log_ratio: np.ndarray,
+    mask: np.ndarray,
+    lengths: Sequence[int],
+    settings: AlgorithmSettings,
 ) -> float | None:
     """Share of trained tokens whose ratio against the sampler leaves the clip band."""
     if settings.ratio_level == "none":
         return None
     if settings.ratio_level == "sequence":
-        bounds = np.cumsum([int(mask.sum()) for mask in masks])[:-1]
+        before = np.concatenate([[0], np.cumsum(mask)])
+        bounds = before[np.cumsum(lengths)][:-1]
         parts = [part for part in np.split(log_ratio, bounds) if part.size]
         means = [np.full(part.size, part.mean()) for part in parts]
         log_ratio = np.concatenate(means) if means else log_ratio
@@ -145,12 +151,12 @@ def _outside_clip(
     return _mean(((ratio < 1 - clip.low) | (ratio > 1 + clip.high)).astype(np.float64))
 
 
-def _gather(columns: Sequence[Tensor], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """The trained tokens of all rows, in fp64; empty when there are no columns."""
+def _flat(columns: Sequence[Tensor]) -> np.ndarray:
+    """The tokens of all rows, in fp64; one copy from the device, however many rows there are."""
     if not columns:
         return np.array([], dtype=np.float64)
-    pairs = zip(columns, masks, strict=True)
-    return np.concatenate([column.detach().double().cpu().numpy()[mask] for column, mask in pairs])
+    flat: np.ndarray = torch.cat(list(columns)).detach().double().cpu().numpy()
+    return flat
 
 
 def _exp(log_ratio: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,5 +173,9 @@ def rerouted(row: Row, own_TLk: Tensor) -> Tensor:
 def _write(
     samples: Sequence[Sample], column: str, outputs: Sequence[dict[str, Tensor]], key: str
 ) -> None:
-    for sample, output in zip(samples, outputs, strict=True):
-        sample.columns[column] = output[key].float().cpu().numpy()
+    """One copy from the device for all samples."""
+    lengths = [len(output[key]) for output in outputs]
+    flat = torch.cat([output[key] for output in outputs]).float().cpu().numpy()
+    parts = np.split(flat, np.cumsum(lengths)[:-1])
+    for sample, part in zip(samples, parts, strict=True):
+        sample.columns[column] = part

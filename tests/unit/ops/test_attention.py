@@ -165,9 +165,8 @@ def test_the_flash_kernel_equals_the_reference(kv_heads, window):
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_flash4(CUDA), reason="needs flash-attn-4 and a Hopper GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("window", [None, 3, 100, 1000])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 2), (128, 2), (128, 4), (256, 1)])
+@pytest.mark.parametrize("window", [None, 100])
 def test_flash_attention_4_equals_the_reference(kv_heads, window, head_dim, compiled):
     lengths = [1, 700, 129, 2, 64, 333]
     q, k, v = (
