@@ -25,7 +25,7 @@ from pentad.core.device import pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.telemetry import host
 
-PARTS = ("rl", "train", "router", "mixture", "head")
+PARTS = ("train", "router", "mixture", "head", "rl")
 NEEDS_GPU = ("router", "mixture")
 MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
 """By unit."""

@@ -359,7 +359,7 @@ def verify_parallel(
 @reporting
 def bench(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="rl, train, router, mixture, head; all if none.")
+        list[str] | None, typer.Argument(help="train, router, mixture, head, rl; all if none.")
     ] = None,
     models: Annotated[
         list[str] | None, typer.Option(help="Of the training cases, those with this in the name.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,12 +63,14 @@ def measure_throughput(
     num_devices: int = 1,
 ) -> Throughput:
     """Of training these sequences once, forward and backward; recomputation is not counted."""
+    counts = Counter(lengths)
+    num_params = dims.num_matmul_params
 
     def mfu(causal: bool) -> float | None:
         if peak_tflops is None or not dims.is_whole:
             return None
-        counts = {n: lengths.count(n) for n in set(lengths)}
-        flops = sum(dims.train_flops(n, causal=causal) * k for n, k in counts.items())
+        attention = sum(dims.attention_flops(n, causal=causal) * k for n, k in counts.items())
+        flops = 6.0 * num_params * sum(lengths) + attention
         return flops / seconds / (peak_tflops * 1e12 * num_devices)
 
     return Throughput(sum(lengths) / seconds, mfu(True), mfu(False), peak_tflops)

@@ -1,12 +1,13 @@
 """`pentad bench` through its command: tables, baselines of the same machine, refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from pentad.cli import bench, bench_train
+from pentad.cli import bench, bench_rl, bench_train
 from pentad.cli.main import app
 
 CPU = torch.device("cpu")
@@ -104,3 +105,19 @@ def test_what_cannot_be_measured_is_refused_at_once():
     result = run("train", "--models", "gpt-5", "--baselines", "nowhere")
     said = "no case has such a name on cpu; use toy dense"
     assert result.exit_code == 2 and said in " ".join(result.output.split())
+
+
+def test_whole_rl_steps_are_split_into_phases():
+    case = replace(bench_rl.cpu_cases()[0], num_prompts=2, num_samples=2, max_new_tokens=8)
+    found = bench_rl.measure(case, torch.device("cpu"), 2, "reward.num_workers=1")
+    assert {"rollout", "train", "publish", "record"} <= set(found.phases_ms)
+    # Medians of parts need not add up to the median of the whole; means would, to rounding.
+    assert 0.5 * found.wall_ms < sum(found.phases_ms.values()) < 2 * found.wall_ms
+    assert found.idle_share is None and found.rollout_tokens_per_s > found.tokens_per_s > 0
+
+
+def test_answers_of_a_case_end_by_chance_and_never_by_the_tokenizers_own_ids():
+    case = bench_rl.gpu_cases()[0]
+    share = len(case.stop_ids) / case.config["vocab_size"]
+    assert abs(share * case.mean_length - 1) < 0.02
+    assert min(case.stop_ids) > 300
