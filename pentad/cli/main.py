@@ -283,6 +283,17 @@ def serve(
         int, typer.Option(min=1, help="Under way; further ones get 429.")
     ] = 256,
     max_body_mb: Annotated[float, typer.Option(min=1e-3, max=1e4, help="Largest request.")] = 4.0,
+    max_chars: Annotated[
+        int, typer.Option(min=1, help="Characters of a request, over all its texts.")
+    ] = 1_000_000,
+    max_connections: Annotated[int, typer.Option(min=1, help="Of one client's address.")] = 512,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="PENTAD_API_KEY", help="Requests must have it; the variable hides it."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Further names to answer to at loopback.")
+    ] = None,
     drain_s: Annotated[
         float, typer.Option(min=0, max=1e6, help="Time to finish after SIGTERM.")
     ] = 30.0,
@@ -300,7 +311,12 @@ def serve(
         kv_cache_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         keep_prefixes=True,
     )
-    limits = ServeLimits(max_requests=max_requests, max_body_bytes=int(max_body_mb * 2**20))
+    limits = ServeLimits(
+        max_requests=max_requests,
+        max_body_bytes=int(max_body_mb * 2**20),
+        max_chars=max_chars,
+        max_client_connections=max_connections,
+    )
     run_serve(
         model,
         host=host,
@@ -311,6 +327,8 @@ def serve(
         settings=settings,
         limits=limits,
         drain_s=drain_s,
+        api_key=api_key,
+        hosts=allow_host or (),
         model_files=model_files or (),
     )
 

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,10 @@ from pentad.models.families import dims_of, register
 from pentad.trainer.preflight import vocabulary_problems
 
 try:
-    from pentad.rollout.serving.app import Face, ServeLimits
+    from pentad.rollout.serving.app import Face
+    from pentad.rollout.serving.connections import raise_file_limit
+    from pentad.rollout.serving.guard import Guard
+    from pentad.rollout.serving.limits import ServeLimits
     from pentad.rollout.serving.server import bind, serve
 except ModuleNotFoundError as error:
     remedy = "pip install 'pentad[serve]'"
@@ -34,6 +38,29 @@ except ModuleNotFoundError as error:
 from pentad.rollout.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Seldom(logging.Filter):
+    """Of records of one kind the first few of each minute: clients must not fill a disk."""
+
+    MOST, WINDOW_S, KINDS = 5, 60.0, 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, tuple[float, int]] = {}
+        """First line of the message, before its arguments -> start of the minute, records in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now = str(record.msg).partition("\n")[0], time.monotonic()
+        if len(self.seen) > self.KINDS:
+            self.seen.clear()
+        start, count = self.seen.get(kind, (now, 0))
+        if now - start > self.WINDOW_S:
+            if count > self.MOST:
+                record.msg = f"{record.msg} ({count - self.MOST} more like it were left out)"
+            start, count = now, 0
+        self.seen[kind] = start, count + 1
+        return count < self.MOST
 
 
 def run_serve(
@@ -47,9 +74,15 @@ def run_serve(
     settings: SamplerSettings,
     limits: ServeLimits,
     drain_s: float,
+    api_key: str | None = None,
+    hosts: Sequence[str] = (),
     model_files: Sequence[str] = (),
 ) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(Seldom())
+    check_key_given(api_key)
+    raise_file_limit()
     transformers.utils.logging.disable_progress_bar()
     for path in model_files:
         register(path)
@@ -57,7 +90,10 @@ def run_serve(
     sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings)
     listener = bind(host, port)
     service = Service(sampler, tokenizer, name or Path(model).resolve().name)
-    asyncio.run(until_signal(service, listener, limits, drain_s))
+    face = Face(service, limits)
+    is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    guard = Guard(face.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *hosts])
+    asyncio.run(until_signal(face, guard, listener, drain_s))
 
 
 def load_sampler(
@@ -84,9 +120,13 @@ def load_sampler(
     )
 
 
-async def until_signal(
-    service: Service, listener: socket.socket, limits: ServeLimits, drain_s: float
-) -> None:
+def check_key_given(api_key: str | None) -> None:
+    if api_key is not None and not (api_key.isascii() and api_key.strip() == api_key != ""):
+        rule = "must be ASCII characters, without spaces around them"
+        raise UserError(Problem("--api-key (or PENTAD_API_KEY)", rule, "or leave it out"))
+
+
+async def until_signal(face: Face, guard: Guard, listener: socket.socket, drain_s: float) -> None:
     """The first signal drains, the second ends at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -103,12 +143,11 @@ async def until_signal(
     def ready() -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"serving {service.name} at http://{shown}:{port}/v1", flush=True)
-        if not ipaddress.ip_address(host).is_loopback:
+        print(f"serving {face.service.name} at http://{shown}:{port}/v1", flush=True)
+        if not guard.is_loopback and guard.api_key is None:
             print("note: everybody who reaches this address may use the model", flush=True)
 
     try:
-        app = Face(service, limits).app()
-        await serve(app, listener, stop=stop, drain_s=drain_s, on_ready=ready)
+        await serve(guard, listener, face.limits, stop=stop, drain_s=drain_s, on_ready=ready)
     finally:
-        await service.sampler.close()
+        await face.service.sampler.close()

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -20,6 +19,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.types import Prompt, Sample
 from pentad.rollout.failures import DataFailure
 from pentad.rollout.proxy import MODEL, Episode, Proxy
+from pentad.rollout.serving.threads import in_thread
 from pentad.rollout.specs import load
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
@@ -107,35 +107,6 @@ class AgentWorkflow(OwnPrompts):
         if inspect.iscoroutinefunction(self.agent):
             return asyncio.ensure_future(contained(self.agent(**values)))
         return in_thread(lambda: self.agent(**values))
-
-
-def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Its result. A thread cannot be ended: one that is given up finds its address closed, and
-    does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, failure: BaseException | None) -> None:
-        if future.done():
-            return
-        if failure is None:
-            future.set_result(result)
-        elif isinstance(failure, StopIteration):  # no future takes one
-            future.set_exception(RuntimeError(repr(failure)))
-        else:
-            future.set_exception(failure)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = action()
-        except BaseException as error:  # exit() in a program is its error, not an end
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return future
 
 
 def give_reward(sample: Sample, reward: object) -> None:

@@ -11,14 +11,15 @@ The run decides how tokens are drawn: temperature, top_p, top_k and seed of a re
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pentad.core.errors import Problem
 from pentad.core.seeds import derive_seed
@@ -31,31 +32,41 @@ from pentad.rollout.serving.app import (
     App,
     HttpRequest,
     HttpResponse,
-    ServeLimits,
     app_of,
     disconnected,
     event_answer,
     json_answer,
-    read_json,
+    read_body,
+    read_object,
 )
+from pentad.rollout.serving.guard import Guard, check_key
 from pentad.rollout.serving.jobs import Job, chat_ids, chat_limit, plain_messages, prompt_ids
+from pentad.rollout.serving.limits import ServeLimits
 from pentad.rollout.serving.server import bind, serve
-from pentad.rollout.serving.service import end, while_connected
-from pentad.rollout.serving.wire import (
-    ApiError,
-    Body,
-    ChatBody,
-    CompletionBody,
-    read_chat,
-    read_completion,
-)
+from pentad.rollout.serving.service import BYTES_A_TOKEN, as_json, end, while_connected
+from pentad.rollout.serving.threads import TextWork
+from pentad.rollout.serving.wire import ApiError, Body, read_chat, read_completion
 from pentad.rollout.workflows import Context, Generator, Transcript
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 4096
 MODEL = "policy"
 """The name in answers. A program may ask for any: there is one policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it was read."""
+
+    kind: Literal["chat", "completion"]
+    body: Body
+    ids: list[int]
+    limit: int | None
+    wants_logprobs: bool
+    messages: list[dict[str, Any]] | None
+    """The conversation, if it is one."""
 
 
 class Episode:
@@ -79,8 +90,9 @@ class Episode:
         self.transcripts: list[Transcript] = []
         self.finishes: list[FinishReason] = []
         self.texts: list[str] = []
-        self.known: dict[str, tuple[list[int], int | None]] = {}
-        """Conversations so far, ending in an answer -> their ids, and the stop id at their end."""
+        self.known: dict[bytes, tuple[list[int], int | None]] = {}
+        """Digests of conversations so far, ending in an answer -> their ids, and the stop id at
+        their end."""
         self.num_requests = 0
         self.is_open = True
         self.under_way: set[asyncio.Task[list[Generation]]] = set()
@@ -89,41 +101,40 @@ class Episode:
 
     # Requests.
 
-    def chat_job(self, body: ChatBody) -> tuple[Job, list[dict[str, str]]]:
-        """What is asked, and the conversation as plain messages."""
+    def read_chat(self, raw: Mapping[str, Any]) -> Asked:
+        body = read_chat(raw)
         # Clients send an answer back with the empty fields it came with.
         messages = [
             {key: value for key, value in message.items() if value or key == "content"}
             for message in plain_messages(body.messages, self.tokenizer)
         ]
-        asked = chat_limit(body)
+        limit = chat_limit(body)
         check_alternatives("top_logprobs", body.top_logprobs)
         ids = self.conversation_ids(messages)
-        return self.job("chat", body, ids, asked, wants_logprobs=body.logprobs), messages
+        return Asked("chat", body, ids, limit, body.logprobs, messages)
 
-    def completion_job(self, body: CompletionBody) -> Job:
-        if len(body.prompts) != 1:
-            problem = Problem("prompt", f"has {len(body.prompts)} texts", "send them one by one")
+    def read_completion(self, raw: Mapping[str, Any]) -> Asked:
+        body = read_completion(raw)
+        if len(body.prompt) != 1:
+            problem = Problem("prompt", f"has {len(body.prompt)} texts", "send them one by one")
             raise ApiError(problem, param="prompt")
-        ids = prompt_ids(body.prompts[0], "prompt", self.tokenizer)
-        wants = body.logprobs is not None
+        [ids] = prompt_ids(body.prompt, self.tokenizer)
         check_alternatives("logprobs", body.logprobs or 0)
-        return self.job("completion", body, ids, body.max_tokens, wants_logprobs=wants)
+        return Asked("completion", body, ids, body.max_tokens, body.logprobs is not None, None)
 
-    def conversation_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def conversation_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The longest recorded beginning as it is, and the rest rendered behind it."""
+        digests = beginnings(messages)
         for size in range(len(messages) - 1, 0, -1):
-            found = self.known.get(json.dumps(messages[:size], sort_keys=True))
+            found = self.known.get(digests[size - 1])
             if found is not None:
                 ids, ending_id = found
                 return ids + following_ids(messages[size:], ending_id, self.context.tokenizer)
         return chat_ids(messages, self.tokenizer)
 
-    def job(
-        self, kind: Any, body: Body, ids: list[int], asked: int | None, *, wants_logprobs: bool
-    ) -> Job:
+    def job(self, asked: Asked) -> Job:
         """Raises ApiError where there is no room for an answer."""
-        context = self.context
+        context, body, ids = self.context, asked.body, asked.ids
         if body.ignore_eos:
             problem = Problem("ignore_eos = true", "the run decides what ends an answer")
             raise ApiError(problem, param="ignore_eos", code="unsupported_parameter")
@@ -141,7 +152,7 @@ class Episode:
             raise ApiError(problem, param="messages", code="context_length_exceeded")
         params = replace(
             context.params,
-            max_new_tokens=min(room, asked or room),
+            max_new_tokens=min(room, asked.limit or room),
             stop_ids=tuple(dict.fromkeys((*context.params.stop_ids, *body.stop_token_ids))),
             stop_strings=(*context.params.stop_strings, *body.stop_strings),
         )
@@ -149,11 +160,11 @@ class Episode:
         seeds = tuple(derive_seed(self.seed, "turn", number, j) for j in range(body.n))
         request = Request(id="", prompt_ids=tuple(ids), params=params, seeds=seeds)
         return Job(
-            kind=kind,
+            kind=asked.kind,
             id=f"{self.name}-{number}",
             requests=(request,),
             n=body.n,
-            wants_logprobs=wants_logprobs,
+            wants_logprobs=asked.wants_logprobs,
             wants_top=False,
             is_streamed=body.stream,
             wants_usage=body.stream_options.include_usage,
@@ -183,21 +194,19 @@ class Episode:
     # Records.
 
     def record(
-        self, job: Job, generations: Sequence[Generation], messages: list[dict[str, str]] | None
-    ) -> dict[str, Any]:
-        """Keeps what was drawn; returns the answer to be sent."""
-        ids = list(job.requests[0].prompt_ids)
-        body = Answer(job, MODEL, self.tokenizer).whole(generations)
+        self, asked: Asked, job: Job, generations: Sequence[Generation], body: Mapping[str, Any]
+    ) -> None:
+        """Keeps what was drawn, which `body` answers."""
+        ids = asked.ids
         for generation, choice in zip(generations, body["choices"], strict=True):
             text = choice["message"]["content"] if job.kind == "chat" else choice["text"]
             self.texts.append(text)
             self._keep(ids, generation)
-            if messages is not None:
-                said = [*messages, {"role": "assistant", "content": text}]
+            if asked.messages is not None:
+                said = [*asked.messages, {"role": "assistant", "content": text}]
                 ending = generation.ids[-1] if generation.ids[-1] in job.params.stop_ids else None
                 ending = ending if generation.finish == "stop" else None
-                self.known[json.dumps(said, sort_keys=True)] = ([*ids, *generation.ids], ending)
-        return body
+                self.known[beginnings(said)[-1]] = ([*ids, *generation.ids], ending)
 
     def _keep(self, ids: list[int], generation: Generation) -> None:
         """As the next turn of the longest sequence that `ids` goes on from, or a new sequence."""
@@ -230,7 +239,8 @@ class Proxy:
     """The address of the episodes under way."""
 
     def __init__(self, limits: ServeLimits | None = None) -> None:
-        self.limits = limits or ServeLimits()
+        self.limits = limits or ServeLimits(max_client_connections=MAX_CONNECTIONS)
+        self.text_work = TextWork()
         self.episodes: dict[str, Episode] = {}
         self.port = 0
 
@@ -241,7 +251,14 @@ class Proxy:
         self.port = listener.getsockname()[1]
         stop, ready = asyncio.Event(), asyncio.Event()
         server = asyncio.create_task(
-            serve(self.app(), listener, stop=stop, drain_s=1.0, on_ready=ready.set)
+            serve(
+                Guard(self.app(), is_loopback=True),
+                listener,
+                self.limits,
+                stop=stop,
+                drain_s=1.0,
+                on_ready=ready.set,
+            )
         )
         try:
             await ready.wait()
@@ -270,39 +287,54 @@ class Proxy:
 
     async def chat(self, request: HttpRequest) -> HttpResponse:
         episode = self._episode(request)
-        job, messages = episode.chat_job(read_chat(await read_json(request, self.limits)))
-        return await self._answer(request, episode, job, messages)
+        return await self._answer(request, episode, episode.read_chat)
 
     async def completions(self, request: HttpRequest) -> HttpResponse:
         episode = self._episode(request)
-        job = episode.completion_job(read_completion(await read_json(request, self.limits)))
-        return await self._answer(request, episode, job, None)
+        return await self._answer(request, episode, episode.read_completion)
 
     async def _answer(
         self,
         request: HttpRequest,
         episode: Episode,
-        job: Job,
-        messages: list[dict[str, str]] | None,
+        read: Callable[[Mapping[str, Any]], Asked],
     ) -> HttpResponse:
-        """Recorded when it is whole and the program is still there to take it."""
+        """Recorded when it is whole and the program is still there to take it. Text is read and
+        written in threads: the loop is the trainer's."""
+        sent = await read_body(request, self.limits)
+        asked = await self.text_work.run(len(sent), lambda: read(read_object(sent, self.limits)))
+        job = episode.job(asked)
         work: Coroutine[Any, Any, list[Generation]] = episode.generate(job)
         generations = await while_connected(disconnected(request.receive), work)
-        body = episode.record(job, generations, messages)
-        if not job.is_streamed:
-            return json_answer(body)
-        return event_answer(events(job, generations, episode.tokenizer))
+
+        def write() -> tuple[dict[str, Any], bytes]:
+            body = Answer(job, MODEL, episode.tokenizer).whole(generations)
+            if job.is_streamed:
+                return body, events(job, generations, episode.tokenizer)
+            return body, as_json(body)
+
+        num_tokens = sum(len(generation.ids) for generation in generations)
+        body, answer = await self.text_work.run(BYTES_A_TOKEN * num_tokens, write)
+        episode.record(asked, job, generations, body)
+        return event_answer(answer) if job.is_streamed else json_answer(answer)
 
     def _episode(self, request: HttpRequest) -> Episode:
         found = self.episodes.get(request.path_params["episode"])
         if found is None or not found.is_open:
             problem = Problem("episode", "is over or never was", "its address was given once")
             raise ApiError(problem, status=404, code="episode_not_found")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), found.key.encode()):
-            problem = Problem("authorization", "is not the api_key of this episode")
-            raise ApiError(problem, status=401, kind="authentication_error")
+        check_key(request.headers, found.key, "this episode")
         return found
+
+
+def beginnings(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """A digest of each beginning of the conversation: of its first message, its first two..."""
+    digest, found = b"", []
+    for message in messages:
+        shown = json.dumps(message, sort_keys=True).encode()
+        digest = hashlib.sha256(digest + shown).digest()
+        found.append(digest)
+    return found
 
 
 def check_alternatives(name: str, wanted: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +20,14 @@ from starlette.types import Receive, Scope, Send
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.infer.checks import Limits
 from pentad.rollout.serving.jobs import Job, chat_job, completion_job
-from pentad.rollout.serving.service import ClientGone, Emit, Service, while_connected
+from pentad.rollout.serving.limits import ServeLimits, check_body, check_sizes
+from pentad.rollout.serving.service import (
+    ClientGone,
+    Emit,
+    Service,
+    as_json,
+    while_connected,
+)
 from pentad.rollout.serving.wire import (
     ApiError,
     as_api_error,
@@ -35,30 +42,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 HttpRequest = Request
 HttpResponse = Response
 App = Starlette
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeLimits:
-    """What a client may ask of the server."""
-
-    max_requests: int = 256
-    """Requests under way; further ones are answered 429 and may be tried again."""
-    max_body_bytes: int = 4 << 20
-    body_timeout_s: float = 30.0
-    """A client that takes longer to send its request is cut off."""
-
-    def __post_init__(self) -> None:
-        problems = [
-            Problem(f"{name} = {value}", "must be above 0")
-            for name, value in (
-                ("max_requests", self.max_requests),
-                ("max_body_bytes", self.max_body_bytes),
-                ("body_timeout_s", self.body_timeout_s),
-            )
-            if value <= 0
-        ]
-        if problems:
-            raise UserError(problems)
 
 
 class Face:
@@ -115,22 +98,28 @@ class Face:
         return self.service.sampler.engine.limits
 
     async def _run(self, request: Request, job_of: Callable[[dict[str, Any]], Job]) -> Response:
-        if self.num_open >= self.limits.max_requests:
-            rule = f"{self.num_open} requests are under way, which is the most"
-            problem = Problem("server", rule, "try again later")
-            raise ApiError(problem, status=429, kind="rate_limit_error", code="too_many_requests")
-        self.num_open += 1
+        self._check_room()
+        body = await read_body(request, self.limits)
+        self._check_room()
+        self.num_open += 1  # from here on: a client that is slow to ask holds no place
         is_passed_on = False
         try:
-            job = job_of(await read_json(request, self.limits))
+            read = partial(read_object, body, self.limits)
+            job = await self.service.text_work.run(len(body), lambda: job_of(read()))
             if job.is_streamed:
                 is_passed_on = True
                 return EventStream(self, job)
             answer = self.service.answer(job)
-            return JSONResponse(await while_connected(disconnected(request.receive), answer))
+            return json_answer(await while_connected(disconnected(request.receive), answer))
         finally:
             if not is_passed_on:
                 self.num_open -= 1
+
+    def _check_room(self) -> None:
+        if self.num_open >= self.limits.max_requests:
+            rule = f"{self.num_open} requests are under way, which is the most"
+            problem = Problem("server", rule, "try again later")
+            raise ApiError(problem, status=429, kind="rate_limit_error", code="too_many_requests")
 
     def _check_model(self, name: str) -> None:
         if name != self.service.name:
@@ -160,8 +149,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(chunk: dict[str, Any]) -> None:
-            data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-            body = f"data: {data}\n\n".encode()
+            body = b"data: " + as_json(chunk) + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
@@ -190,15 +178,17 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def read_json(request: Request, limits: ServeLimits) -> dict[str, Any]:
-    """The body as an object. Raises ApiError; nothing beyond the limit is kept."""
+async def read_body(request: Request, limits: ServeLimits) -> bytes:
+    """Raises ApiError; nothing beyond the limit is kept."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # also keeps web pages of other origins out
         problem = Problem(f"content-type = {kind or 'none'}", "must be application/json")
         raise ApiError(problem, status=415)
     limit = limits.max_body_bytes
     too_large = ApiError(
-        Problem("body", f"is larger than {limit} bytes, the most this server reads"), status=413
+        Problem("body", f"is larger than {limit} bytes, the most this server reads"),
+        status=413,
+        closes=True,
     )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
@@ -212,13 +202,20 @@ async def read_json(request: Request, limits: ServeLimits) -> dict[str, Any]:
                     raise too_large
     except TimeoutError as error:
         rule = f"did not arrive within {limits.body_timeout_s} s"
-        raise ApiError(Problem("body", rule), status=408) from error
+        raise ApiError(Problem("body", rule), status=408, closes=True) from error
+    return bytes(body)
+
+
+def read_object(body: bytes, limits: ServeLimits) -> dict[str, Any]:
+    """Within the limits. Raises ApiError."""
+    check_body(body, limits)
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(Problem("body", f"is not JSON: {error}")) from error
     if not isinstance(value, dict):
         raise ApiError(Problem("body", f"is a {type(value).__name__}, not a JSON object"))
+    check_sizes(value, limits)
     return value
 
 
@@ -231,7 +228,9 @@ def app_of(endpoints: Mapping[str, Endpoint]) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken})
 
 
-def json_answer(body: Mapping[str, Any]) -> Response:
+def json_answer(body: Mapping[str, Any] | bytes) -> Response:
+    if isinstance(body, bytes):
+        return Response(body, media_type=JSONResponse.media_type)
     return JSONResponse(body)
 
 
@@ -272,9 +271,14 @@ def stopping() -> ApiError:
 
 def refused(error: ApiError) -> Response:
     headers = {"retry-after": "1"} if error.status == 429 else {}
-    if error.status in (408, 413):
-        headers["connection"] = "close"  # the rest of the body is not read
+    if error.closes:
+        headers["connection"] = "close"
     return JSONResponse(error.body(), error.status, headers=headers)
+
+
+async def refuse(error: ApiError, scope: Any, receive: Receive, send: Send) -> None:
+    """The answer where there is no request yet."""
+    await refused(error)(scope, receive, send)
 
 
 async def broken(request: Request, error: Exception) -> Response:

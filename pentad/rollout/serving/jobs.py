@@ -27,8 +27,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 """As with OpenAI; a chat answer may fill the context."""
 CHAT = Columns(key="messages", messages_key="messages")
 PLAIN = Columns(key="prompt")
-CALLS = ("tool_calls", "function_call", "audio")
-"""Fields of a message that are part of what was said, beside its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +54,12 @@ class Job:
 
 
 def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> Job:
-    prompts = [
-        prompt_ids(prompt, f"prompt[{i}]" if len(body.prompts) > 1 else "prompt", tokenizer)
-        for i, prompt in enumerate(body.prompts)
-    ]
+    if len(body.prompt) * body.n > MAX_CHOICES:
+        rule = f"{len(body.prompt)} prompts would get more than {MAX_CHOICES} answers"
+        raise ApiError(Problem(f"n = {body.n}", rule, "send several requests"), param="n")
+    prompts = prompt_ids(body.prompt, tokenizer)
     if not prompts or not all(prompts):
         raise ApiError(Problem("prompt", "is empty", "give a text or token ids"), param="prompt")
-    if len(prompts) * body.n > MAX_CHOICES:
-        rule = f"{len(prompts)} prompts would get more than {MAX_CHOICES} answers"
-        raise ApiError(Problem(f"n = {body.n}", rule, "send several requests"), param="n")
     wants = body.logprobs is not None
     top = check_top("logprobs", body.logprobs or 0, body)
     max_new = body.max_tokens or DEFAULT_COMPLETION_TOKENS
@@ -79,7 +74,7 @@ def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Job:
         problem = Problem(f"top_logprobs = {body.top_logprobs}", "needs logprobs = true")
         raise ApiError(problem, param="top_logprobs")
     top = check_top("top_logprobs", body.top_logprobs, body)
-    ids = chat_ids(body.messages, tokenizer)
+    ids = chat_ids(plain_messages(body.messages, tokenizer), tokenizer)
     room = min(limits.max_context, limits.max_cached) - len(ids)
     max_new = limit or max(room, 1)
     return build_job(
@@ -168,17 +163,17 @@ def check_top(name: str, wanted: int, body: Body) -> bool:
     raise ApiError(Problem(f"{name} = {wanted}", rule, remedy), param=name)
 
 
-def prompt_ids(prompt: str | list[int], where: str, tokenizer: Tokenizer) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    check_unicode(prompt, where)
-    return encode_prompts([prompt], PLAIN, tokenizer)[0]
+def prompt_ids(prompts: list[str] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for index, text in enumerate(texts):
+        check_unicode(text, f"prompt[{index}]" if len(texts) > 1 else "prompt")
+    return encode_prompts(texts, PLAIN, tokenizer) + [p for p in prompts if isinstance(p, list)]
 
 
-def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
-    plain = plain_messages(messages, tokenizer)
+def chat_ids(messages: Messages, tokenizer: Tokenizer) -> list[int]:
+    """Of messages as `plain_messages` gives them."""
     try:
-        text = render(plain, tokenizer, for_answer=True)
+        text = render(messages, tokenizer, for_answer=True)
     except BadRow as error:
         raise ApiError(error.at("messages"), param="messages") from error
     check_unicode(text, "messages")
@@ -240,24 +235,25 @@ def read_call(call: object) -> dict[str, Any]:
 
 
 def check_shown(messages: Messages, tokenizer: Tokenizer) -> None:
-    """What a template passes over would silently be no part of the conversation."""
-    for index, message in enumerate(messages):
-        for field in CALLS:
-            if not message.get(field):
-                continue
-            bare = {key: value for key, value in message.items() if key != field}
-            others = [*messages[:index], bare, *messages[index + 1 :]]
-            if _text_of(others, tokenizer) == _text_of(messages, tokenizer):
-                rule = f"the chat template in {tokenizer.folder} does not show {field}"
-                raise BadRow(f"message {index + 1}: {rule}", "write the call as content")
+    """What a template passes over would silently be no part of the conversation: every call is
+    given a name of its own, which must then be in the text."""
+    marks: dict[str, int] = {}
 
+    def marked(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+        marks[mark := f"call-{len(marks)}-{secrets.token_hex(4)}"] = number
+        return {**call, "function": {**call["function"], "name": mark}}
 
-def _text_of(messages: Messages, tokenizer: Tokenizer) -> str | None:
-    """None where the template refuses them."""
-    try:
-        return render(messages, tokenizer, for_answer=True)
-    except BadRow:
-        return None
+    renamed = []
+    for number, message in enumerate(messages, 1):
+        if other := [field for field in ("function_call", "audio") if message.get(field)]:
+            raise BadRow(f"message {number}: {other[0]} is not read", "give tool_calls or content")
+        calls = [marked(call, number) for call in message.get("tool_calls") or ()]
+        renamed.append({**message, "tool_calls": calls} if calls else message)
+    text = render(renamed, tokenizer, for_answer=True) if marks else ""
+    for mark, number in marks.items():
+        if mark not in text:
+            rule = f"the chat template in {tokenizer.folder} does not show tool_calls"
+            raise BadRow(f"message {number}: {rule}", "write the call as content")
 
 
 def check_unicode(text: str, where: str) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.rollout.serving.connections import ACCEPTED_AT_ONCE, Connections, Phase
+from pentad.rollout.serving.limits import ServeLimits
+from pentad.rollout.serving.wire import ApiError
+
+BACKLOG = 2048
+LAST_WORDS_S = 1.0
+SEND_BUFFER = 256 << 10
 
 
 class Server(uvicorn.Server):
@@ -19,6 +31,66 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class HttpConnection(H11Protocol):
+    """One of `connections`: it knows what it waits for and since when."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self.all = connections
+        self.address = ""
+        self.num_changes = 0
+        self.seen: tuple[Phase, int] = ("head", 0)
+        self.since = time.monotonic()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if peer else ""
+        super().connection_made(transport)
+        if not self.all.admit(self):
+            self.refuse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.all.remove(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def on_response_complete(self) -> None:
+        self.num_changes += 1
+        super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        self.num_changes += 1
+        super().resume_writing()
+
+    def phase(self) -> Phase:
+        if self.transport.is_closing():
+            return "closing"
+        if self.flow.write_paused:
+            return "writing"
+        if self.conn.their_state is h11.IDLE:
+            return "head"
+        return "body" if self.conn.their_state is h11.SEND_BODY else "answer"
+
+    def cut_off(self) -> None:
+        """At once: what is not sent yet is not sent."""
+        self.all.remove(self)
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def refuse(self) -> None:
+        problem = Problem("client", f"{self.address} has too many connections under way")
+        error = ApiError(problem, status=429, kind="rate_limit_error", code="too_many_connections")
+        body = json.dumps(error.body()).encode()
+        head = (
+            "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -33,8 +105,10 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(Problem(where, f"is no address: {error}")) from error
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Of each connection: what a client does not read is held by the kernel.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         found.bind(address)
-        found.listen(2048)
+        found.listen(BACKLOG)
     except OSError as error:
         found.close()
         raise UserError(Problem(where, f"cannot listen: {error.strerror}", "--port 0")) from error
@@ -44,19 +118,25 @@ def bind(host: str, port: int) -> socket.socket:
 async def serve(
     app: Callable[..., Any],
     listener: socket.socket,
+    limits: ServeLimits,
     *,
     stop: asyncio.Event,
     drain_s: float,
     on_ready: Callable[[], None],
 ) -> None:
     """Serves until `stop` is set; then requests under way have `drain_s` to come to their end."""
+    connections = Connections(limits)
     server = Server(
         uvicorn.Config(
             app,
+            http=cast(type[asyncio.Protocol], partial(HttpConnection, connections)),
+            ws="none",
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
             server_header=False,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
     )
@@ -64,15 +144,21 @@ async def serve(
     async def watch() -> None:
         while not server.started:
             await asyncio.sleep(0.01)
+        listener.listen(BACKLOG)  # uvicorn has one number for this and what is accepted at once
         on_ready()
         await stop.wait()
         server.should_exit = True
 
-    watcher = asyncio.create_task(watch())
+    helpers = [asyncio.create_task(watch()), asyncio.create_task(connections.watch())]
     try:
         await server.serve(sockets=[listener])
     finally:
-        watcher.cancel()
+        if tasks := list(server.server_state.tasks):  # cancelled: they say so to their clients
+            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+        for connection in connections:
+            connection.cut_off()
+        for helper in helpers:
+            helper.cancel()
         listener.close()
     if not stop.is_set():
         raise RunError("the HTTP server ended by itself")

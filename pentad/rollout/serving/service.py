@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -13,10 +14,16 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout.executor import first_cause
 from pentad.rollout.serving.answers import Answer
 from pentad.rollout.serving.jobs import Job
+from pentad.rollout.serving.threads import TextWork
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 OnToken = Callable[[int, int, float], None]
+
+BYTES_A_TOKEN = 64
+"""What a token of an answer counts in `TextWork`: its text is looked at token by token."""
+SHARE = 0.5
+"""Of the answers written together, what the prompts of one request may take."""
 
 
 class Service:
@@ -26,11 +33,16 @@ class Service:
         self.sampler = sampler
         self.tokenizer = tokenizer
         self.name = name
+        self.text_work = TextWork()
 
-    async def answer(self, job: Job) -> dict[str, Any]:
-        """The whole answer."""
+    async def answer(self, job: Job) -> bytes:
+        """The whole answer as JSON."""
         generations = await self._generate(job, None)
-        return Answer(job, self.name, self.tokenizer).whole(generations)
+        answer = Answer(job, self.name, self.tokenizer)
+        return await self.text_work.run(
+            BYTES_A_TOKEN * sum(len(g.ids) for g in generations),
+            lambda: as_json(answer.whole(generations)),
+        )
 
     async def stream(self, job: Job, emit: Emit) -> None:
         """Emits the answer chunk by chunk, as tokens are drawn."""
@@ -49,6 +61,7 @@ class Service:
                 await _emit_some(emit, answer.opening(index))
             while (token := await tokens.get()) is not None:
                 await _emit_some(emit, answer.progress(*token))
+                await asyncio.sleep(0)  # others have their turn between two tokens
             generations = await work
         finally:
             await end(work)
@@ -58,14 +71,18 @@ class Service:
             await emit(answer.final_usage(sum(len(g.ids) for g in generations)))
 
     async def _generate(self, job: Job, on_token: OnToken | None) -> list[Generation]:
-        """One generation a choice: those of the first prompt, then those of the next."""
+        """One generation a choice: those of the first prompt, then those of the next. A request of
+        many prompts leaves most of the engine to others."""
+        max_running = self.sampler.engine.settings.max_running
+        free = asyncio.Semaphore(max(1, int(SHARE * max_running) // job.n))
 
         async def one(place: int, request: Request) -> list[Generation]:
-            if on_token is None:
-                return await self.sampler.generate(request)
-            return await self.sampler.generate(
-                request, lambda i, token, logprob: on_token(place * job.n + i, token, logprob)
-            )
+            async with free:
+                if on_token is None:
+                    return await self.sampler.generate(request)
+                return await self.sampler.generate(
+                    request, lambda i, token, logprob: on_token(place * job.n + i, token, logprob)
+                )
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -76,6 +93,10 @@ class Service:
         if any(generation.finish == "abort" for generation in generations):
             raise RunError("the request was aborted")
         return generations
+
+
+def as_json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 async def _emit_some(emit: Emit, chunk: dict[str, Any] | None) -> None:

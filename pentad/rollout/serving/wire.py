@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from pentad.core.errors import Problem
 
@@ -62,12 +62,15 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        closes: bool = False,
     ) -> None:
+        """`closes`: the rest of the request is not read, so the connection ends with the answer."""
         super().__init__(readable(str(problem)))
         self.status = status
         self.kind = kind
         self.param = None if param is None else readable(param)
         self.code = code
+        self.closes = closes
 
     def body(self) -> dict[str, Any]:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
@@ -107,17 +110,28 @@ class Body(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class CompletionBody(Body):
-    prompt: str | TokenIds | list[str] | list[TokenIds]
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+def read_prompts(value: object) -> list[str] | list[TokenIds]:
+    """One entry a prompt, whichever of the four forms was used."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        if all(isinstance(part, str) for part in value):
+            return value
+        if is_ids(value):
+            return [value]
+        if all(isinstance(part, list) and is_ids(part) for part in value):
+            return value
+    raise ValueError(FORMS["prompt"])
 
-    @property
-    def prompts(self) -> list[str | TokenIds]:
-        """One entry a prompt, whichever of the four forms was used."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [part for part in self.prompt if isinstance(part, int)]
-        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
+
+def is_ids(value: list[Any]) -> bool:
+    return all(type(part) is int for part in value)
+
+
+class CompletionBody(Body):
+    prompt: Annotated[list[str] | list[TokenIds], PlainValidator(read_prompts)]
+    """Read by hand: to try four forms on a long list would take long and end in many errors."""
+    logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
 class ChatBody(Body):

@@ -325,6 +325,35 @@ def test_an_agent_that_wants_what_there_is_not_is_refused():
         AgentWorkflow(lambda base_url, temperature: None)
 
 
+def test_a_large_request_does_not_hold_the_loop_of_the_run(lab):
+    """The text is read in a thread: the loop goes on, and other programs are answered."""
+    gaps = []
+
+    async def beat():
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - before)
+
+    async def large(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        turn = [{"role": "user", "content": "ab " * 300}, {"role": "assistant", "content": "c"}]
+        messages = [*turn * 500, {"role": "user", "content": "go"}]
+        beating = asyncio.create_task(beat())
+        started = time.monotonic()
+        with pytest.raises(openai.BadRequestError, match="leaves no room"):
+            await client.chat.completions.create(model=model, messages=messages)
+        took = time.monotonic() - started
+        beating.cancel()
+        with pytest.raises(openai.BadRequestError, match="more than 1000000 characters"):
+            await client.completions.create(model=model, prompt="a" * 1_000_000)
+        await client.completions.create(model=model, prompt="a")
+        return {"held": float(max(gaps) > 0.5 * took)}
+
+    [sample] = lab.run(large, max_total_tokens=64)
+    assert sample.reward == 0.0, (max(gaps), len(gaps))
+
+
 def test_a_conversation_that_is_full_is_told_so(lab):
     async def long(base_url, api_key, model):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)

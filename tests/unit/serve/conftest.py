@@ -17,7 +17,9 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model
-from pentad.rollout.serving.app import Face, ServeLimits
+from pentad.rollout.serving.app import Face
+from pentad.rollout.serving.guard import Guard
+from pentad.rollout.serving.limits import ServeLimits
 from pentad.rollout.serving.server import bind, serve
 from pentad.rollout.serving.service import Service
 
@@ -83,7 +85,7 @@ class Running:
 def start_server(byte_model, byte_tokenizer):
     servers = []
 
-    def start(drain_s=120, **limits):
+    def start(drain_s=120, api_key=None, **limits):
         ready = queue.Queue()
 
         async def main():
@@ -94,8 +96,9 @@ def start_server(byte_model, byte_tokenizer):
             told = (url, face, asyncio.get_running_loop(), stop)
             try:
                 await serve(
-                    face.app(),
+                    Guard(face.app(), api_key=api_key, is_loopback=True),
                     listener,
+                    face.limits,
                     stop=stop,
                     drain_s=drain_s,
                     on_ready=lambda: ready.put(told),

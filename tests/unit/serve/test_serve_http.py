@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from pentad.data.tokenizer import load_tokenizer
 from pentad.models import families
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
-from pentad.rollout.serving.jobs import chat_ids
+from pentad.rollout.serving.jobs import chat_ids, plain_messages
 from pentad.rollout.serving.server import bind
 
 LONG = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True}
@@ -335,12 +336,16 @@ def test_the_command_serves_at_loopback_and_ends_on_sigterm(
     save_model(byte_model, folder, source_folder=byte_folder, tokenizer_folder=byte_folder)
     command = [sys.executable, "-m", "pentad.cli.main", "serve", str(folder), "--port", "0"]
     command += ["--device", "cpu", "--max-running", "8", "--drain-s", "5"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"PENTAD_API_KEY": "secret"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         line = process.stdout.readline()
         assert line.startswith("serving named at http://127.0.0.1:")
         url = line.split()[-1]
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.AuthenticationError, match="is not the api_key of this server"):
+            client.models.list()
+        client = client.with_options(api_key="secret")
         answer = client.completions.create(model="named", prompt="x", max_tokens=3)
         assert answer.usage.completion_tokens <= 3
         if not is_heard:
@@ -365,7 +370,8 @@ def test_tool_calls_of_a_conversation_are_rendered_as_the_template_says(byte_fol
         "{{ c.function.arguments | tojson }}]{% endfor %};{% endfor %}"
     )
     tokenizer = load_tokenizer(folder)
-    ids = chat_ids(called(name="add", arguments='{"a": 1}'), tokenizer)
+    messages = plain_messages(called(name="add", arguments='{"a": 1}'), tokenizer)
+    ids = chat_ids(messages, tokenizer)
     assert tokenizer.decode(ids) == 'user:Hi;assistant:[add {"a": 1}];tool:42;'
 
 
