@@ -78,7 +78,7 @@ def refusals(config: Config) -> list[str]:
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:
     """Who stands where, of a run whose memory is not known."""
     assert config.allocation_mode is not None, "checked before"
-    allocation = parse_allocation(config.allocation_mode)
+    allocation = parse_allocation(config.allocation_mode).as_run()
     rows = [
         {
             "role": component.role,
@@ -305,8 +305,8 @@ class Page:
         files = self.plan.files
         self.title("Files")
         self.say(
-            f"HF export {gib(files.export_bytes)} GiB x {files.num_exports}, recovery checkpoint "
-            f"{gib(files.recover_bytes)} GiB; {gib(files.free_bytes)} GiB free at {files.folder}"
+            f"HF export {gib(files.export_bytes)} GiB x {files.num_exports}; "
+            f"{gib(files.free_bytes)} GiB free at {files.folder}"
         )
 
     def notes(self) -> None:
@@ -373,7 +373,10 @@ def as_dict(plan: Plan, remedies: list[Remedy]) -> dict[str, Any]:
             "memory_bytes": plan.device.memory_bytes,
             "source": plan.device.source,
         },
-        "allocation": {"text": str(plan.allocation), "num_devices": plan.allocation.num_devices},
+        "allocation": {
+            "text": plan.config.allocation_mode,
+            "num_devices": plan.allocation.num_devices,
+        },
         "peak_bytes": plan.peak_bytes,
         "trainers": [trainer_dict(trainer) for trainer in plan.trainers],
         "samplers": [
@@ -400,7 +403,6 @@ def as_dict(plan: Plan, remedies: list[Remedy]) -> dict[str, Any]:
         "files": {
             "export_bytes": plan.files.export_bytes,
             "num_exports": plan.files.num_exports,
-            "recover_bytes": plan.files.recover_bytes,
             "free_bytes": plan.files.free_bytes,
             "folder": plan.files.folder,
         },

@@ -2,7 +2,7 @@
 
 An estimate, not a promise: every line says what it counts, allocator slack and kernels'
 workspaces are one constant, routing is taken as balanced, and every sequence as long as it may
-become. The rule of thumb of the Archon tutorial (appendix A.7) is computed beside it.
+become. The rule of thumb of the Archon tutorial is computed beside it.
 
 Legend: P parameters of this rank before data parallelism cuts them; S = what is left after it;
 p, c, r bytes of master, compute and reduce dtype; T tokens of a microbatch.
@@ -39,7 +39,7 @@ LOGIT_COPIES = 3
 """How many arrays of logits that room is cut for (ops.logprob.LOGIT_COPIES)."""
 DEFAULT_MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
 """Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
-PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish", "checkpoint")
+PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish")
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
@@ -70,6 +70,13 @@ class Training:
     tags_on_host: bool = True
     device: str = "cuda"
     with_optimizer: bool = True
+    publishes: bool = False
+    """Whether its weights go to samplers."""
+    overlaps: bool = False
+    """Whether it trains on while they travel, so that what travels is a copy."""
+    max_staleness: int = 0
+    snapshot_on_host: bool = False
+    """Whether what travels lies in host memory (on the node of rank 0)."""
 
     @property
     def compute_bytes(self) -> int:
@@ -105,6 +112,8 @@ class Phase:
     name: str
     device: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
+    lead_bytes: float = 0.0
+    """Of both, what rank 0 holds and the ranks beside it do not."""
 
     @property
     def device_bytes(self) -> float:
@@ -169,7 +178,7 @@ def gathered_weights(training: Training, held: Held) -> float:
     """Weights in compute dtype, whole on this rank.
 
     With resharding: embedding and head, the layer at work and the one fetched ahead.
-    Without (the default under a pipeline, appendix A.3): all of them.
+    Without (the default under a pipeline): all of them.
     """
     if not is_wrapped(training):
         return 0.0
@@ -262,7 +271,7 @@ def _pipeline_moment(training: Training, pp_rank: int, held: Held) -> dict[str, 
         "activations": sets * per_set,
         "working": tokens * working,
         "gradients": training.param_bytes * sharded_params(training, held),
-        # Summed whole until the last microbatch (appendix A.4).
+        # Summed whole until the last microbatch.
         "gathered gradients": training.reduce_bytes * held.total,
     }
     if training.dims.num_layers - 1 in layers:
@@ -325,19 +334,37 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     largest = largest_tensor(training.dims)
     # Loading reads one tensor's region at a time, in the 2 bytes of a released checkpoint.
     put(("load",), "host", "file region", 2 * largest)
-    # A single rank hands out its weights from where they are; several gather on the device.
-    snapshot_at = where if training.layout.world == 1 else "device"
-    put(("publish",), snapshot_at, "snapshot", snapshot_bytes(training, largest))
-    staged = (1 + OPTIMIZER_STATES * training.with_optimizer) * p * shard
-    put(("checkpoint",), "host", "staged copy", staged)
+    alone = training.layout.world == 1
+    if not alone:  # every rank gathers each tensor, for a publish as for an export
+        put(("publish",), "device", "gathered tensor", (training.compute_bytes + p) * largest)
+    if pp_rank == 0:
+        # A single rank hands out its weights from where they are; several gather them.
+        place = "host" if training.snapshot_on_host else where if alone else "device"
+        for name, count in num_snapshots(training).items():
+            size = count * snapshot_bytes(training)
+            put((name,), place, "snapshot", size)
+            phases[name].lead_bytes += 0.0 if alone else size
     return phases
 
 
-def snapshot_bytes(training: Training, largest: int) -> float:
-    """Weights on their way to samplers: all of them on a single rank, else tensor by tensor."""
-    if training.layout.world == 1:
-        return training.compute_bytes * training.dims.num_params
-    return (training.compute_bytes + training.param_bytes) * largest
+def snapshot_bytes(training: Training) -> float:
+    """Weights on their way to samplers, whole on rank 0. A single rank that waits for their
+    arrival and keeps them as they are published hands out its own."""
+    is_own = training.layout.world == 1 and not training.overlaps
+    if is_own and training.compute_bytes == training.param_bytes:
+        return 0.0
+    return float(training.compute_bytes * training.dims.num_params)
+
+
+def num_snapshots(training: Training) -> dict[str, int]:
+    """How many there are at once by phase: one travels, the newest waits for its turn, another is
+    being taken. Training waits for data of a version that is at most `max_staleness` behind."""
+    if not training.publishes:
+        return {}
+    if not training.overlaps:
+        return {"publish": 1}
+    beside = min(training.max_staleness, 2)
+    return {"publish": beside + 1, **dict.fromkeys(("log-prob", "backward", "optimizer"), beside)}
 
 
 def largest_tensor(dims: ModelDims) -> int:
@@ -388,7 +415,7 @@ def kv_wanted(sampling: Sampling) -> float:
 
 
 def rule_of_thumb(training: Training, batch_tokens: float) -> dict[str, float]:
-    """Appendix A.7 as it is written, in bytes; `batch_tokens` of one data-parallel rank."""
+    """As the Archon tutorial writes it, in bytes; `batch_tokens` of one data-parallel rank."""
     layout, size = training.layout, training.dims.num_params
     cells = layout.tp * layout.ep
     per_microbatch = batch_tokens / training.num_microbatches
@@ -404,14 +431,6 @@ RULE_OMITS = (
     "it divides parameters and optimizer by neither pp nor cp and dense weights by ep, and leaves "
     "out fp32 masters, gathered weights, what layers keep besides their input, logits, overhead"
 )
-
-
-# Files.
-
-
-def recover_bytes(dims: ModelDims, param_bytes: int) -> float:
-    """One DCP checkpoint: master weights and optimizer state."""
-    return (1 + OPTIMIZER_STATES) * param_bytes * dims.num_params
 
 
 def export_bytes(dims: ModelDims, weight_bytes: int) -> float:

@@ -13,14 +13,15 @@ from pentad.config.activations import Keeping
 from pentad.config.catalog import dims_of
 from pentad.config.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
 from pentad.config.memory import (
+    HOST_BYTES_PER_RANK,
     OVERHEAD_BYTES,
+    PHASES,
     Phase,
     Sampling,
     Training,
     default_microbatch_tokens,
     export_bytes,
     kv_token_bytes,
-    recover_bytes,
     rule_of_thumb,
     sampler_weights,
     training_phases,
@@ -38,6 +39,8 @@ ASSUMED_PROMPT_TOKENS = 1024
 BYTES = {"float32": 4, "bfloat16": 2}
 SERVER_SHARE = 0.9
 """Share of a device that vLLM and SGLang take for themselves by default."""
+COLOCATED_SHARE = 0.4
+"""And where the trainer lives, too, unless rollout.server.gpu_memory_share says otherwise."""
 EMBEDDED_SHARE = 0.5
 """Share of the free memory the embedded sampler gives its cache (infer.engine)."""
 EMBEDDED_CPU_BYTES = 1 * GIB
@@ -145,7 +148,6 @@ class Files:
 
     export_bytes: float
     num_exports: int
-    recover_bytes: float
     free_bytes: int
     folder: str
 
@@ -239,7 +241,7 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> P
     """The plan of a config that passed all checks; `num_rows` of its dataset, if known."""
     assert config.actor.path is not None and config.allocation_mode is not None, "checked before"
     dims = dims_of(config.actor.path)
-    allocation = parse_allocation(config.allocation_mode)
+    allocation = parse_allocation(config.allocation_mode).as_run()
     batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
     found = cases(config, allocation, dims)
     trainers = [
@@ -261,14 +263,14 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> P
         ]
         add_neighbours(trainer, sum(others), samplers, config)
     files = plan_files(config, dims, batch, device)
-    hosts = host_phases(config, trainers, samplers, dims, device)
+    hosts = host_phases(config, trainers, samplers, device)
     plan = Plan(config, allocation, dims, device, batch, trainers, samplers, files, hosts)
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
         plan.notes.append(
             f"train_dataset.max_length is unset: {what} of {batch.prompt_tokens} tokens assumed"
         )
-    if max(files.needed_bytes, files.recover_bytes) > files.free_bytes:
+    if files.needed_bytes > files.free_bytes:
         plan.notes.append(f"files are larger than what is free at {files.folder} on this machine")
     return plan
 
@@ -330,6 +332,7 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
     number, tokens = microbatches(case, layout, batch, device)
     compiles = archon.enable_compile is True or archon.enable_compile == "auto"
     trains = case.key == "critic" or component.role in ("actor", "critic")
+    has_sampler = allocation.find("rollout") is not None
     training = Training(
         dims=case.dims,
         layout=layout,
@@ -352,12 +355,27 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
         tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
         device=device.kind,
         with_optimizer=trains,
+        publishes=component.role == "actor" and case.key == "actor" and has_sampler,
+        overlaps=config.mode in ("hybrid", "async"),
+        max_staleness=config.max_staleness,
+        snapshot_on_host=snapshot_on_host(config, device.kind),
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if case.key == "critic" else component.role
     devices = allocation.devices(component)
     per_rank = batch.tokens / config.updates_per_batch / layout.dp
     return TrainPlan(role, component, devices, training, per_rank, phases)
+
+
+def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
+    """Whether weights that several GPUs hold are gathered in host memory for a publish: always,
+    unless they go to servers straight from a GPU."""
+    assert config.allocation_mode is not None, "resolved before"
+    allocation = parse_allocation(config.allocation_mode)
+    rollout, actor = allocation.find("rollout"), allocation.find("actor")
+    if kind == "cpu" or rollout is None or actor is None or actor.world == 1:
+        return False
+    return rollout.backend == "embedded" or config.rollout.server.weight_transport == "disk"
 
 
 def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
@@ -397,8 +415,10 @@ def plan_sampler(
     elif component.backend == "embedded":
         cache = embedded_cache(sampling, near, config, device)
     else:
-        used = sum(resident(t.phases, "rollout") for t in near)
-        cache = SERVER_SHARE * device.memory_bytes - weights - OVERHEAD_BYTES[device.kind] - used
+        share = config.rollout.server.gpu_memory_share or (
+            COLOCATED_SHARE if near else SERVER_SHARE
+        )
+        cache = share * device.memory_bytes - weights - OVERHEAD_BYTES[device.kind]
     devices = allocation.devices(component)
     return SamplePlan(component, devices, sampling, weights, max(cache, 0.0), not near)
 
@@ -424,9 +444,12 @@ def resident(phases: list[dict[str, Phase]], name: str) -> float:
 def add_neighbours(
     trainer: TrainPlan, others: float, samplers: list[SamplePlan], config: Config
 ) -> None:
-    """Adds what else lies on the same devices to every phase; `others`: bytes of other models."""
+    """Adds what else lies on the same devices to every phase; `others`: bytes of other models.
+
+    An embedded sampler lies on the device of rank 0 alone, servers on every one.
+    """
     near = [s for s in samplers if s.devices.start == trainer.devices.start]
-    for row in trainer.phases:
+    for pp_rank, row in enumerate(trainer.phases):
         for name, phase in row.items():
             if name == "load":
                 continue
@@ -436,8 +459,13 @@ def add_neighbours(
                 _move_to_host(phase)
             sleeps = config.offload_rollout and name not in ("rollout", "publish")
             for sampler in [] if sleeps else near:
+                is_embedded = sampler.component.backend == "embedded"
+                if is_embedded and pp_rank > 0:
+                    continue
                 phase.device["sampler weights"] = sampler.weights_bytes
                 phase.device["kv cache"] = sampler.kv_bytes
+                if is_embedded and trainer.component.world > 1:
+                    phase.lead_bytes += sampler.weights_bytes + sampler.kv_bytes
 
 
 def _move_to_host(phase: Phase) -> None:
@@ -446,31 +474,75 @@ def _move_to_host(phase: Phase) -> None:
 
 
 def host_phases(
-    config: Config,
-    trainers: list[TrainPlan],
-    samplers: list[SamplePlan],
-    dims: ModelDims,
-    device: Device,
+    config: Config, trainers: list[TrainPlan], samplers: list[SamplePlan], device: Device
 ) -> dict[str, float]:
-    """Host memory of the fullest node by phase; on a CPU the devices' part lies there, too."""
-    per_node = config.cluster.n_gpus_per_node
-    totals: dict[str, float] = {}
-    for trainer in trainers:
-        ranks = trainer.component.world
-        local = min(ranks, per_node) if per_node and device.kind == "cuda" else ranks
-        for name in trainer.phases[0]:
-            worst = max(row[name].host_bytes for row in trainer.phases)
+    """Host memory of the fullest node by phase; on a CPU the devices' part lies there, too.
+
+    Models on the same ranks are in the same processes, so that those are counted once.
+    """
+    totals = dict.fromkeys(PHASES, 0.0)
+    for start in sorted({trainer.devices.start for trainer in trainers}):
+        group = [trainer for trainer in trainers if trainer.devices.start == start]
+        for name in totals:
             if device.kind == "cpu":
-                worst = max(row[name].host_bytes + row[name].device_bytes for row in trainer.phases)
-            totals[name] = totals.get(name, 0.0) + local * worst
-    if config.mode in ("hybrid", "async") and device.kind == "cuda":
-        # The snapshot on its way to the samplers, whole, on the node of rank 0.
-        totals["publish"] += compute_bytes(config.actor, device.kind) * dims.num_params
+                # Each counts the others as its neighbours: the one at work is the fullest.
+                totals[name] += max(_process_bytes(trainer, name) for trainer in group)
+            else:
+                totals[name] += _host_bytes(group, name, config.cluster.n_gpus_per_node)
+    totals["publish"] += transfer_bytes(config, samplers)
+    if config.saver.mode == "async":  # auto makes a copy only where there is room
+        for name in PHASES[1:]:
+            totals[name] += sum(map(staged_bytes, trainers))
     if device.kind == "cpu":
-        alone = [s for s in samplers if s.is_alone]
-        extra = sum(s.component.world * s.device_bytes for s in alone)
+        extra = sum(s.component.world * s.device_bytes for s in samplers if s.is_alone)
         totals = {name: size + extra for name, size in totals.items()}
     return totals
+
+
+def _process_bytes(trainer: TrainPlan, name: str) -> float:
+    """What all ranks hold on a machine without GPUs."""
+    each = trainer.component.world // len(trainer.phases)
+    total = 0.0
+    for row in trainer.phases:
+        phase = row[name]
+        total += each * (phase.host_bytes + phase.device_bytes - phase.lead_bytes)
+        total += phase.lead_bytes
+    return total
+
+
+def _host_bytes(group: list[TrainPlan], name: str, per_node: int | None) -> float:
+    """Of the ranks of one node that uses GPUs, the fullest of them times their number."""
+    ranks = group[0].component.world
+    local = min(ranks, per_node) if per_node else ranks
+    worst = lead = 0.0
+    for trainer in group:
+        only = trainer.phases[0][name].host.get("snapshot", 0.0)
+        own = trainer.phases[0][name].host_bytes - only
+        worst += max([own, *(row[name].host_bytes for row in trainer.phases[1:])])
+        lead += only
+    return lead + local * (worst - (len(group) - 1) * HOST_BYTES_PER_RANK)
+
+
+def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
+    """Files in shared memory by which servers get weights, one for each of them at once."""
+    server = config.rollout.server
+    if server.weight_transport != "disk" or server.transfer_folder is not None:
+        return 0.0
+    return sum(
+        sampler.component.size("d")
+        * sampler.sampling.weight_bytes
+        * sampler.sampling.dims.num_params
+        for sampler in samplers
+        if sampler.component.backend != "embedded"
+    )
+
+
+def staged_bytes(trainer: TrainPlan) -> float:
+    """The copy of a model that is written while training goes on."""
+    training = trainer.training
+    if not training.with_optimizer:
+        return 0.0
+    return export_bytes(training.dims, training.compute_bytes)
 
 
 def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) -> Files:
@@ -485,7 +557,6 @@ def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) ->
     return Files(
         export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device.kind)),
         num_exports=count,
-        recover_bytes=with_critic * recover_bytes(dims, BYTES[config.actor.param_dtype]),
         free_bytes=free,
         folder=folder,
     )

@@ -148,8 +148,9 @@ def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
         allocation = _with_actor(config, component)
         changes: Changes = {"allocation_mode": str(allocation)}
-        if per_node is not None and allocation.num_devices > nodes * per_node:
-            changes["cluster.n_nodes"] = -(-allocation.num_devices // per_node)
+        needed = allocation.as_run().num_devices
+        if per_node is not None and needed > nodes * per_node:
+            changes["cluster.n_nodes"] = -(-needed // per_node)
         yield changes
 
 

@@ -133,6 +133,7 @@ def known_dims(path: str | None) -> ModelDims | None:
 def cluster_size(
     config: Config, allocation: Allocation, num_devices: int | None
 ) -> Iterator[Problem]:
+    allocation = allocation.as_run()
     needed = allocation.num_devices
     if num_devices is None or needed <= num_devices:
         return
@@ -392,10 +393,14 @@ def layout_notes(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[str]:
     """What is lawful and worth a second look."""
-    allocation, _ = read_allocation(config)
-    if allocation is None:
+    written, _ = read_allocation(config)
+    if written is None:
         return []
+    allocation = written.as_run()
     notes = []
+    if allocation != written:
+        rule = "samples in the process of rank 0, on its device: the two share its memory"
+        notes.append(f"allocation_mode = {config.allocation_mode}: embedded {rule}")
     if num_devices is not None and allocation.num_devices < num_devices:
         used = allocation.num_devices
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle")

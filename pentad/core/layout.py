@@ -216,6 +216,18 @@ class Allocation:
     def shares_devices(self, first: Component, second: Component) -> bool:
         return any(first in group and second in group for group in self.groups)
 
+    def as_run(self) -> Allocation:
+        """Where components stand in a run: the one embedded sampler lives in the process of rank 0
+        and on its device, whether | or + joins it to the actor (+ lets the two overlap in time)."""
+        rollout, actor = self.find("rollout"), self.find("actor")
+        is_apart = rollout and actor and not self.shares_devices(rollout, actor)
+        if not (rollout and is_apart and rollout.backend == "embedded" and rollout.world == 1):
+            return self
+        rest = [tuple(part for part in group if part != rollout) for group in self.groups]
+        return Allocation(
+            tuple((rollout, *group) if actor in group else group for group in rest if group)
+        )
+
     def __str__(self) -> str:
         return "+".join("|".join(map(str, group)) for group in self.groups)
 

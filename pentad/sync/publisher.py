@@ -1,8 +1,9 @@
 """Publishing: every sampler gets the learner's weights, whole, proven by digest.
 
 A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
-references; overlapped it holds copies, so that training may go on while it travels. Versions only
-grow; a snapshot that was overtaken before it was sent is never sent.
+references; overlapped it holds copies, so that training may go on while it travels. What several
+ranks on GPUs hold is gathered in host memory. Versions only grow; a snapshot that was overtaken
+before it was sent is never sent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,10 +32,25 @@ class Snapshot:
     digest: WeightDigest
 
 
-def take_snapshot(version: int, weights: Iterable[tuple[str, Tensor]], *, copy: bool) -> Snapshot:
-    """Call it where the learner runs; `copy` when the learner will move on before the install."""
-    pairs = tuple((name, t.detach().clone() if copy else t.detach()) for name, t in weights)
-    return Snapshot(version, pairs, digest_of(pairs))
+def take_snapshot(
+    version: int, weights: Iterable[tuple[str, Tensor]], *, copy: bool, on_host: bool = False
+) -> Snapshot:
+    """Call it where the learner runs; `copy` when the learner will move on before the install.
+
+    `on_host` for weights that are gathered from several ranks: no one device need hold them all.
+    """
+    kept: list[tuple[str, Tensor]] = []
+
+    def passing() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            tensor = tensor.detach()
+            is_moved = on_host and tensor.device.type != "cpu"
+            held = tensor.cpu() if is_moved else tensor.clone() if copy else tensor
+            kept.append((name, held))
+            yield name, tensor  # hashed where it is, which is quick on a GPU
+
+    digest = digest_of(passing())
+    return Snapshot(version, tuple(kept), digest)
 
 
 class Publisher:

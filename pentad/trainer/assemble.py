@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import torch
 
+from pentad.config.plan import snapshot_on_host
 from pentad.config.schema import Config
 from pentad.config.unread import unread
 from pentad.core.roles import Learner, Sampler
@@ -29,7 +30,7 @@ from pentad.trainer.budget import Budget
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.preflight import Checked, check_train
+from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.rollout_pump import RolloutPump
@@ -118,6 +119,7 @@ class Assembly:
         self.placement = Placement(
             is_shared=config.mode == "colocate",
             max_staleness=config.max_staleness,
+            snapshots_on_host=snapshot_on_host(config, kind_of(lead.device)),
             offload_rollout=bool(config.offload_rollout),
         )
         self.learner = self._engine("actor")
@@ -207,7 +209,12 @@ class Assembly:
         """Tags, the first publish, the self-test and the baseline, before the first step."""
         await self.thread.run(self._load_tags)
         snapshot = await self.thread.run(
-            lambda: take_snapshot(0, self.learner.iter_weights(), copy=False)
+            lambda: take_snapshot(
+                0,
+                self.learner.iter_weights(),
+                copy=False,
+                on_host=self.placement.snapshots_on_host,
+            )
         )
         digest = await self.publisher.publish(snapshot)
         found = await run_selftest(

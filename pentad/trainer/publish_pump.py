@@ -47,6 +47,7 @@ class PublishPump:
                 return
             snapshot, self.pending = self.pending, None
             await self._publish(snapshot)
+            del snapshot  # a whole model, which must not wait for the next one
 
     async def wait_published(self, version: int) -> None:
         await self.state.changed.until(lambda: self.state.budget.published >= version)

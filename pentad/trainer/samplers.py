@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pentad.config.plan import COLOCATED_SHARE
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -32,8 +33,6 @@ from pentad.trainer.translate import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-COLOCATED_SHARE = 0.4
-"""Of a GPU's memory, for a server where the trainer lives, too."""
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
 START = {"vllm": vllm.start, "sglang": sglang.start}
 

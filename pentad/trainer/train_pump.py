@@ -176,10 +176,12 @@ class TrainPump:
         if self.ref_update_interval and version % self.ref_update_interval == 0:
             await self.thread.run(lambda: self.learner.save_tag("ref"))
         with trained.timer.phase("publish"):
-            copy = self.placement.copies_snapshots
+            copy, on_host = self.placement.copies_snapshots, self.placement.snapshots_on_host
             with self.state.doing(f"the copy of version {version}"):
                 snapshot = await self.thread.run(
-                    lambda: take_snapshot(version, self.learner.iter_weights(), copy=copy)
+                    lambda: take_snapshot(
+                        version, self.learner.iter_weights(), copy=copy, on_host=on_host
+                    )
                 )
             self.publish.submit(snapshot)
             if self.placement.takes_turns:

@@ -21,6 +21,8 @@ from pentad.models.balance import BalanceSettings
 from pentad.models.exchange import gather_whole
 from pentad.parallel.cuts import local, stored_box
 from pentad.parallel.gradients import global_norm, sum_copies
+from pentad.runtime.lead import drain
+from pentad.sync.publisher import take_snapshot
 
 DENSE = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
 """8 heads, 2 kv heads: tp * cp up to 8, with repeated kv heads from 4 on. 37 words: uneven."""
@@ -290,3 +292,27 @@ def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
     refusals: list[Any] = [None] * layout.world
     dist.all_gather_object(refusals, refused)
     return {"weights": given, "digests": digests, "is_same": is_same, "refusals": refusals}
+
+
+def snapshot_held(model: str, layout: Layout, copy: bool, **settings: Any) -> list[int]:
+    """Bytes that a snapshot holds besides the weights themselves, on each rank that takes one."""
+    engine = make(model, layout, **settings)
+    own = {_storage(local(tensor)) for tensor in engine.state_dict()["model"].values()}
+    if engine.meshes.rank == 0:
+        taken = take_snapshot(1, engine.iter_weights(), copy=copy).weights
+    else:  # as a follower does
+        drain(engine.iter_weights())
+        taken = ()
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for _, tensor in taken
+        if _storage(tensor) not in own
+    }
+    found: list[int] = [0] * layout.world
+    if layout.world > 1:
+        dist.all_gather_object(found, sum(held.values()))
+    return found if layout.world > 1 else [sum(held.values())]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -2,9 +2,21 @@
 
 import pytest
 import torch
-from parity_cases import copied_state, expert_norms, load_state, make, save_state, train_step
+from parity_cases import (
+    CONFIGS,
+    copied_state,
+    expert_norms,
+    load_state,
+    make,
+    save_state,
+    snapshot_held,
+    train_step,
+)
 
+from pentad.config.activations import Keeping
+from pentad.config.memory import Training, num_snapshots, snapshot_bytes, training_phases
 from pentad.core.digest import digest_of
+from pentad.core.dims import dims_from_hf
 from pentad.core.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -141,3 +153,33 @@ def test_weights_leave_whole_from_every_layout(pool, tmp_path, model, layout):
     assert set(seen["digests"]) == {digest_of(true.items()).hex()}
     assert seen["is_same"], "loaded, as an engine and as a tag, from the folder it wrote"
     assert "" not in seen["refusals"] and set(seen["refusals"][1:]) == {"RunError"}
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["in place", "overlapped"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2), Layout(tp=2)], ids=str)
+def test_a_publish_holds_the_bytes_that_a_plan_counts(pool, layout, dtype, copy):
+    case = {"model": "moe", "layout": layout, "copy": copy, "compute_dtype": dtype}
+    rank_0, *others = (
+        pool.run(layout.world, "parity_cases", "snapshot_held", **case)
+        if layout.world > 1
+        else snapshot_held(**case)
+    )
+    training = Training(
+        dims=dims_from_hf(CONFIGS["moe"]),
+        layout=layout,
+        keeping=Keeping(compute_bytes={"float32": 4, "bfloat16": 2}[dtype]),
+        microbatch_tokens=8,
+        publishes=True,
+        overlaps=copy,
+        max_staleness=1,
+        device="cpu",
+    )
+    # Weights that every rank holds (norms) are handed out as they are, if nobody copies them.
+    assert rank_0 == pytest.approx(snapshot_bytes(training), rel=0.06)
+    assert not any(others), "the other ranks hand on tensor by tensor"
+    phase = training_phases(training, 0)["publish"]
+    count = num_snapshots(training)["publish"]
+    assert count == 1 + copy
+    assert phase.device.get("snapshot", 0.0) == pytest.approx(count * rank_0, rel=0.06)
+    assert phase.lead_bytes == (phase.device["snapshot"] if layout.world > 1 else 0)

@@ -128,7 +128,7 @@ def test_missing_folders_do_not_hide_what_a_start_refuses(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     of_the_start = [
         "scheduler.type=ray",
-        "saver.mode=async",
+        "offload_train=true",
         "balance_data=false",
         "actor.archon.enable_compile=true",
     ]

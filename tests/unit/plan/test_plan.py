@@ -226,11 +226,58 @@ def test_a_critic_and_a_reference_are_counted():
     assert tags == pytest.approx(2 * 4 * plain.dims.num_params / 2)
 
 
+def test_an_embedded_sampler_is_drawn_where_it_runs():
+    """Whatever joins the two: it lives in the process of rank 0."""
+    keys = ("actor.path=Qwen/Qwen3-0.6B", "rollout.kv_cache_gb=3", "max_staleness=0")
+    apart = plan_of(*keys, "allocation_mode=embedded:d1+archon:d2")
+    assert apart.allocation.num_devices == 2 and apart.config.mode == "hybrid"
+    assert list(apart.samplers[0].devices) == [0] and not apart.samplers[0].is_alone
+    backward = apart.trainers[0].phases[0]["backward"]
+    assert backward.device["kv cache"] == 3 * GIB
+    assert backward.lead_bytes == 3 * GIB + apart.samplers[0].weights_bytes
+    one = prepare(None, [*keys, "cluster.n_gpus_per_node=1", "mode=hybrid"], "plan", 80)[0]
+    assert one.allocation_mode == "embedded:d1+archon:d1"  # it runs on one device
+
+
+def test_on_a_cpu_nothing_is_counted_twice():
+    cpu = Device("cpu", 64 * GIB, "")
+    keys = ("actor.path=Qwen/Qwen3-0.6B", "rollout.kv_cache_gb=1", "max_staleness=0")
+    keys += ("train_dataset.max_length=256", "actor.mb_spec.max_tokens_per_mb=512")
+
+    def needed(*more):
+        return plan_of(*keys, *more, device=cpu).host_bytes["optimizer"]
+
+    size = 4 * plan_of(*keys).dims.num_params
+    process, cache = 0.4 * GIB, 1 * GIB
+    # Weights, two moments and gradients; the sampler's weights and cache.
+    assert needed() == pytest.approx(process + 4 * size + size + cache, rel=0.01)
+    # The critic is in the same process: its weights and moments, and nothing else, come on top.
+    assert needed("algorithm.name=ppo") == pytest.approx(needed() + 3 * size, rel=0.01)
+    # One sampler, however many ranks.
+    four = needed("allocation_mode=embedded:d1|archon:d4")
+    assert four == pytest.approx(needed() + 3 * process, rel=0.01)
+
+
+def test_weights_of_many_gpus_are_gathered_on_the_host():
+    keys = ("actor.path=Qwen/Qwen3-8B", "allocation_mode=vllm:d2+archon:d4", "max_staleness=1")
+    keys += ("cluster.n_gpus_per_node=6",)
+    model = 2 * plan_of(*keys).dims.num_params
+    plan = plan_of(*keys)
+    assert "snapshot" not in plan.trainers[0].phases[0]["publish"].device
+    # Two snapshots on their way, and a file in shared memory for each of the two servers.
+    extra = plan.host_bytes["publish"] - plan.host_bytes["rollout"]
+    assert extra == pytest.approx(2 * model + 2 * model)
+    straight = plan_of(*keys, "rollout.server.weight_transport=broadcast")
+    assert straight.trainers[0].phases[0]["publish"].device["snapshot"] == 2 * model
+    assert straight.host_bytes["publish"] == straight.host_bytes["rollout"]
+    saved = plan_of(*keys, "saver.mode=async")
+    assert saved.host_bytes["backward"] - plan.host_bytes["backward"] == pytest.approx(model)
+
+
 def test_files_count_every_export():
     plan = plan_of("actor.path=Qwen/Qwen3-0.6B", "saver.freq_steps=10", num_rows=32 * 35)
     assert plan.files.num_exports == 4
     assert plan.files.export_bytes == 2 * plan.dims.num_params
-    assert plan.files.recover_bytes == 12 * plan.dims.num_params
 
 
 def test_a_full_disk_is_a_lack_only_on_the_machine_of_the_run(monkeypatch):

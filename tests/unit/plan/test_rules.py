@@ -279,6 +279,7 @@ def test_notes_tell_what_is_lawful_and_odd():
         "archon:t16: each kv head is held 4 times (t*c = 16)",
     ]
     config = config_of("allocation_mode=embedded:d1+archon:d8", "gconfig.n_samples=4", *keys)
-    (note,) = layout_notes(config, DENSE)
+    shared, note = layout_notes(config, DENSE)
+    assert "samples in the process of rank 0, on its device" in shared
     assert "a step has 4 samples for d * n_mbs = 8" in note
     assert layout_notes(config_of("actor.path=Qwen3-8B"), DENSE) == []

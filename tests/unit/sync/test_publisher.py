@@ -1,6 +1,8 @@
 """A publish succeeds only if every sampler holds exactly what was sent."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,13 @@ import torch
 from pentad.core.digest import digest_of
 from pentad.core.errors import RunError
 from pentad.core.roles import Installed
+from pentad.data.ledger import Ledger
+from pentad.data.store import Store
 from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.trainer.budget import Budget
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.state import RunState
 
 
 class Receiver:
@@ -84,3 +92,36 @@ def test_versions_only_grow():
     asyncio.run(publisher.publish(take_snapshot(2, weights(), copy=False)))
     with pytest.raises(RunError, match="version 1 after version 2"):
         asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
+
+
+def test_the_host_may_keep_what_is_published():
+    tensor = torch.randn(3, 4)
+    taken = take_snapshot(1, [("a", tensor)], copy=False, on_host=True)
+    assert taken.weights[0][1].data_ptr() == tensor.data_ptr()  # it is there already
+    copied = take_snapshot(1, [("a", tensor)], copy=True, on_host=True)
+    assert copied.weights[0][1].data_ptr() != tensor.data_ptr()
+    assert taken.digest.hex() == copied.digest.hex() == digest_of([("a", tensor)]).hex()
+
+
+def test_what_was_published_is_let_go_of_before_the_next_comes():
+    """A snapshot is a whole model: a pump that remembers its last one holds two at the next."""
+
+    async def publish_one():
+        state = RunState(Ledger(1), Store(), Budget(1, max_staleness=0, num_batches=9))
+        placement = Placement(is_shared=True, max_staleness=0)
+        turnstile = Turnstile(placement, [])
+        pump = PublishPump(state, Publisher([Receiver()]), None, placement, turnstile)
+        running = asyncio.create_task(pump.run())
+        sent = weights()
+        alive = [weakref.ref(tensor) for _, tensor in sent]
+        pump.submit(take_snapshot(1, sent, copy=False))
+        del sent
+        await pump.wait_published(1)
+        await asyncio.sleep(0)
+        gc.collect()
+        found = [ref() is not None for ref in alive]
+        pump.close()
+        await running
+        return found
+
+    assert asyncio.run(publish_one()) == [False, False]
