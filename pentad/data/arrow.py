@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pentad.core.errors import Problem, UserError
+from pentad.data.rows import Stamp
 
 ROW_GROUPS_KEPT = 8
 
@@ -27,14 +28,18 @@ ROW_GROUPS_KEPT = 8
 class TableRows:
     """A table in memory or mapped from a file."""
 
-    def __init__(self, path: Path, table: pa.Table) -> None:
+    def __init__(self, path: Path, table: pa.Table, stamp: Stamp | None = None) -> None:
         self.path = path
+        self.stamp = stamp
+        """Of a file that is mapped."""
         self.table = table
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
+        if self.stamp is not None:
+            self.stamp.check()
         return row_of(self.table, index)
 
     def where(self, index: int) -> str:
@@ -46,6 +51,7 @@ class ParquetRows:
 
     def __init__(self, path: Path, limit: int | None) -> None:
         self.path = path
+        self.stamp = Stamp(path)
         self.file = pq.ParquetFile(path)
         meta = self.file.metadata
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
@@ -56,6 +62,7 @@ class ParquetRows:
         return int(self.size)
 
     def row(self, index: int) -> dict[str, Any]:
+        self.stamp.check()
         which = bisect.bisect_right(self.ends, index)
         return row_of(self.group(which), index - (self.ends[which - 1] if which else 0))
 
@@ -77,8 +84,9 @@ def open_table(
             rows = ParquetRows(path, limit)
             schema = rows.file.schema_arrow
         else:
+            stamp = Stamp(path) if kind == "arrow" else None
             table = pq.read_table(path) if kind == "parquet" else read_arrow(path)
-            rows = TableRows(path, table if limit is None else table.slice(0, limit))
+            rows = TableRows(path, table if limit is None else table.slice(0, limit), stamp)
             schema = table.schema
     except (pa.ArrowException, OSError) as error:
         raise UserError(Problem(where, f"{path} is not a whole {kind} file: {error}")) from error

@@ -12,6 +12,7 @@ reported at the start.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, RunError, UserError
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
 Kind = Literal["jsonl", "parquet", "arrow"]
@@ -50,12 +51,46 @@ class Rows(Protocol):
         ...
 
 
+class Stamp:
+    """A file as it was opened. A run reads rows from it until its end, so it must stay the same."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen = self._look()
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:  # what was opened can still be read
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    @property
+    def is_changed(self) -> bool:
+        now = self._look()
+        return now is not None and now != self.seen
+
+    def check(self) -> None:
+        if self.is_changed:
+            raise self.refusal()
+
+    def refusal(self) -> RunError:
+        return RunError(
+            f"{self.path} was changed while the run reads from it: its rows are not those the run "
+            "began with; write new data to a new file"
+        )
+
+
 class JsonLines:
     """One JSON object a line; blank lines are passed over."""
 
     def __init__(self, path: Path, *, streaming: bool = False, limit: int | None = None) -> None:
         self.path = path
+        self.limit = limit
+        self.stamp = Stamp(path)
         self.file = path.open("rb")
+        self.digest = b""
+        """Of the lines that were scanned."""
         self.starts = array("q")
         self.lines = array("q")
         self._scan(limit)
@@ -67,26 +102,42 @@ class JsonLines:
         return len(self.lines)
 
     def row(self, index: int) -> dict[str, Any]:
-        return self._parse(index) if self.parsed is None else self.parsed[index]
+        if self.parsed is not None:
+            return self.parsed[index]
+        if self.stamp.is_changed:
+            self._open_again()
+        return self._parse(index)
+
+    def _open_again(self) -> None:
+        """Takes a file that was touched or put there anew, if its rows are the same."""
+        again = JsonLines(self.path, streaming=True, limit=self.limit)
+        if again.digest != self.digest:
+            raise self.stamp.refusal()
+        self.stamp, self.file = again.stamp, again.file
 
     def where(self, index: int) -> str:
         return f"{self.path}:{self.lines[index]}"
 
     def _scan(self, limit: int | None) -> None:
-        start = 0
+        start, digest = 0, hashlib.blake2b(digest_size=16)
         for number, line in enumerate(self.file, 1):
             if limit is not None and len(self.lines) == limit:
                 break
+            digest.update(line)
             if line.strip():
                 self.starts.append(start)
                 self.lines.append(number)
             start += len(line)
         self.starts.append(start)
+        self.digest = digest.digest()
 
     def _parse(self, index: int) -> dict[str, Any]:
         start, end = self.starts[index], self.starts[index + 1]
         # pread leaves the file position alone, so threads may read at once.
-        return parse_row(os.pread(self.file.fileno(), end - start, start), self.where(index))
+        line = os.pread(self.file.fileno(), end - start, start)
+        if self.parsed is None and self.stamp.is_changed:  # while it was read
+            self._open_again()
+        return parse_row(line, self.where(index))
 
     def _parse_all(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []

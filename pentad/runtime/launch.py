@@ -13,12 +13,10 @@ import json
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -38,6 +36,7 @@ from pentad.runtime.report import (
     read_failure,
     tail,
 )
+from pentad.runtime.scratch import scratch_folder
 from pentad.runtime.signals import hearing
 
 HOST = "127.0.0.1"
@@ -97,16 +96,15 @@ def run_ranks(
     if own is not None:
         return [_run_here(own, target, payload, world, settings)]
     log_folder.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="pentad-ranks-"))
-    group = RankGroup(folder, log_folder, world, settings)
-    try:
-        # Noted, and passed on by `watch`.
-        with hearing(lambda number, frame: group.signals.append(number)):
-            group.start(target, payload)
-            return group.watch()
-    finally:
-        group.end()
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch_folder("pentad-ranks-") as folder:
+        group = RankGroup(folder, log_folder, world, settings)
+        try:
+            # Noted, and passed on by `watch`.
+            with hearing(lambda number, frame: group.signals.append(number)):
+                group.start(target, payload)
+                return group.watch()
+        finally:
+            group.end()
 
 
 def _run_here(rank: Rank, target: str, payload: Any, world: int, settings: LaunchSettings) -> Any:

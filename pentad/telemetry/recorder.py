@@ -1,8 +1,8 @@
-"""The recorder: takes what happened in a run to its files, sinks and screen. It never stops a run.
+"""The recorder: takes what happened in a run to its files, sinks and screen.
 
-What fails here (a full disk, a closed terminal, a logger's bug) is reported once and counted;
-training goes on. The files are tried again at the next step. Steps and evaluations may be reported
-from different threads.
+It stops a run for one reason: the run folder is no longer there. What else fails here (a full disk,
+a closed terminal, a logger's bug) is reported once and counted; training goes on. The files are
+tried again at the next step. Steps and evaluations may be reported from different threads.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Recorder:
         seed: int = 0,
         find_alarms: FindAlarms | None = None,
     ) -> None:
+        self.folder = folder
         self.screen = screen
         self.sinks = sinks
         self.samples_per_step = samples_per_step
@@ -76,6 +77,7 @@ class Recorder:
             self._show(lambda screen: screen.samples(picks))
             self._show(lambda screen: screen.step(line))
             self._try("alarms", lambda: self._raise_alarms(line))
+            self.folder.check_there()
             return line
 
     def evaluation(self, result: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.telemetry.manifest import build_manifest, write_json
 from pentad.telemetry.steps import read_lines
 
@@ -37,10 +37,13 @@ FILES = {
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
     "run.lock": "Held by the running program, so that no second one writes here; empty otherwise.",
-    "earlier/": "Records of former runs of this name that were started anew with --fresh.",
+    "earlier/": "Records of former runs of this name that were started anew with --fresh; their "
+    "exports are in earlier/ of the checkpoint folder, under the same number.",
     "README.md": "This explanation.",
 }
 """Every file a run can leave in its folder."""
+
+EARLIER = "earlier"
 
 README = """\
 # Records of one run
@@ -63,6 +66,20 @@ class RunFolder:
     def file(self, name: str) -> Path:
         assert name in FILES, f"{name} is not a file of a run folder"
         return self.path / name
+
+    def check_there(self) -> None:
+        """RunError if this is no longer the folder that was opened: somebody deleted or moved it,
+        and another program may have taken its place."""
+        own = os.fstat(self._lock)
+        try:
+            found = (self.path / "run.lock").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+            raise RunError(
+                f"run folder = {self.path}: was deleted or replaced while the run went on, so its "
+                "records are lost"
+            )
 
     def add_start(self, start: Mapping[str, Any]) -> None:
         self.manifest["starts"].append(dict(start))
@@ -94,21 +111,23 @@ def open_run_folder(
     config_digest: str,
     seed: int,
     fresh: bool = False,
-    checkpoints: str = "the run's checkpoint folder",
+    exports: Path | None = None,
 ) -> RunFolder:
-    """Makes or reopens the folder, or raises UserError. `fresh`: what is there is moved to earlier/
-    first."""
+    """Makes or reopens the folder, or raises UserError. `exports` is where the run's models go, a
+    folder for each role. `fresh`: what is there, models too, is moved to earlier/ first."""
     lock = _take_lock(path)
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         if fresh:
-            _set_aside(path)
+            _set_aside(path, exports)
         manifest = _read_manifest(path)
         _check_same_config(path, manifest, config, config_digest)
         _check_steps(path)
+        _check_exports(exports)
         (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
-        (path / "README.md").write_text(readme(checkpoints), encoding="utf-8")
+        place = "the run's checkpoint folder" if exports is None else str(exports)
+        (path / "README.md").write_text(readme(place), encoding="utf-8")
         manifest = manifest or build_manifest(config, config_digest, seed)
         write_json(path / "manifest.json", manifest)
     except OSError as error:
@@ -199,14 +218,25 @@ def _check_steps(path: Path) -> None:
         raise UserError(Problem(f"run folder = {path}", rule, remedy))
 
 
-def _set_aside(path: Path) -> None:
-    """Moves all records into earlier/001, 002, ..."""
-    keep = {"run.lock", "earlier"}
-    old = [entry for entry in path.iterdir() if entry.name not in keep]
-    if not old:
-        return
-    numbers = [int(entry.name) for entry in (path / "earlier").glob("[0-9]*")]
-    target = path / "earlier" / f"{max(numbers, default=0) + 1:03d}"
-    target.mkdir(parents=True)
-    for entry in old:
-        entry.rename(target / entry.name)
+def _check_exports(exports: Path | None) -> None:
+    """Models of a run whose records are gone are neither mixed with new ones nor replaced."""
+    found = sorted(exports.glob("[!.]*/epoch*globalstep*")) if exports is not None else []
+    if found:
+        remedy = "choose another trial_name, or start anew with --fresh"
+        rule = f"already holds models of an earlier run, such as {found[0].name}"
+        raise UserError(Problem(f"checkpoint folder = {found[0].parent}", rule, remedy))
+
+
+def _set_aside(path: Path, exports: Path | None) -> None:
+    """Moves all records and models into earlier/001, 002, ... of their folders."""
+    roots = [path] if exports is None else [path, exports]
+    earlier = [int(entry.name) for root in roots for entry in (root / EARLIER).glob("[0-9]*")]
+    number = max(earlier, default=0) + 1
+    for root in roots:
+        entries = list(root.iterdir()) if root.exists() else []
+        old = [entry for entry in entries if entry.name not in ("run.lock", EARLIER)]
+        if old:
+            target = root / EARLIER / f"{number:03d}"
+            target.mkdir(parents=True)
+            for entry in old:
+                entry.rename(target / entry.name)

@@ -35,6 +35,7 @@ from pentad.trainer.preflight import kind_of
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.saver import Saver, writes_beside
 from pentad.trainer.stopping import stop_early
+from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +107,12 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
         config_digest=digest_of_config(values),
         seed=config.seed,
         fresh=fresh,
-        checkpoints=str(checkpoint_path(config)),
+        exports=checkpoint_path(config),
     )
     try:
+        for role in checkpoint_path(config).glob("[!.]*/"):
+            for left in sweep(role):
+                log.info("%s: removed what a killed run left", left)
         yield folder
     finally:
         folder.close()
@@ -183,6 +187,7 @@ def open_run(
         yield OpenRun(
             config, folder, recorder, steps, checkpoints, steps_per_epoch, size, saves_beside
         )
+        folder.check_there()
 
 
 @contextmanager

@@ -279,3 +279,30 @@ def move_into_place(aside: Path, target: Path) -> None:
         target.rename(old)
     aside.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Removes what writers that were killed left in `root`, and returns it. A folder that was moved
+    away for one that never came gets its name back."""
+    found = []
+    for left in root.glob(".*-*"):
+        name, _, rest = left.name[1:].rpartition(".")
+        deed, _, pid = rest.partition("-")
+        if deed not in ("writing", "replaced") or not pid.isdigit() or is_alive(int(pid)):
+            continue
+        if deed == "replaced" and not (root / name).exists():
+            left.rename(root / name)
+        else:
+            shutil.rmtree(left)
+        found.append(left)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

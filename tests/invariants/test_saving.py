@@ -10,6 +10,7 @@ import torch
 
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
+from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import saver
 from pentad.weights import hf
@@ -208,3 +209,46 @@ def test_weights_of_no_step_are_not_exported(lab, monkeypatch, capsys):
     with pytest.raises(RunError, match="out of memory in the optimizer step"):
         lab.train(trial="nothing")
     assert "the weights are of no step" in capsys.readouterr().err
+
+
+def test_a_run_whose_folder_is_deleted_saves_its_model_and_ends(lab, monkeypatch):
+    plain = Recorder.step
+
+    def step(self, record, *args):
+        if record.step == 2:
+            shutil.rmtree(self.folder.path)
+        return plain(self, record, *args)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    for name, run in (("train", lab.train), ("sft", lab.sft)):
+        with pytest.raises(RunError, match="was deleted or replaced while the run went on"):
+            run(f"trial_name=gone-{name}", "total_train_steps=4")
+        assert exports_of(lab, f"gone-{name}").keys() == {1}
+
+
+def test_a_run_started_anew_leaves_the_models_of_the_former_one_as_they_were(lab):
+    first = weights_of(lab.train("total_train_steps=2", "seed=1", trial="again").model)
+    second = lab.train("total_train_steps=2", "seed=2", trial="again", fresh=True)
+    (kept,) = lab.fileroot.rglob("again/earlier/001/default/epoch0epochstep1globalstep1")
+    assert all(torch.equal(tensor, first[name]) for name, tensor in weights_of(kept).items())
+    assert [folder for folder in second.model.parent.iterdir()] == [second.model]
+
+
+def test_a_streamed_dataset_that_is_rewritten_ends_the_run(lab, task, tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    rows = (task / "train.jsonl").read_text()
+    data.write_text(rows)
+    plain = Recorder.step
+
+    def step(self, record, *args):
+        if record.step == 1:
+            data.touch()  # the same rows: nothing is wrong
+        elif record.step == 2:
+            data.write_text(rows.replace("answer", "anser "))
+        return plain(self, record, *args)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    streamed = (f"train_dataset.path={data}", "use_streaming_dataset=true")
+    with pytest.raises(RunError, match="data.jsonl was changed while the run reads from it"):
+        lab.train(*streamed, "total_train_steps=6", trial="rewritten")
+    assert exports_of(lab, "rewritten").keys() == {1}

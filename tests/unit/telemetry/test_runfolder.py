@@ -1,13 +1,14 @@
 """One run, one config, one program a folder; every file in it is explained."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
 from pentad.telemetry.host import git_state, hardware, rss_gb, versions
 from pentad.telemetry.manifest import describe_start
 from pentad.telemetry.runfolder import FILES, file_table, open_run_folder, run_path
@@ -16,7 +17,7 @@ from pentad.telemetry.steps import LineWriter, read_lines
 CONFIG = {"seed": 1, "actor": {"path": "m", "lr": 1e-4}}
 
 
-def open_folder(path, config=CONFIG, digest="d1", *, fresh=False):
+def open_folder(path, config=CONFIG, digest="d1", *, fresh=False, exports=None):
     return open_run_folder(
         path,
         config=config,
@@ -24,7 +25,7 @@ def open_folder(path, config=CONFIG, digest="d1", *, fresh=False):
         config_digest=digest,
         seed=1,
         fresh=fresh,
-        checkpoints="runs/checkpoints",
+        exports=exports,
     )
 
 
@@ -42,7 +43,7 @@ def test_the_path_is_that_of_the_seed(monkeypatch):
 
 
 def test_a_new_folder_holds_config_manifest_and_explanation(tmp_path):
-    folder = open_folder(tmp_path / "a" / "b")
+    folder = open_folder(tmp_path / "a" / "b", exports=Path("runs/checkpoints"))
     folder.add_start(describe_start(self_test={"packed": 1e-7}))
     manifest = json.loads((tmp_path / "a" / "b" / "manifest.json").read_text())
     assert (manifest["config_digest"], manifest["seed"], manifest["config"]) == ("d1", 1, CONFIG)
@@ -93,6 +94,46 @@ def test_starting_anew_keeps_the_earlier_records(tmp_path):
     assert read_lines(tmp_path / "steps.jsonl") == []
     kept = [len(read_lines(tmp_path / "earlier" / n / "steps.jsonl")) for n in ("001", "002")]
     assert kept == [1, 2]
+
+
+def write_export(exports, step):
+    folder = exports / "default" / f"epoch0epochstep{step}globalstep{step}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_starting_anew_keeps_the_earlier_models_apart(tmp_path):
+    path, exports = tmp_path / "logs", tmp_path / "checkpoints"
+    for _ in range(2):
+        open_folder(path, fresh=True, exports=exports).close()
+        write_steps(path, 1)
+        write_export(exports, 3)
+    open_folder(path, fresh=True, exports=exports).close()
+    assert [entry.name for entry in exports.iterdir()] == ["earlier"]
+    for number in ("001", "002"):
+        assert (path / "earlier" / number / "steps.jsonl").exists()
+        assert list((exports / "earlier" / number / "default").iterdir())
+
+
+def test_models_without_records_are_not_mixed_with_new_ones(tmp_path):
+    exports = tmp_path / "checkpoints"
+    write_export(exports, 3)
+    with pytest.raises(UserError, match="already holds models of an earlier run, such as epoch0"):
+        open_folder(tmp_path / "logs", exports=exports)
+    open_folder(tmp_path / "logs", exports=exports, fresh=True).close()
+
+
+def test_a_folder_that_was_deleted_or_replaced_is_noticed(tmp_path):
+    folder = open_folder(tmp_path / "run")
+    folder.check_there()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match="was deleted or replaced while the run went on"):
+        folder.check_there()
+    other = open_folder(tmp_path / "run")  # as a second program might
+    with pytest.raises(RunError, match="was deleted or replaced"):
+        folder.check_there()
+    other.check_there()
 
 
 def test_a_second_program_is_refused_and_the_lock_ends_with_its_holder(tmp_path):

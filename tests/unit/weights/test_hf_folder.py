@@ -3,6 +3,8 @@
 import json
 import resource
 import struct
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,6 +22,7 @@ from pentad.weights.hf import (
     bytes_of,
     plan_files,
     save_folder,
+    sweep,
 )
 
 
@@ -258,3 +261,32 @@ def test_folders_without_safetensors_are_refused(tmp_path):
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(UserError, match="is not a safetensors index"):
         HfFolder(tmp_path)
+
+
+KILLED = """\
+import sys, time, torch
+from pentad.weights.flow import TensorInfo
+from pentad.weights.hf import save_folder
+def pairs():
+    yield "a", torch.zeros(4)
+    print("under way", flush=True)
+    time.sleep(60)
+infos = {name: TensorInfo((4,), torch.float32) for name in "ab"}
+save_folder(sys.argv[1], pairs(), infos, {})
+"""
+
+
+def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path):
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "whole")], stdout=subprocess.PIPE
+    )
+    assert writer.stdout.readline() == b"under way\n"
+    assert sweep(tmp_path) == [], "its owner lives"
+    (half,) = tmp_path.iterdir()
+    writer.kill()
+    writer.wait()
+    old = tmp_path / f".old.replaced-{writer.pid}"
+    old.mkdir()  # moved away for a folder that never came
+    (tmp_path / ".git-1").mkdir()
+    assert set(sweep(tmp_path)) == {half, old}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"old", ".git-1"}

@@ -1,0 +1,49 @@
+"""Temporary folders of programs that were killed are removed at a later start, and only those."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pentad.runtime import scratch
+from pentad.runtime.scratch import scratch_folder
+
+CODE = """\
+import time
+from pentad.runtime.scratch import scratch_folder
+with scratch_folder("pentad-test-") as folder:
+    (folder / "board").write_text("x")
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
+
+
+def test_what_a_killed_program_left_is_removed_and_what_lives_stays(tmp_path):
+    others = [
+        subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    (killed, left), (living, kept) = [(one, one.stdout.readline().strip()) for one in others]
+    foreign = tmp_path / "pentad-test-foreign"
+    foreign.mkdir()  # it has no lock: none of ours
+    try:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert Path(left).exists()
+        with scratch_folder("pentad-test-") as own:
+            names = {entry.name for entry in tmp_path.iterdir()}
+        assert names == {own.name, Path(kept).name, foreign.name}
+        assert not own.exists()
+    finally:
+        living.kill()
+        living.wait()
