@@ -10,6 +10,7 @@ from pentad.infer.attend import KVCache, StepRows
 from pentad.models.decoder import Decoder
 from pentad.ops import invariant
 from pentad.ops.logprob import compute_logits
+from pentad.ops.spans import Spans
 
 
 def head_logits(model: Decoder, hidden_ND: Tensor, *, strict: bool) -> Tensor:
@@ -36,7 +37,7 @@ class StrictAttend:
         width = int(-(-(starts + counts).max() // size))
         table = np.ascontiguousarray(rows.blocks[:, :width])
         first = np.cumsum(counts) - counts
-        self.spans = invariant.Spans(first, starts, counts, table, size, size)
+        self.spans = Spans(first, starts, counts, table, size, size)
         self.tiles = None
 
     def __call__(

@@ -17,7 +17,6 @@ heads, K key-value heads, d head width, P places that hold keys and values, R ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 from pentad.core.errors import Problem, UserError
 from pentad.ops import experts as plain_experts
 from pentad.ops.logprob import token_logprobs as plain_logprobs
+from pentad.ops.spans import Spans, packed_spans
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -331,37 +331,6 @@ def scale_of(temperature: float) -> float:
 
 
 # Attention.
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Runs of queries of one sequence each, and where the sequences' keys and values lie.
-
-    Position p of span s lies at place `table[s, p // piece] * stride + p % piece`. A packed batch
-    has one piece a sequence; a paged cache has one piece a block.
-    """
-
-    first_S: np.ndarray
-    """Flat index of each span's first query."""
-    start_S: np.ndarray
-    """Its position in its sequence."""
-    count_S: np.ndarray
-    table_SW: np.ndarray
-    piece: int
-    stride: int
-
-    def places(self, span_N: np.ndarray, first: int, num: int) -> np.ndarray:
-        """[N, num] of the positions from `first` on; anything behind the end of a sequence."""
-        end_N1 = (self.start_S + self.count_S)[span_N, None]
-        position = np.minimum(first + np.arange(num), end_N1 - 1)
-        piece: np.ndarray = self.table_SW[span_N[:, None], position // self.piece].astype(np.int64)
-        return piece * self.stride + position % self.piece
-
-
-def packed_spans(lengths: Sequence[int]) -> Spans:
-    count_S = np.asarray(lengths, np.int64)
-    first_S = np.cumsum(count_S) - count_S
-    return Spans(first_S, np.zeros_like(count_S), count_S, first_S[:, None], 1 << 30, 1)
 
 
 def attend_spans(

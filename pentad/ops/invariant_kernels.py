@@ -10,7 +10,6 @@ Shapes: as in `invariant`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops import fused
-
-if TYPE_CHECKING:
-    from pentad.ops.invariant import Spans
+from pentad.ops.spans import Spans
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 NARROW_K = 32

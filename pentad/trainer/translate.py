@@ -89,7 +89,8 @@ def engine_settings(
     archon, optimizer = model.archon, model.optimizer
     is_cuda = device.type == "cuda"
     budget = model.mb_spec.max_tokens_per_mb
-    budget = budget or default_microbatch_tokens(max_row_tokens, device.type)
+    num_stages = pp * (archon.stages_per_rank or 1) if pp > 1 else 1
+    budget = budget or default_microbatch_tokens(max_row_tokens, device.type, num_stages)
     saves_memory = is_cuda and model.gradient_checkpointing
     return EngineSettings(
         compute_dtype=compute_dtype(model, device),

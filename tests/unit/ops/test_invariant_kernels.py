@@ -12,6 +12,7 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from pentad.ops import invariant, invariant_kernels  # noqa: E402
+from pentad.ops.spans import Spans, packed_spans  # noqa: E402
 
 
 def random(*shape, seed=0):
@@ -58,7 +59,7 @@ def test_attention_is_that_of_the_reference_packed_or_paged(window):
         random(num, kv, width, seed=1),
         random(num, kv, width, seed=2),
     )
-    packed = invariant.packed_spans(lengths)
+    packed = packed_spans(lengths)
     wanted = invariant.attend_spans(q.cpu(), k.cpu(), v.cpu(), packed, window).to(DEVICE)
     device = torch.device(DEVICE)
     tiles = invariant_kernels.tiles_of(packed, heads // kv, device)
@@ -79,7 +80,7 @@ def test_attention_is_that_of_the_reference_packed_or_paged(window):
             k_paged[to], v_paged[to] = k[part], v[part]
     last = packed.first_S + packed.count_S - 1
     ones = np.ones(4, np.int64)
-    paged = invariant.Spans(np.arange(4), packed.count_S - 1, ones, table, size, size)
+    paged = Spans(np.arange(4), packed.count_S - 1, ones, table, size, size)
     tiles = invariant_kernels.tiles_of(paged, heads // kv, device)
     q_last = q[torch.from_numpy(last).to(DEVICE)].contiguous()
     out = invariant_kernels.attend(q_last, k_paged, v_paged, tiles, window)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pentad.config.load import load_config
+from pentad.config.memory import default_microbatch_tokens
 from pentad.config.resolve import resolve
 from pentad.trainer.translate import algorithm_settings, engine_settings
 
@@ -33,6 +34,15 @@ def test_engine_settings_follow_the_config():
     assert (made.ac_mode, made.ac_selective) == ("selective", 2)
     assert made.deterministic and made.temperature == 0.7
     assert made.compute_dtype == "float32" and not made.compile
+
+
+def test_microbatches_are_as_large_as_the_plan_counts_them():
+    config = config_of("allocation_mode=embedded:d1+archon:d1p2t2", "actor.path=Qwen/Qwen3-8B")
+    how = {"temperature": 1.0, "total_steps": 10, "max_row_tokens": 50, "pp": 2, "world": 4}
+    made = engine_settings(config.actor, torch.device("cuda"), **how)
+    num_stages = 2 * config.actor.archon.stages_per_rank
+    assert num_stages > 2
+    assert made.max_tokens_per_mb == default_microbatch_tokens(50, "cuda", num_stages)
 
 
 def test_memory_settings_reach_the_engine():
