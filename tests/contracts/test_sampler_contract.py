@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from closeness import ROUNDING
 from subjects import decode, policy
 
 from pentad.core.digest import digest_of
@@ -14,7 +15,7 @@ from pentad.core.types import Generation, Request, SamplingParams
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.exchange import iter_hf
 
-ATOL = 2e-5  # fp32 rounding over two layers, by whatever kernels
+ATOL = 10 * ROUNDING  # the logits of the policy are at most 10
 
 
 class Missed(Exception):

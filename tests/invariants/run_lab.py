@@ -3,10 +3,15 @@
 import json
 from pathlib import Path
 
+from closeness import ROUNDING
+
 from pentad.config.load import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
+
+FLOAT32 = 10 * ROUNDING
+"""Between log-probs of sampler and trainer: the logits of the tiny models are below 10."""
 
 
 class Lab:

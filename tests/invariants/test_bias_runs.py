@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from run_lab import Lab, steps_of
+from run_lab import FLOAT32, Lab, steps_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def test_the_sampler_draws_with_the_bias_of_every_update(lab, strict):
     """A sampler that kept the first bias would choose other experts after one such update."""
     summary = lab.train("total_train_steps=4", f"{RATE}=0.2", f"strict={strict}")
     records = steps_of(summary)
-    limit = 0.0 if strict == "true" else 1e-5  # fp32 on both sides
+    limit = 0.0 if strict == "true" else FLOAT32
     assert [record["rl"]["logprob_diff_max"] <= limit for record in records] == [True] * 4
     assert float(bias_of(summary).abs().max()) >= 0.2 - 1e-6
     check_saved(summary.model)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from closeness import assert_close
 from engine_toys import CONFIG, PolicyLoss, make_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,10 +132,7 @@ def test_packed_logprobs_are_those_of_the_familys_own_logits(family, tmp_path):
     engine = build_engine(tmp_path / "model", EngineSettings(optimizer=None), backend="fsdp")
     rows = rows_of(7, 12, 3)
     for row, output in zip(rows, engine.forward(rows), strict=True):
-        # fp32 on both sides, the attention summed in another order.
-        torch.testing.assert_close(
-            output["logprobs"][1:], own_logprobs(model, row), rtol=1e-5, atol=1e-5
-        )
+        assert_close(output["logprobs"][1:], own_logprobs(model, row))
     engine.save_hf(str(tmp_path / "saved"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     expected = model.state_dict()
@@ -229,7 +227,7 @@ def test_a_critic_is_saved_as_a_classifier_of_its_family(tmp_path):
     assert saved["architectures"] == ["MistralForSequenceClassification"]
     again = build_engine(tmp_path / "critic", EngineSettings(), backend="fsdp", value_head=True)
     for a, b in zip(values, again.forward(rows), strict=True):
-        torch.testing.assert_close(a, b["values"], rtol=1e-6, atol=1e-6)
+        assert_close(a, b["values"])
 
 
 def test_the_rule_of_the_logits_is_read_off_the_class():

@@ -11,6 +11,7 @@ updates (test_engine_balance.py, tests/dist/test_balance.py); routes that nobody
 import copy
 
 import torch
+from closeness import assert_close
 from engine_toys import ValueLoss, make_engine, make_rows, train
 
 from pentad.engine.engine import build_engine
@@ -31,7 +32,7 @@ def test_a_critics_head_is_initialised_saved_and_loaded(tmp_path):
     critic.save_hf(str(tmp_path / "critic"))
     again = build_engine(str(tmp_path / "critic"), EngineSettings(), value_head=True, seed=77)
     for a, b in zip(again.forward(rows), critic.forward(rows), strict=True):
-        torch.testing.assert_close(a["values"], b["values"])
+        assert_close(a["values"], b["values"])
 
 
 def test_the_schedule_and_the_random_numbers_continue_where_they_were():

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from closeness import assert_logprobs
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Request, SamplingParams
@@ -82,39 +83,28 @@ def generate():
 
 
 @torch.no_grad()
-def forced_distributions(model, prompt, ids, temperature=1.0):
-    """Log-probs of the whole vocabulary at each of `ids`, by one forward over the sequence."""
+def forced_logits(model, prompt, ids, temperature=1.0):
+    """Logits of the whole vocabulary at each of `ids`, by one forward over the sequence."""
     whole = torch.tensor([*prompt, *ids])
     hidden = model(whole, torch.arange(len(whole)), causal_attend)
-    logits = model.logits(hidden) / temperature
-    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
-
-
-def forced_logprobs(model, prompt, ids, temperature=1.0):
-    every = forced_distributions(model, prompt, ids, temperature)
-    return every.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+    return (model.logits(hidden) / temperature)[len(prompt) - 1 : -1]
 
 
 @pytest.fixture
-def teacher_forced_distributions():
-    return forced_distributions
-
-
-@pytest.fixture
-def teacher_forced():
-    return forced_logprobs
+def teacher_forced_logits():
+    return forced_logits
 
 
 @pytest.fixture
 def check_exact():
     """Every generation's log-probs against the teacher-forced forward."""
 
-    def check(sampler, requests, results, atol=1e-5):  # fp32 rounding over two layers
+    def check(sampler, requests, results):
         for r, generations in zip(requests, results, strict=True):
             for g in generations:
                 assert len(g.ids) == len(g.logprobs) == len(g.versions) > 0
                 temperature = r.params.temperature or 1.0
-                wanted = forced_logprobs(sampler.engine.model, r.prompt_ids, g.ids, temperature)
-                torch.testing.assert_close(torch.tensor(g.logprobs), wanted, atol=atol, rtol=0)
+                logits = forced_logits(sampler.engine.model, r.prompt_ids, g.ids, temperature)
+                assert_logprobs(g.logprobs, logits, g.ids)
 
     return check

@@ -133,7 +133,7 @@ def test_a_second_turn_keeps_the_routes_of_the_first(
 
 
 def test_following_the_routes_closes_the_gap_between_sampler_and_trainer(
-    make_sampler, make_request, generate, mixture_dims, teacher_forced
+    make_sampler, make_request, generate, mixture_dims
 ):
     """Routers of the trainer are nudged, as rounding nudges them, so that some choose otherwise."""
     sampler = make_sampler(mixture_dims, record_routes=True)

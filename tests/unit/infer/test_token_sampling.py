@@ -89,7 +89,7 @@ def test_a_draw_is_the_same_in_any_batch():
     for part in (order[:1], order[1:8], order[8:]):
         again = draw(logits[part], u[part], heat[part], k[part], p[part])
         assert torch.equal(again[0], ids[part])
-        torch.testing.assert_close(again[1], logprobs[part], atol=1e-6, rtol=0)
+        torch.testing.assert_close(again[1], logprobs[part], atol=1e-5, rtol=1e-5)  # sums of 300
 
 
 def test_truncation_keeps_the_head():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from closeness import ROUNDING
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,4 +87,5 @@ def test_the_engine_with_kernels_is_the_engine_without(
     for ours, theirs in zip(fused, plain, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.ids == b.ids and a.versions == b.versions
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+            # the logits of the tiny model are at most 10
+            assert a.logprobs == pytest.approx(b.logprobs, abs=10 * ROUNDING)

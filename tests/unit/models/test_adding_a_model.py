@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from closeness import assert_close
 
 from pentad.cli.new_model import run_new_model
 from pentad.core.errors import UserError
@@ -63,7 +64,7 @@ def test_the_page_works_as_written(folder, capsys):
     exec(use, names)
     ids = torch.arange(9)
     hidden = names["model"](ids, torch.arange(9), causal_attend)
-    torch.testing.assert_close(names["model"].logits(hidden), theirs(ids[None]).logits[0])
+    assert_close(names["model"].logits(hidden), theirs(ids[None]).logits[0])
 
 
 def test_without_the_file_the_folder_is_refused(folder):

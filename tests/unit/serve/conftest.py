@@ -153,13 +153,12 @@ def engine_answer(byte_model, byte_tokenizer):
 
 @pytest.fixture(scope="session")
 def forced(byte_model):
-    """Log-probs of given continuations by one forward over the whole sequence."""
+    """Logits at given continuations by one forward over the whole sequence."""
 
     @torch.no_grad()
-    def logprobs(prompt, ids, temperature=1.0):
+    def logits(prompt, ids, temperature=1.0):
         whole = torch.tensor([*prompt, *ids])
         hidden = byte_model(whole, torch.arange(len(whole)), causal_attend)
-        every = (byte_model.logits(hidden) / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
-        return every.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+        return (byte_model.logits(hidden) / temperature)[len(prompt) - 1 : -1]
 
-    return logprobs
+    return logits

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from closeness import assert_close
 
 from pentad.core.types import Group, Prompt, Row, Sample
 from pentad.engine.engine import build_engine
@@ -115,7 +116,7 @@ def test_several_updates_a_batch_use_the_log_probs_of_the_first_touch():
     first = result.rows[0]
     recorded, seen = first.columns["actor_logprobs"], result.outputs[0]["logprobs"]
     trained = first.columns["weights"] != 0
-    assert torch.allclose(recorded[trained], seen[trained], atol=1e-5)  # before any step
+    assert_close(recorded[trained], seen[trained])  # before any step
     moved = [
         (row.columns["actor_logprobs"] - out["logprobs"])[row.columns["weights"] != 0].abs().max()
         for row, out in zip(result.rows[6:], result.outputs[6:], strict=True)
@@ -127,7 +128,7 @@ def test_the_reference_is_scored_under_its_own_weights():
     _, result = weights_after([(0, 2), (2, 4)], kl_coef=0.1)
     row, out = result.rows[0], result.outputs[0]
     trained = row.columns["weights"] != 0
-    assert torch.allclose(row.columns["ref_logprobs"][trained], out["logprobs"][trained], atol=1e-5)
+    assert_close(row.columns["ref_logprobs"][trained], out["logprobs"][trained])
 
 
 def test_ppo_trains_the_critic_on_returns():
@@ -176,7 +177,7 @@ def test_routes_of_the_sampler_are_followed_and_held_against_the_learners_own():
     update.add(groups, last=True)
     result = update.finish()
     for output, logprobs in zip(result.outputs, wanted, strict=True):
-        torch.testing.assert_close(output["logprobs"], logprobs, atol=1e-5, rtol=0)
+        assert_close(output["logprobs"], logprobs)
     sizes = [len(sample.ids) - 1 for sample in samples]
     differing = sum(
         float((torch.sort(own[i][:-1], -1).values != torch.sort((own[i][:-1] + 1) % 8, -1).values)
