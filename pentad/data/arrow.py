@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pentad.core.errors import Problem, UserError
-from pentad.data.rows import Stamp
+from pentad.data.stamp import Stamp
 
 ROW_GROUPS_KEPT = 8
 
