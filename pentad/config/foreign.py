@@ -15,8 +15,162 @@ NOT_BUILT = {
     "megatron.tp_comm_overlap_cfg": "RLinf's Megatron backend",
     "actor.lora_rank": "LoRA training",
     "actor.use_lora": "LoRA training",
+    "peft_config": "LoRA training",
+    "use_peft": "LoRA training",
+    "lora_r": "LoRA training",
+    "lora_alpha": "LoRA training",
+    "actor_rollout_ref.model.lora_rank": "LoRA training",
+    "actor_rollout_ref.model.lora_alpha": "LoRA training",
+    "resume_from_checkpoint": "Trainer's recovery checkpoints",
+    "trainer.resume_mode": "verl's recovery checkpoints",
 }
 """Key -> what it belongs to. It and everything below it is honestly refused."""
+
+TRL = {
+    "model_name_or_path": ("actor.path", "a folder; only `plan` knows names of public models"),
+    "dataset_name": ("train_dataset.path", "a file or a folder; nothing is downloaded"),
+    "output_dir": ("fileroot", "with experiment_name and trial_name below it"),
+    "run_name": ("trial_name", ""),
+    "learning_rate": ("actor.optimizer.lr", ""),
+    "lr_scheduler_type": ("actor.optimizer.lr_scheduler_type", "constant, linear or cosine"),
+    "warmup_ratio": ("actor.optimizer.warmup_steps_proportion", ""),
+    "warmup_steps": ("actor.optimizer.warmup_steps_proportion", "a share of all steps"),
+    "weight_decay": ("actor.optimizer.weight_decay", ""),
+    "adam_beta1": ("actor.optimizer.beta1", ""),
+    "adam_beta2": ("actor.optimizer.beta2", "default 0.95 instead of 0.999"),
+    "adam_epsilon": ("actor.optimizer.eps", ""),
+    "max_grad_norm": ("actor.optimizer.gradient_clipping", ""),
+    "num_train_epochs": ("total_train_epochs", ""),
+    "max_steps": ("total_train_steps", ""),
+    "per_device_train_batch_size": (
+        "train_dataset.batch_size",
+        "prompts of all devices",
+    ),
+    "generation_batch_size": ("train_dataset.batch_size", "counts prompts, not completions"),
+    "gradient_accumulation_steps": ("actor.mb_spec.n_mbs", "chosen by memory when unset"),
+    "steps_per_generation": ("updates_per_batch", "optimizer steps on what was sampled at once"),
+    "num_iterations": ("updates_per_batch", "each on an equal part of the samples, no second pass"),
+    "num_generations": ("gconfig.n_samples", ""),
+    "num_generations_eval": ("evaluator.n_samples", ""),
+    "max_completion_length": ("gconfig.max_new_tokens", ""),
+    "max_prompt_length": ("train_dataset.max_length", "longer rows are dropped and counted"),
+    "max_length": ("train_dataset.max_length", "of sft: tokens in all"),
+    "temperature": ("gconfig.temperature", ""),
+    "top_p": ("gconfig.top_p", "1 for training"),
+    "top_k": ("gconfig.top_k", "0 for training"),
+    "beta": ("algorithm.kl_coef", "0 unless set, as there"),
+    "epsilon": ("algorithm.eps_clip", ""),
+    "epsilon_high": ("algorithm.eps_clip_higher", ""),
+    "delta": ("algorithm.c_clip", "on by default: 3"),
+    "loss_type": (
+        "algorithm.name",
+        "or algorithm.loss_norm, the mean alone",
+    ),
+    "importance_sampling_level": ("algorithm.name", "sequence is gspo"),
+    "scale_rewards": ("algorithm.name", "without it: dr_grpo"),
+    "mask_truncated_completions": ("algorithm.overlong_penalty", "they are penalised, not masked"),
+    "sync_ref_model": ("ref_update_interval", ""),
+    "ref_model_sync_steps": ("ref_update_interval", ""),
+    "vllm_importance_sampling_correction": ("algorithm.correction", "tis"),
+    "vllm_importance_sampling_cap": ("algorithm.correction_cap", ""),
+    "use_vllm": ("allocation_mode", "vllm:d1|archon:d1"),
+    "vllm_mode": ("allocation_mode", "| shares devices, + separates them"),
+    "vllm_gpu_memory_utilization": ("rollout.server.gpu_memory_share", ""),
+    "vllm_tensor_parallel_size": ("allocation_mode", "t: vllm:d1t2+archon:d2"),
+    "reward_funcs": ("reward.fn", ""),
+    "bf16": ("actor.dtype", "bfloat16; auto on a GPU"),
+    "gradient_checkpointing": ("actor.gradient_checkpointing", ""),
+    "save_steps": ("saver.freq_steps", ""),
+    "save_strategy": ("saver.freq_epochs", "or freq_steps"),
+    "eval_steps": ("evaluator.freq_steps", ""),
+    "eval_strategy": ("evaluator.freq_steps", "or freq_epochs; needs valid_dataset.path"),
+    "report_to": ("telemetry", "tensorboard: true, or wandb.project"),
+    "log_completions": ("telemetry.samples_per_step", "always, in samples.jsonl"),
+    "packing": ("actor.mb_spec.max_tokens_per_mb", "rows are always packed, without leaking"),
+    "dataset_text_field": ("train_dataset.response_key", "beside prompt_key or messages_key"),
+    "completion_only_loss": ("train_dataset.response_key", "always: prompts are not trained"),
+    "assistant_only_loss": ("train_dataset.messages_key", "always: the answers alone are trained"),
+}
+"""Argument of TRL's GRPOConfig, SFTConfig and their parents -> (key here, remark)."""
+
+VERL = {
+    "actor_rollout_ref.model.path": ("actor.path", "a folder; only `plan` knows public names"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.gradient_checkpointing", ""),
+    "actor_rollout_ref.model.use_remove_padding": ("actor.pad_to_maximum", "packed by default"),
+    "actor_rollout_ref.actor.strategy": ("allocation_mode", "archon or fsdp"),
+    "actor_rollout_ref.actor.optim.lr": ("actor.optimizer.lr", ""),
+    "actor_rollout_ref.actor.optim.weight_decay": ("actor.optimizer.weight_decay", ""),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
+        "actor.optimizer.warmup_steps_proportion",
+        "",
+    ),
+    "actor_rollout_ref.actor.grad_clip": ("actor.optimizer.gradient_clipping", ""),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (
+        "updates_per_batch",
+        "train_batch_size divided by it",
+    ),
+    "actor_rollout_ref.actor.ppo_epochs": ("updates_per_batch", "no second pass over a batch"),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
+        "actor.mb_spec.max_tokens_per_mb",
+        "counts tokens",
+    ),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": ("actor.mb_spec.max_tokens_per_mb", ""),
+    "actor_rollout_ref.actor.use_dynamic_bsz": ("actor.mb_spec.max_tokens_per_mb", "always"),
+    "actor_rollout_ref.actor.clip_ratio": ("algorithm.eps_clip", ""),
+    "actor_rollout_ref.actor.clip_ratio_low": ("algorithm.eps_clip", ""),
+    "actor_rollout_ref.actor.clip_ratio_high": ("algorithm.eps_clip_higher", ""),
+    "actor_rollout_ref.actor.clip_ratio_c": ("algorithm.c_clip", ""),
+    "actor_rollout_ref.actor.loss_agg_mode": ("algorithm.loss_norm", "token-mean is token"),
+    "actor_rollout_ref.actor.entropy_coeff": ("algorithm.entropy_coef", ""),
+    "actor_rollout_ref.actor.use_kl_loss": ("use_kl_loss", ""),
+    "actor_rollout_ref.actor.kl_loss_coef": ("algorithm.kl_coef", "with algorithm.kl_in: loss"),
+    "actor_rollout_ref.actor.kl_loss_type": ("algorithm.kl_estimator", "low_var_kl is k3"),
+    "actor_rollout_ref.actor.fsdp_config.param_offload": ("actor.archon.offload_params", ""),
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": ("actor.archon.offload_params", ""),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": ("allocation_mode", "c: archon:d2c2"),
+    "actor_rollout_ref.rollout.name": ("allocation_mode", "embedded, vllm or sglang"),
+    "actor_rollout_ref.rollout.n": ("gconfig.n_samples", ""),
+    "actor_rollout_ref.rollout.temperature": ("gconfig.temperature", ""),
+    "actor_rollout_ref.rollout.top_p": ("gconfig.top_p", "1 for training"),
+    "actor_rollout_ref.rollout.top_k": ("gconfig.top_k", "0 for training, where it is -1 there"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": ("allocation_mode", "vllm:d1t2+..."),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": ("rollout.server.gpu_memory_share", ""),
+    "actor_rollout_ref.rollout.max_num_seqs": ("rollout.max_running", ""),
+    "actor_rollout_ref.rollout.max_num_batched_tokens": ("rollout.max_batch_tokens", ""),
+    "actor_rollout_ref.rollout.val_kwargs.n": ("evaluator.n_samples", ""),
+    "actor_rollout_ref.rollout.val_kwargs.temperature": ("evaluator.temperature", ""),
+    "critic.model.path": ("critic.path", ""),
+    "critic.optim.lr": ("critic.optimizer.lr", ""),
+    "critic.cliprange_value": ("algorithm.eps_clip_value", ""),
+    "algorithm.adv_estimator": ("algorithm.name", "gae is ppo"),
+    "algorithm.norm_adv_by_std_in_grpo": ("algorithm.name", "false is dr_grpo"),
+    "algorithm.use_kl_in_reward": ("algorithm.kl_in", "reward"),
+    "algorithm.kl_penalty": ("algorithm.kl_estimator", "kl is k1"),
+    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef", "with algorithm.kl_in: reward"),
+    "algorithm.filter_groups.enable": ("algorithm.dynamic_filter", ""),
+    "data.train_files": ("train_dataset.path", ""),
+    "data.val_files": ("valid_dataset.path", ""),
+    "data.prompt_key": ("train_dataset.messages_key", "text: train_dataset.prompt_key"),
+    "data.train_batch_size": ("train_dataset.batch_size", "prompts a step"),
+    "data.max_prompt_length": ("train_dataset.max_length", "longer rows are dropped and counted"),
+    "data.max_response_length": ("gconfig.max_new_tokens", ""),
+    "data.shuffle": ("train_dataset.shuffle", ""),
+    "custom_reward_function.path": ("reward.fn", "path/to/file.py:function"),
+    "custom_reward_function.name": ("reward.fn", "path/to/file.py:function"),
+    "reward_model.overlong_buffer.len": ("algorithm.overlong_buffer", ""),
+    "reward_model.overlong_buffer.penalty_factor": ("algorithm.overlong_penalty", ""),
+    "trainer.n_gpus_per_node": ("cluster.n_gpus_per_node", "counted when unset"),
+    "trainer.nnodes": ("cluster.n_nodes", ""),
+    "trainer.total_epochs": ("total_train_epochs", ""),
+    "trainer.total_training_steps": ("total_train_steps", ""),
+    "trainer.save_freq": ("saver.freq_steps", ""),
+    "trainer.test_freq": ("evaluator.freq_steps", ""),
+    "trainer.logger": ("telemetry", "tensorboard: true, or wandb.project"),
+    "trainer.project_name": ("experiment_name", "of W&B: telemetry.wandb.project"),
+    "trainer.experiment_name": ("trial_name", ""),
+    "trainer.default_local_dir": ("fileroot", ""),
+}
+"""Key of verl -> (key here, remark)."""
 
 SPELLED = {
     "parallelism": "allocation_mode",
@@ -40,16 +194,29 @@ SPELLED = {
     "actor.use_decoupled_loss": "algorithm.correction",
     "actor.recompute_logprob": "algorithm.correction",
     "actor.optimizer.learning_rate": "actor.optimizer.lr",
-    "algorithm.adv_estimator": "algorithm.name",
     "rollout.max_head_offpolicyness": "max_staleness",
     "rollout.max_concurrent_rollouts": "rollout.max_concurrent_groups",
     "rollout.n": "gconfig.n_samples",
     "group_size": "gconfig.n_samples",
-    "learning_rate": "actor.optimizer.lr",
     "reward_fn": "reward.fn",
     "total_epochs": "total_train_epochs",
 }
 """Key elsewhere -> key here, where the nearest name would not find it."""
+
+REMARKED = {**TRL, **VERL}
+SPELLED.update({key: here for key, (here, _) in REMARKED.items()})
+
+
+def hint(key: str) -> str:
+    """Where a key of another system is found here; empty where it is not known."""
+    here, remark = REMARKED.get(key, (SPELLED.get(key, ""), ""))
+    return f"its name here is {here}" + (f" ({remark})" if remark else "") if here else ""
+
+
+def is_block(key: str) -> bool:
+    """Whether a block of that name has keys that are known from elsewhere."""
+    return any(name.startswith(f"{key}.") for name in (*SPELLED, *NOT_BUILT))
+
 
 HALF = ("fp16", "float16", "half")
 """A number format that other systems train in."""

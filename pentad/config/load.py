@@ -26,7 +26,7 @@ from pentad.config.describe import (
     takes,
     text_keys,
 )
-from pentad.config.foreign import HALF, NOT_BUILT, SPELLED
+from pentad.config.foreign import HALF, NOT_BUILT, hint, is_block
 from pentad.config.plan import choose_device
 from pentad.config.remedies import choose_offloading
 from pentad.config.resolve import resolve
@@ -115,7 +115,7 @@ def _take_out(error: ValidationError, tree: Tree) -> None:
         done.add(key)
         if item["type"] == "extra_forbidden":
             drop(tree.values, keys)
-            tree.problems.append(_unknown_key(key, item["input"], tree))
+            tree.problems += _unknown_keys(key, item["input"], tree)
         elif item["type"] == "missing" and len(item["loc"]) == len(keys):
             drop(tree.values, keys[:-1])
             if key not in tree.bad:
@@ -143,13 +143,24 @@ def _where(key: str, value: object, tree: Tree) -> str:
     return f"{key} = {show(value)}" + (f" ({source})" if source else "")
 
 
+def _unknown_keys(key: str, value: object, tree: Tree) -> list[Problem]:
+    """Of a block of another system's every key is looked up."""
+    if not (isinstance(value, dict) and value and is_block(key)):
+        return [_unknown_key(key, value, tree)]
+    return [
+        problem
+        for name, inner in value.items()
+        for problem in _unknown_keys(f"{key}.{name}", inner, tree)
+    ]
+
+
 def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
     where = _where(key, value, tree)
     known_from = NOT_BUILT.get(key)
     if known_from:
         return Problem(where, f"is known from {known_from} and not built yet", "leave it out")
-    if key in SPELLED:
-        return Problem(where, "there is no such key", f"its name here is {SPELLED[key]}")
+    if remedy := hint(key):
+        return Problem(where, "there is no such key", remedy)
     near = nearest_keys(key)
     tree.bad.update(name for name in near if name not in tree.sources)
     if near:
@@ -157,7 +168,11 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
     block, _, _ = key.rpartition(".")
     inside = [k for k in fields() if k.rpartition(".")[0] == block]
     names = ", ".join(k.rpartition(".")[2] for k in inside)
-    remedy = f"the keys of {block} are {names}" if block else "docs/configuration.md has all keys"
+    remedy = (
+        f"the keys of {block} are {names}"
+        if block and names
+        else "docs/configuration.md has all keys"
+    )
     return Problem(where, "there is no such key", remedy)
 
 

@@ -43,6 +43,9 @@ other word, `on`, `off` and `0010` among them, is text. Where a key takes text, 
 that was written: `trial_name: 1.10` is "1.10". An override for text is that text (`a #b`, `*.x`)
 unless it begins with a quote or a bracket, or is `null`. A key given twice is an error.
 
+**Paths.** A relative path starts at the folder in which the command is typed, wherever the recipe
+lies: models, data, rewards, agents, model files and `fileroot`. `~` is the home folder.
+
 **Unset values.** A default of null means that the run chooses. Choices that follow from other keys
 are made before the run starts and printed as notes; the config with all choices made is written
 to the run's folder and can be used as a recipe. What is given explicitly is kept: values that

@@ -321,3 +321,23 @@ def test_of_a_recipe_that_cannot_be_read_nothing_else_is_said(tmp_path):
         f"recipe = {tmp_path}/number.yaml: cannot be read: exceeds the limit (4300 digits) for "
         "integer string conversion."
     )
+
+
+def test_relative_paths_start_where_the_command_is_typed(tmp_path, monkeypatch):
+    """Not at the recipe: data and reward lie in the folder above it."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    (tmp_path / "reward.py").write_text("def score(completion): return 1.0\n")
+    recipe = tmp_path / "recipes" / "r.yaml"
+    recipe.write_text("train_dataset: {path: data.jsonl}\nreward: {fn: reward.py:score}\n")
+
+    def missing():
+        with pytest.raises(UserError) as caught:
+            prepare(recipe, [], "train")
+        keys = [problem.where.split(" = ")[0] for problem in caught.value.problems]
+        return [key for key in keys if key != "actor.path"]
+
+    monkeypatch.chdir(tmp_path)
+    assert missing() == []
+    monkeypatch.chdir(tmp_path / "recipes")
+    assert missing() == ["train_dataset.path", "reward.fn"]

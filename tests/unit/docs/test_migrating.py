@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
-from pentad.config.foreign import NOT_BUILT, SPELLED
+from pentad.config.foreign import NOT_BUILT, REMARKED, SPELLED, TRL, VERL
 from pentad.config.load import prepare, read_config
 from pentad.config.start_rules import unbuilt_problems
 from pentad.core.errors import UserError
@@ -39,6 +40,43 @@ def test_every_known_spelling_is_on_the_page_as_the_program_says_it():
     assert renamed == SPELLED
 
 
+def test_remarks_are_those_of_the_program():
+    said = {there: remark.strip() for there, _, remark in ROWS if there in REMARKED}
+    assert said == {key: remark for key, (_, remark) in REMARKED.items()}
+
+
+@pytest.mark.parametrize("system", [TRL, VERL], ids=["trl", "verl"])
+def test_a_recipe_of_another_system_is_answered_key_by_key(tmp_path, system):
+    """Nested blocks, as a file of theirs has them, and all at once."""
+    values = {}
+    for key in system:
+        *outer, last = key.split(".")
+        block = values
+        for name in outer:
+            block = block.setdefault(name, {})
+        block[last] = 1
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
+    problems = read_config(tmp_path / "theirs.yaml").problems
+    answered = {problem.where.split(" = ")[0]: problem.remedy for problem in problems}
+    assert {key: here for key, (here, _) in system.items()} == {
+        key: remedy.removeprefix("its name here is ").split(" (")[0]
+        for key, remedy in answered.items()
+    }
+    for key, (here, _) in system.items():
+        assert here in fields(), f"{key} leads to {here}, which is no key"
+
+
+def test_keys_of_a_foreign_block_that_nobody_knows_are_named_too():
+    words = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.wings=2"]
+    said = [str(problem) for problem in read_config(None, words).problems]
+    assert said == [
+        "actor_rollout_ref.rollout.n = 4 (command line): there is no such key; its name here is "
+        "gconfig.n_samples.",
+        "actor_rollout_ref.rollout.wings = 2 (command line): there is no such key; "
+        "docs/configuration.md has all keys.",
+    ]
+
+
 def test_what_is_not_built_is_what_the_program_refuses():
     assert {key for key, here in KEYS.items() if here == "not built"} == set(NOT_BUILT)
 
@@ -68,7 +106,7 @@ def test_values_that_train_refuses_are_all_on_the_page_and_refused():
 
 def test_allocations_parse():
     found = set(re.findall(r"`((?:\w+:)?\w+:[^` ]*\d[^` ]*)`", PAGE))
-    assert len(found) == 7
+    assert len(found) == 8
     for text in found - {"archon:d1p2e2"}:
         assert str(parse_allocation(text)) == text
     with pytest.raises(UserError, match="or use archon:d2p2e2"):
