@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import Problem, UserError
+from pentad.core.model_files import read_object
 
 Row = tuple[int, int, int, int, int, int, bool]
 # name: (hidden, intermediate, layers, heads, kv heads, vocabulary, tied)
@@ -134,7 +134,7 @@ def dims_of(path: str, where: str = "actor.path") -> ModelDims:
     """Dimensions of a local folder with config.json, or of a public name of the catalog."""
     config = Path(path) / "config.json"
     if config.is_file():
-        return _read(config, f"{where} = {path}")
+        return dims_from_hf(read_object(config))
     known = known_model(path)
     if known is not None:
         return known
@@ -148,17 +148,6 @@ def dims_of(path: str, where: str = "actor.path") -> ModelDims:
 def model_type(path: str) -> str | None:
     """What config.json of a folder says; None if there is none that can be read."""
     try:
-        hf = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return str(read_object(Path(path) / "config.json").get("model_type"))
+    except (OSError, UserError):
         return None
-    return str(hf.get("model_type")) if isinstance(hf, dict) else None
-
-
-def _read(config: Path, where: str) -> ModelDims:
-    try:
-        hf = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(Problem(where, f"config.json cannot be read: {error}")) from error
-    if not isinstance(hf, dict):
-        raise UserError(Problem(where, "config.json does not hold an object"))
-    return dims_from_hf(hf)

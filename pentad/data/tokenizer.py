@@ -7,7 +7,6 @@ two); an id outside the vocabulary is refused, since a model that never stops is
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.model_files import check_plain, read_object
+from pentad.weights.hf import companion_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -78,15 +79,20 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     where, path = f"{key} = {folder}", Path(os.path.expanduser(folder))  # noqa: PTH111
     if not path.is_dir():
         raise UserError(Problem(where, "no such folder", "give a folder with a tokenizer"))
+    check_plain(path)
+    companion_files(path)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         rule = f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
         raise UserError(Problem(where, rule, "copy it from the model's original folder"))
     try:
-        inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        inner = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises nearly anything on a broken file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(Problem(where, f"the tokenizer does not load: {first}")) from error
-    config = read_generation_config(path, where)
+    more = path / "generation_config.json"
+    config = read_object(more) if more.exists() else {}
     vocab_size = len(inner)
     stop_ids = resolve_stop_ids(inner.eos_token_id, config, vocab_size, where)
     prefix_ids = find_prefix(inner)
@@ -99,17 +105,6 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
         prefix_ids=prefix_ids,
         prefix_text=inner.decode(prefix_ids, skip_special_tokens=False) if prefix_ids else "",
     )
-
-
-def read_generation_config(path: Path, where: str) -> dict[str, Any]:
-    file = path / "generation_config.json"
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(Problem(where, f"generation_config.json is not JSON: {error}")) from error
-    return value if isinstance(value, dict) else {}
 
 
 def resolve_stop_ids(

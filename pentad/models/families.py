@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.families import has_model_file, no_such_family, own_families
+from pentad.core.model_files import check_plain, read_object
 from pentad.models.spec import ModelSpec
 from pentad.weights.map import WeightMap
 
@@ -100,18 +100,15 @@ def read_config(source: ConfigLike) -> dict[str, Any]:
         return source.to_dict()
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        check_plain(path)
     try:
-        config = json.loads(file.read_text())
+        return read_object(file)
     except FileNotFoundError:
         remedy = "give a folder with config.json"
         raise UserError(
             Problem(f"model folder = {source}", "no config.json there", remedy)
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f"{file}", f"is not JSON ({error})")) from error
-    if not isinstance(config, dict):
-        raise UserError(Problem(f"{file}", "holds no JSON object"))
-    return config
 
 
 def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:

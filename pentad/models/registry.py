@@ -94,7 +94,7 @@ def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> 
     """
     reader = open_weights(folder, model.dims)
     shards, weight_map = native_shards(model), model.map_for(reader.infos)
-    flow.fill(shards, weight_map, reader, has_heads=model.is_last)
+    flow.fill(shards, weight_map, reader, has_heads=model.is_last, must_be_finite=True)
     if model.is_last:
         warn_left_out(weight_map, reader)
     fresh = flow.missing_optional(shards, weight_map, reader)

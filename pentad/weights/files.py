@@ -6,7 +6,6 @@ the device or the order differs. (Mapped files cost several times as much: each 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.model_files import MAX_JSON_BYTES, open_file, parse_json
 from pentad.weights.flow import TensorInfo
 from pentad.weights.regions import Box, box_shape, full_box, intersect
 
@@ -28,6 +28,8 @@ BUFFER_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20
 """What is summed while it is still in the processor's cache; whole blocks."""
 BLOCK_WORDS = 512
+MAX_NUMBER = 1 << 63
+"""Sizes and offsets are 64-bit numbers."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -66,7 +68,7 @@ class SafeFile:
         header, start = _parse(path)
         self.infos = {name: _info(path, name, entry) for name, entry in header.items()}
         self.offsets = {n: start + entry["data_offsets"][0] for n, entry in header.items()}
-        self.handle = path.open("rb", buffering=0)
+        self.handle = open_file(path)
         self.own = threading.local()
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -129,18 +131,20 @@ def _parse(path: Path) -> tuple[dict[str, Any], int]:
     """The header's entries, checked against each other, and where the data begins."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as handle:
+        with open_file(path) as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             if length >= size:
                 raise ValueError("its header is cut off")
-            header = json.loads(handle.read(length), object_pairs_hook=_each_once)
+            if length > MAX_JSON_BYTES:
+                raise ValueError(f"its header has {length} bytes, at most {MAX_JSON_BYTES} are")
+            header = parse_json(handle.read(length), _each_once)
         header.pop("__metadata__", None)
         numbers = {n: [*entry["shape"], *entry["data_offsets"]] for n, entry in header.items()}
         pairs = [(name, *entry["data_offsets"]) for name, entry in header.items()]
         ends = sorted((start, stop, name) for name, start, stop in pairs)
-        wrong = [n for n, row in numbers.items() if any(type(x) is not int or x < 0 for x in row)]
+        wrong = [name for name, row in numbers.items() if not all(map(_is_size, row))]
         if wrong:
-            raise ValueError(f"{wrong[0]}: shape or offsets are {numbers[wrong[0]]}")
+            raise ValueError(f"{wrong[0]}: shape or offsets are {str(numbers[wrong[0]])[:99]}")
     except FileNotFoundError:
         rule = "missing, but the folder's index names it"
         raise UserError(Problem(str(path), rule, "fetch the file again")) from None
@@ -154,6 +158,10 @@ def _parse(path: Path) -> tuple[dict[str, Any], int]:
         raise UserError(Problem(str(path), rule, "fetch or write the file again"))
     _check_order(path, ends)
     return header, 8 + length
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < MAX_NUMBER
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,12 +6,14 @@ the reader is a folder, a list in memory or a random generator, makes no differe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -22,6 +24,15 @@ from pentad.weights.regions import Box, Region, Shape, clip_all, full_box, slice
 
 NUM_READERS = 4
 """Threads that read and sum files."""
+WORDS = {
+    torch.bfloat16: (numpy.int16, 0x7F80),
+    torch.float16: (numpy.int16, 0x7C00),
+    torch.float32: (numpy.int32, 0x7F800000),
+    torch.float64: (numpy.int64, 0x7FF0000000000000),
+}
+"""Numbers as whole ones of their bits, and the bits of infinity: NaN lies above, the rest below."""
+FINITE_BYTES = 1 << 18
+"""How much is looked at in one go: it stays in the cache for the second look."""
 TWIN_BYTES = 16 << 20
 """How much of two tables is compared at a time: whole they are the largest tensors there are."""
 
@@ -35,7 +46,7 @@ class TensorInfo:
 
     @property
     def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Reader(Protocol):
@@ -96,13 +107,19 @@ def _block(tensor: Tensor, start: Shape, lengths: Mapping[int, int], order: list
 
 @torch.no_grad()
 def fill(
-    shards: Mapping[str, Shard], weight_map: WeightMap, reader: Reader, *, has_heads: bool = True
+    shards: Mapping[str, Shard],
+    weight_map: WeightMap,
+    reader: Reader,
+    *,
+    has_heads: bool = True,
+    must_be_finite: bool = False,
 ) -> int:
     """Reads every shard's elements straight into its memory; returns the number of tensors read.
 
     Names and shapes are checked before the first element moves. Peak extra memory is one region.
     A part of a model without its heads does not ask whether the reader's are wanted.
     """
+    read = partial(_read_block, reader, must_be_finite=must_be_finite)
     check(shards, weight_map, reader, has_heads=has_heads)
     check_tied(weight_map, reader)
     used: set[str] = set()
@@ -118,23 +135,55 @@ def fill(
     if isinstance(reader, DirectReader) and on_cpu:
         # Fresh memory is the bottleneck, and several threads are given it faster than one.
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            for _ in readers.map(partial(_read_block, reader), *zip(*blocks, strict=True)):
+            for _ in readers.map(read, *zip(*blocks, strict=True)):
                 pass
     else:
         for region, block in blocks:
-            _read_block(reader, region, block)
+            read(region, block)
     return len(used)
 
 
-def _read_block(reader: Reader, region: Region, block: Tensor) -> None:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite. On the CPU without further memory, as fast as it reads:
+    the largest bits among the positive numbers, then, with the sign as the top bit, among all."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in WORDS:
+        return bool(tensor.isfinite().all())
+    kind, infinity = WORDS[tensor.dtype]
+    size = numpy.dtype(kind).itemsize
+    words = tensor.detach().view(-1).view(torch.uint8).numpy().view(kind)
+    unsigned = words.view(f"u{size}")
+    negative = infinity | 1 << (8 * size - 1)
+    step = FINITE_BYTES // size
+    return not any(
+        words[at : at + step].max() >= infinity or unsigned[at : at + step].max() >= negative
+        for at in range(0, len(words), step)
+    )
+
+
+def _read_block(
+    reader: Reader, region: Region, block: Tensor, *, must_be_finite: bool = False
+) -> None:
     """`block` is the region's elements in the target, its runs as dims."""
+    name, box = region.source, region.source_box
     if isinstance(reader, DirectReader) and _is_in_order(region):
         for dim in _extra_dims(region):
             block = block.unsqueeze(dim)
-        reader.read_into(region.source, region.source_box, block)
+        reader.read_into(name, box, block)
     else:
-        piece = reader.read(region.source, region.source_box)
-        block.copy_(source_block(piece, region.alone))
+        block.copy_(source_block(reader.read(name, box), region.alone))
+    if must_be_finite:
+        _check_finite(reader, name, box, block)
+
+
+def _check_finite(reader: Reader, name: str, box: Box, block: Tensor) -> None:
+    if is_finite(block):
+        return
+    where, count = f"{reader.where}: {name}", int((~reader.read(name, box).isfinite()).sum())
+    if not count:
+        rule = f"holds numbers too large for {str(block.dtype).removeprefix('torch.')}"
+        raise UserError(Problem(where, rule, "load the model in a wider dtype"))
+    rule = "holds numbers that are NaN or infinite"
+    raise UserError(Problem(where, rule, "give a model whose weights are whole"))
 
 
 def _is_in_order(region: Region) -> bool:
@@ -202,7 +251,18 @@ def _are_equal(reader: Reader, name: str, twin: str) -> bool:
     step = max(1, TWIN_BYTES * info.shape[0] // max(1, info.size_bytes))
     rows = [(at, min(at + step, info.shape[0])) for at in range(0, info.shape[0], step)]
     boxes = [(part, *full_box(info.shape[1:])) for part in rows]
-    return all(torch.equal(reader.read(name, box), reader.read(twin, box)) for box in boxes)
+    return all(_is_same(reader.read(name, box), reader.read(twin, box)) for box in boxes)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Equal numbers, or equal bytes: NaN equals nothing, and is told by its own name."""
+    if torch.equal(a, b):
+        return True
+    return a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _shape_problem(reader: Reader, name: str, shape: Shape) -> list[Problem]:
@@ -212,8 +272,8 @@ def _shape_problem(reader: Reader, name: str, shape: Shape) -> list[Problem]:
     if info.shape != shape:
         rule = f"shape {list(info.shape)}, but the config makes it {list(shape)}"
         return [Problem(f"{reader.where}: {name}", rule)]
-    if not info.dtype.is_floating_point:
-        rule = f"holds {info.dtype}, and weights are floating point"
+    if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+        rule = f"holds {info.dtype}, and weights are floating point of 16 bits or more"
         return [
             Problem(f"{reader.where}: {name}", rule, "give the model as it was before quantising")
         ]

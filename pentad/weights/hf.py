@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.model_files import read_object
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
 from pentad.weights.flow import NUM_READERS, TensorInfo
 from pentad.weights.regions import Box
@@ -44,6 +45,7 @@ COMPANIONS = (
     "chat_template.json",
 )
 """Files that travel with the weights; those that exist are copied."""
+LINK_REMEDY = "put the file itself there, since exports copy it"
 
 
 class HfFolder:
@@ -87,7 +89,7 @@ class HfFolder:
         if not path.exists():
             return None
         try:
-            weight_map = dict(json.loads(path.read_text())["weight_map"])
+            weight_map = dict(read_object(path)["weight_map"])
             for name, file in weight_map.items():
                 if Path(file).name != file:
                     raise ValueError(f"{name}: {file} is no file of this folder")
@@ -266,10 +268,27 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
+    found = [companion_files(Path(folder)) for folder in folders]
     for name in COMPANIONS:
-        found = [Path(folder) / name for folder in folders if (Path(folder) / name).is_file()]
-        if found:
-            shutil.copyfile(found[0], target / name)
+        given = next((files[name] for files in found if name in files), None)
+        if given is not None:
+            shutil.copyfile(given, target / name)
+
+
+def companion_files(folder: Path) -> dict[str, Path]:
+    """The companions in a folder. A link out of it is refused: an export would publish what it
+    points at. In the hub's cache, `snapshots/REVISION` links to the `blobs` of the same model."""
+    files = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    problems = [
+        Problem(str(path), f"is a link to {path.resolve()}, outside the folder", LINK_REMEDY)
+        for path in files.values()
+        if not path.resolve().is_relative_to(home) and path.resolve().parent != blobs
+    ]
+    if problems:
+        raise UserError(problems)
+    return files
 
 
 def move_into_place(aside: Path, target: Path) -> None:

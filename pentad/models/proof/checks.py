@@ -77,7 +77,9 @@ def check_round_trip(case: Case) -> str:
         kept = {n: t.to(_dtype_of(case, n) or dtype) for n, t in disk.items()}
         _same_bytes(f"saved as {dtype}", read_all(out), kept)
         _same_class(case.theirs, out)
-        again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            out, dtype=dtype, trust_remote_code=False
+        )
         found = again.state_dict()
         # In the types transformers keeps them in: what it keeps wide must have been saved wide.
         expected = {
@@ -231,7 +233,9 @@ def check_megatron(case: Case) -> str:
 
 def check_value_head(case: Case) -> str:
     """The scalar head: transformers' folder gives transformers' scores, and goes back whole."""
-    config = transformers.AutoConfig.from_pretrained(case.folder, num_labels=1)
+    config = transformers.AutoConfig.from_pretrained(
+        case.folder, num_labels=1, trust_remote_code=False
+    )
     if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return _own_value_head(case)
     theirs = transformers.AutoModelForSequenceClassification.from_config(config, **PLAIN)
@@ -247,7 +251,9 @@ def check_value_head(case: Case) -> str:
     _compare("score", ours.values(hidden), score, LOGITS_TOLERANCE * size)
     save_model(ours, out, source_folder=folder)
     _same_class(theirs, out)
-    again = transformers.AutoModelForSequenceClassification.from_pretrained(out)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(
+        out, trust_remote_code=False
+    )
     _same_bytes("with a scalar head", again.state_dict(), theirs.state_dict())
     return "loads, scores, saves"
 

@@ -85,5 +85,5 @@ def test_an_end_id_of_another_model_is_refused(tokenizer_folder, tmp_path, bad):
 def test_a_broken_generation_config_is_named(tokenizer_folder, tmp_path):
     tokenizer_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match="generation_config.json is not JSON"):
+    with pytest.raises(UserError, match="generation_config.json: is not JSON"):
         load_tokenizer(tmp_path)

@@ -105,5 +105,5 @@ def test_an_unknown_path_names_the_nearest_model(tmp_path):
     with pytest.raises(UserError, match="no config.json in it"):
         dims_of(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json cannot be read"):
+    with pytest.raises(UserError, match="config.json: is not JSON"):
         dims_of(str(tmp_path))

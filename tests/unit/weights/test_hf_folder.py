@@ -239,7 +239,7 @@ def test_a_header_whose_tensors_share_or_skip_bytes_is_refused(tmp_path, header,
 
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
     (tmp_path / SINGLE).mkdir()
-    with pytest.raises(UserError, match=f"{SINGLE}: cannot be read"):
+    with pytest.raises(UserError, match=f"{SINGLE}: is a folder, not a file"):
         HfFolder(tmp_path)
 
 

@@ -1,0 +1,76 @@
+"""Files of a model folder: only plain files are opened, and JSON is read within bounds.
+
+A folder from elsewhere may hold a pipe, which blocks whoever opens it, a link to a device that
+never ends, or JSON that is larger or deeper than memory and stack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pentad.core.errors import Problem, UserError
+
+MAX_JSON_BYTES = 100_000_000
+"""What the safetensors format allows a header; config files and indexes are far smaller."""
+SUBFOLDERS = ("", "additional_chat_templates")
+"""Where transformers looks for a tokenizer's files."""
+Pairs = list[tuple[str, Any]]
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a plain file, unbuffered; OSError where there is none."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UserError(_not_plain(path))
+    return path.open("rb", buffering=0)
+
+
+def check_plain(folder: Path) -> None:
+    """Refuses a folder with entries that cannot be read like files, before transformers tries."""
+    problems = []
+    for place in (folder / name for name in SUBFOLDERS):
+        entries = sorted(place.iterdir()) if place.is_dir() else []
+        for path in entries:
+            # A link to nowhere is missing, which is told where the file is wanted.
+            mode = path.stat().st_mode if path.exists() else stat.S_IFREG
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                problems.append(_not_plain(path))
+    if problems:
+        raise UserError(problems)
+
+
+def _not_plain(path: Path) -> Problem:
+    what = "is a folder" if path.is_dir() else "is a pipe, a socket or a device"
+    return Problem(str(path), f"{what}, not a file", "remove it from the model folder")
+
+
+def parse_json(text: bytes, pairs: Callable[[Pairs], Any] | None = None) -> Any:
+    """What `json.loads` gives; ValueError for anything that it cannot read."""
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError where it is none, FileNotFoundError where it is not."""
+    try:
+        with open_file(path) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                rule = f"has {size} bytes, and at most {MAX_JSON_BYTES} are read of a JSON file"
+                raise UserError(Problem(str(path), rule))
+            value = parse_json(handle.read())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(Problem(str(path), f"cannot be read ({error.strerror})")) from error
+    except ValueError as error:
+        raise UserError(Problem(str(path), f"is not JSON ({error})")) from error
+    if not isinstance(value, dict):
+        raise UserError(Problem(str(path), "holds no JSON object"))
+    return value
