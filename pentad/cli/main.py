@@ -145,6 +145,26 @@ def demo(
     run_demo(seed=seed, fileroot=fileroot, device=device)
 
 
+@app.command()
+@reporting
+@functools.partial(takes_recipe, switches=False)
+def reward(
+    recipe: Recipe,
+    row: Annotated[int, typer.Option(min=0, help="Row of train_dataset, counted from 0.")] = 0,
+    completion: Annotated[
+        str | None, typer.Option(help="What to score (the row's own answer, and nothing).")
+    ] = None,
+) -> None:
+    """Try the reward of a recipe on a row of its data.
+
+    For example: pentad reward recipe.yaml --row 3 --completion "The answer is 42"
+    """
+    config, _ = recipe.prepare("reward")
+    from pentad.cli.reward import run_reward_command
+
+    run_reward_command(config, row, completion)
+
+
 @app.command(name="eval")
 @reporting
 def evaluate(

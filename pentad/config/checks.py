@@ -49,7 +49,7 @@ def check(
         found = rule.check(config) or []
         found = [found] if isinstance(found, Problem) else found
         problems += [problem for problem in found if problem.where.split(" = ")[0] not in skip]
-    if command == "eval":  # one sampler in one process, whatever the layout of the run
+    if command in ("eval", "reward"):  # in one process, whatever the layout of the run
         return problems
     return problems + check_layout(config, command, skip)
 

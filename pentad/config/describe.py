@@ -130,6 +130,7 @@ def _alternatives(annotation: Any, metadata: list[Any]) -> list[str]:
 def _list_words(args: tuple[Any, ...]) -> str:
     (one,) = _alternatives(args[0], [])
     many = one.replace("an integer", "integers").replace("text", "texts")
+    many = many.replace("a number", "numbers")
     return f"a list of {many}" if args[-1] is Ellipsis else f"a list of {len(args)} {many}"
 
 

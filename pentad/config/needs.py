@@ -16,7 +16,7 @@ MAX_NAME_BYTES = 255
 """Of one folder, on every usual file system."""
 
 
-@RULES.add("actor.path", commands=("train", "sft", "plan", "eval"))
+@RULES.add("actor.path", commands=("train", "sft", "plan", "eval", "reward"))
 def a_model_is_named(config: Config) -> Problem | None:
     if config.actor.path is not None:
         return None
@@ -92,7 +92,7 @@ def _model_folder(
     return None
 
 
-@RULES.add("train_dataset.path", commands=("train", "sft"))
+@RULES.add("train_dataset.path", commands=("train", "sft", "reward"))
 def there_is_training_data(config: Config) -> Problem | None:
     if config.train_dataset.path is None:
         return Problem("train_dataset.path", "is not set", "give a JSONL or Parquet file")
@@ -128,7 +128,7 @@ def _data_path(key: str, path: str) -> Problem | None:
 def answers_are_scored(config: Config) -> Problem | None:
     """A workflow may bring rewards of its own; the executor sees to it that it does."""
     is_own = config.rollout.workflow != "single_turn"
-    if config.reward.fn is not None or config.algorithm.name == "distill" or is_own:
+    if config.reward.functions or config.algorithm.name == "distill" or is_own:
         return None
     remedy = "name a built-in reward or give package.module:function"
     return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
@@ -136,10 +136,17 @@ def answers_are_scored(config: Config) -> Problem | None:
 
 @RULES.add("reward.fn", "rollout.workflow", commands=("eval",))
 def evaluated_answers_are_scored(config: Config) -> Problem | None:
-    if config.reward.fn is not None or config.rollout.workflow != "single_turn":
+    if config.reward.functions or config.rollout.workflow != "single_turn":
         return None
     remedy = f"give --reward with one of {', '.join(REWARD_NAMES)}, or package.module:function"
     return Problem("reward.fn", "is not set, so nothing says which answers are right", remedy)
+
+
+@RULES.add("reward.fn", commands=("reward",))
+def there_is_a_reward_to_try(config: Config) -> Problem | None:
+    if config.reward.functions:
+        return None
+    return Problem("reward.fn", "is not set, so there is nothing to try", "name it in the recipe")
 
 
 @RULES.add("evaluator", commands=("eval",))
@@ -152,10 +159,21 @@ def several_answers_differ(config: Config) -> Problem | None:
     return Problem(f"evaluator.n_samples = {evaluator.n_samples}", rule, remedy)
 
 
-@RULES.add("reward.fn", commands=("train", "plan", "eval"))
-def the_reward_can_be_found(config: Config) -> Problem | None:
+@RULES.add("reward.fn", commands=("train", "plan", "eval", "reward"))
+def the_reward_can_be_found(config: Config) -> list[Problem]:
     remedy = "for your own, give package.module:function or path/to/file.py:function"
-    return _part_problem("reward.fn", config.reward.fn, REWARD_NAMES, remedy)
+    functions = config.reward.functions
+    found = [_part_problem("reward.fn", fn, REWARD_NAMES, remedy) for fn in functions]
+    return [problem for problem in found if problem is not None]
+
+
+@RULES.add("reward.fn", "reward.weights", commands=("train", "plan", "eval", "reward"))
+def every_reward_has_a_weight(config: Config) -> Problem | None:
+    weights, functions = config.reward.weights, config.reward.functions
+    if weights is None or not functions or len(weights) == len(functions):
+        return None
+    rule = f"reward.fn names {len(functions)} functions"
+    return Problem(f"reward.weights = {show(weights)}", rule, "give one number for each")
 
 
 @RULES.add("rollout.workflow", commands=("train", "plan", "eval"))

@@ -13,7 +13,7 @@ from typing import Literal
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 
-Command = Literal["train", "sft", "plan", "eval"]
+Command = Literal["train", "sft", "plan", "eval", "reward"]
 Check = Callable[[Config], Problem | list[Problem] | None]
 
 

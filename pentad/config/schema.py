@@ -368,9 +368,11 @@ class DatasetConfig(Section):
 
 
 class RewardConfig(Section):
-    fn: str | None = None
+    fn: str | tuple[str, ...] | None = None
     """A built-in reward (exact_match, numeric, gsm8k, math, code, sort_digits), or your own:
-    `package.module:function` or `path/to/file.py:function`."""
+    `package.module:function` or `path/to/file.py:function`. Or a list of them, which add up."""
+    weights: tuple[float, ...] | None = None
+    """What the value of each function of `fn` is multiplied by. null: 1 each."""
     timeout_s: Seconds = 10.0
     """After this long the process of a reward is ended and the sample counts as failed."""
     num_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -384,6 +386,11 @@ class RewardConfig(Section):
     """Whether a reward of your own may start processes."""
     allow_weaker: bool = False
     """Goes on where this machine lacks a protection that rewards are run under."""
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The functions of `fn`."""
+        return (self.fn,) if isinstance(self.fn, str) else self.fn or ()
 
 
 class ServerConfig(Section):

@@ -137,7 +137,7 @@ READERS = (
         "there is no valid_dataset",
     ),
     Reader(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
-    Reader(("reward",), lambda config: config.reward.fn, "reward.fn is not set"),
+    Reader(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
     Reader(
         ("rollout.kv_cache_gb", "rollout.max_batch_tokens"),
         lambda config: samples_with(config, "embedded", "vllm"),

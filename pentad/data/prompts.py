@@ -83,12 +83,18 @@ class PromptStream:
 
     def prompt(self, gid: int) -> Prompt:
         """The prompt of this ordinal; when streaming it may raise RejectedPrompt."""
-        epoch, position = divmod(gid, len(self))
-        index = int(self._order(epoch)[position]) if self.settings.shuffle else position
+        epoch, index = self._place(gid)
         found = self._read(gid, index) if self.prompts is None else self.prompts[index]
-        fields = dict(self.rows.row(found.row))
-        messages = tuple(prompt_messages(fields, self.settings.columns))
-        return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch, messages)
+        return self._prompt(gid, found, epoch)
+
+    def of_row(self, row: int) -> Prompt:
+        """The prompt of a row of the files, which is its gid here; may raise RejectedPrompt."""
+        return self._prompt(row, self._read(row, row), 0)
+
+    def row_of(self, gid: int) -> str:
+        """`file:line` of the row that this ordinal draws."""
+        _, index = self._place(gid)
+        return self.rows.where(index if self.prompts is None else self.prompts[index].row)
 
     def first(self, num: int) -> list[Prompt]:
         """The first `num` prompts, fewer where there are fewer, passing over rejected rows.
@@ -126,6 +132,16 @@ class PromptStream:
         for reason, count in self.dropped.items():
             text += f", {count} left out: {reason}"
         return text
+
+    def _prompt(self, gid: int, found: _Tokenised, epoch: int) -> Prompt:
+        fields = dict(self.rows.row(found.row))
+        messages = tuple(prompt_messages(fields, self.settings.columns))
+        return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch, messages)
+
+    def _place(self, gid: int) -> tuple[int, int]:
+        """Epoch, and which prompt (when streaming: row) of it."""
+        epoch, position = divmod(gid, len(self))
+        return epoch, int(self._order(epoch)[position]) if self.settings.shuffle else position
 
     def _make_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self), self.settings.seed, epoch)

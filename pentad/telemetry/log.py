@@ -1,15 +1,18 @@
 """Where log messages go: all of them to log.txt, warnings and notices to the screen as well.
 
 What libraries have to say (Python warnings, transformers, torch and its compiler) goes to log.txt
-alone, unless it is an error.
+alone, unless it is an error. Warnings that repeat themselves are shown once, with a count.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -19,15 +22,60 @@ LIBRARIES = ("py", "transformers", "torch", "huggingface_hub", "datasets", "toke
 """First parts of the names of loggers that are not ours (Python's warnings are `py.warnings`)."""
 
 
+REPEAT_S = 60.0
+"""A warning that differs from one of this long ago in numbers alone is counted, not shown."""
+
+
+@dataclass(slots=True)
+class Shown:
+    """A warning on the screen."""
+
+    at: float
+    text: str
+    num_hidden: int = 0
+    """How many like it came since."""
+
+
 class ScreenHandler(logging.Handler):
-    """Writes to sys.stderr as it is at that moment: a live table redirects it above itself."""
+    """Writes to sys.stderr as it is at that moment: a live table redirects it above itself.
+
+    Of warnings that are alike the first is shown; the count of the others stands in the next one
+    that is, or in a line at the end.
+    """
+
+    def __init__(self, level: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(level)
+        self.clock = clock
+        self.warnings: dict[tuple[str, str], Shown] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            text = self.format(record)
+            if record.levelno == logging.WARNING:
+                text = self._unless_repeated(record.name, text)
             head = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-            sys.stderr.write(f"{head}{self.format(record)}\n")
+            if text:
+                sys.stderr.write(f"{head}{text}\n")
         except Exception:  # a closed terminal must not end a run; logging reports it its own way
             self.handleError(record)
+
+    def close(self) -> None:
+        for shown in self.warnings.values():
+            if shown.num_hidden and sys.stderr is not None:
+                sys.stderr.write(f"warning: {shown.num_hidden} more like: {shown.text}\n")
+        self.warnings = {}
+        super().close()
+
+    def _unless_repeated(self, name: str, text: str) -> str:
+        """What to show; nothing where the like of it was shown a short while ago."""
+        kind, now = (name, re.sub(r"[0-9]+", "#", text)), self.clock()
+        before = self.warnings.get(kind)
+        if before is not None and now - before.at < REPEAT_S:
+            before.num_hidden += 1
+            return ""
+        self.warnings[kind] = Shown(now, text)
+        is_told = before is not None and before.num_hidden
+        return f"{text} ({before.num_hidden} like it before)" if before and is_told else text
 
 
 def is_shown(record: logging.LogRecord) -> bool:

@@ -32,6 +32,7 @@ from pentad.trainer.preflight import (
     valid_stream,
     vocabulary_problems,
 )
+from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.translate import (
     compute_dtype,
     eval_params,
@@ -85,6 +86,9 @@ def check_eval(config: Config) -> Subject:
         asked.problems += stop_ids_are_words(config, dims)
         stream = asked.ask(lambda: valid_stream(config, dims, tokenizer))
         asked.problems += answer_problems(config, stream, config.valid_dataset)
+    if config.valid_dataset is not None and not asked.problems:
+        answer_key = config.valid_dataset.answer_key
+        asked.ask(lambda: check_reward(config, [(stream, answer_key)]))
     asked.settle()
     assert dims and tokenizer and workflow and stream, "a step failed without a word"
     return Subject(dims, tokenizer, stream, workflow)
@@ -175,5 +179,6 @@ def no_majority(config: Config, reward: RewardScorer | None) -> str:
     if reward is None:
         return "the workflow scores its samples itself"
     if not reward.has_results:
-        return f"the reward {reward.settings.fn} compares no answers that could be counted"
+        names = ", ".join(reward.settings.functions)
+        return f"the reward {names} compares no answers that could be counted"
     return ""

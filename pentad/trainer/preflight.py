@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -23,8 +22,8 @@ from pentad.core.errors import Problem, UserError
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.rl.settings import AlgorithmSettings
-from pentad.rollout.rewards import RewardScorer
 from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start, trained_dims
 from pentad.trainer.translate import (
@@ -32,7 +31,6 @@ from pentad.trainer.translate import (
     allocation_of,
     data_settings,
     register_models,
-    reward_settings,
 )
 
 T = TypeVar("T")
@@ -79,7 +77,6 @@ def check_train(config: Config, device: torch.device) -> Checked:
     dims = asked.ask(lambda: sampled_dims(config, path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
     workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
-    asked.ask(lambda: asyncio.run(try_reward(config)))
     stream = valid = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
@@ -93,6 +90,10 @@ def check_train(config: Config, device: torch.device) -> Checked:
         valid = asked.ask(lambda: valid_stream(config, dims, tokenizer))
         asked.problems += answer_problems(config, stream, config.train_dataset)
         asked.problems += answer_problems(config, valid, config.valid_dataset)
+    scored = [(stream, config.train_dataset.answer_key)]
+    if config.valid_dataset is not None:
+        scored.append((valid, config.valid_dataset.answer_key))
+    asked.ask(lambda: check_reward(config, scored))
     asked.settle()
     assert dims and tokenizer and algorithm and stream and workflow, "a step failed without a word"
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
@@ -118,18 +119,6 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
         remedy = "sample with vllm or sglang, which run any HF model"
         raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
     return dims
-
-
-async def try_reward(config: Config) -> None:
-    """Raises UserError if the reward cannot be imported or called; models load for minutes."""
-    settings = reward_settings(config, config.train_dataset.answer_key)
-    if settings is None:
-        return
-    scorer = RewardScorer(replace(settings, sandbox=replace(settings.sandbox, num_workers=1)))
-    try:
-        await scorer.start()
-    finally:
-        await scorer.close()
 
 
 def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream:
@@ -183,7 +172,8 @@ def answer_problems(
     config: Config, stream: PromptStream | None, data: DatasetConfig | None
 ) -> list[Problem]:
     """Built-in rewards compare with a column: every row must have it, if rows are known now."""
-    is_asked = config.reward.fn in REWARD_NAMES and config.rollout.workflow == "single_turn"
+    built_in = [fn for fn in config.reward.functions if fn in REWARD_NAMES]
+    is_asked = built_in and config.rollout.workflow == "single_turn"
     if stream is None or data is None or stream.prompts is None or not is_asked:
         return []
     name, rows = data.answer_key, stream.rows
@@ -193,7 +183,7 @@ def answer_problems(
     has = ", ".join(sorted(rows.row(missing[0]))) or "nothing"
     where = f"{stream.settings.columns.key}.answer_key = {name}"
     rule = (
-        f"reward.fn = {config.reward.fn} compares with it, and {len(missing)} of "
+        f"reward.fn = {built_in[0]} compares with it, and {len(missing)} of "
         f"{len(stream)} rows have none, the first at {rows.where(missing[0])}"
     )
     return [Problem(where, rule, f"that row has {has}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 
 from pentad.core.errors import RunError
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 MAX_DRAWS_PER_SLOT = 50
 """A batch that needs more prompts than this per slot will never fill: the run stops."""
+
+MIN_ALIKE = 4
+"""Groups of small batches that fail alike before it is more than chance."""
 
 REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
 """What it means that a finished group was turned down."""
@@ -51,6 +55,10 @@ class RolloutPump:
         self.running = 0
         self.last_failures: dict[str, str] = {}
         """Reason of a drop -> what the latest one said."""
+        self.num_scored = 0
+        """Groups that came to rewards, trained or not."""
+        self.failed_alike: dict[str, int] = {}
+        """What was said when a group failed, numbers aside -> how often."""
 
     async def run(self) -> None:
         rolling: set[asyncio.Task[None]] = set()
@@ -110,12 +118,23 @@ class RolloutPump:
             told.append(f"{count} {reason}" + (f" ({last})" if last else ""))
         return ", ".join(told)
 
+    def _stop_if_all_fail(self, gid: int, failure: DataFailure) -> None:
+        """As many groups as a batch has failed alike, and none ever came to rewards: it is the
+        reward or the workflow, and not the prompts."""
+        kind = re.sub(r"[0-9]+", "#", str(failure))
+        self.failed_alike[kind] = self.failed_alike.get(kind, 0) + 1
+        num = max(MIN_ALIKE, self.state.budget.groups_per_batch)
+        if not self.num_scored and len(self.failed_alike) == 1 and self.failed_alike[kind] >= num:
+            where = self.stream.row_of(gid)
+            raise RunError(f"the first {num} groups failed alike, the last ({where}): {failure}")
+
     async def _roll(self, gid: int) -> None:
         """One group from prompt to ready, or dropped with its reason."""
         ledger = self.state.ledger
         try:
             attempt = ledger.start(gid)
             group = await self.executor.rollout(self.stream.prompt(gid), attempt)
+            self.num_scored += 1
             reason = self.reject(group)
             if reason is None:
                 self.state.store.put(group)
@@ -127,6 +146,8 @@ class RolloutPump:
             log.warning("group %d dropped: %s", gid, failure)
             self.last_failures[failure.reason] = f"the last: {failure}"
             ledger.drop(gid, failure.reason)
+            if isinstance(failure, DataFailure) and not failure.is_final:
+                self._stop_if_all_fail(gid, failure)
         except InfraFailure as failure:
             raise RunError(f"group {gid} could not be generated: {failure}") from failure
         finally:

@@ -189,7 +189,7 @@ def executor_settings(
 def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
     """None if no reward is named. `answer_key` is that of the dataset that is scored."""
     reward = config.reward
-    if reward.fn is None:
+    if not reward.functions:
         return None
     sandbox = SandboxSettings(
         num_workers=reward.num_workers or default_reward_workers(),
@@ -199,7 +199,11 @@ def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
         allow_weaker=reward.allow_weaker,
     )
     return RewardSettings(
-        fn=reward.fn, answer_field=answer_key, on_failure=reward.on_failure, sandbox=sandbox
+        fn=reward.functions,
+        weights=reward.weights or (),
+        answer_field=answer_key,
+        on_failure=reward.on_failure,
+        sandbox=sandbox,
     )
 
 

@@ -13,7 +13,6 @@ from pentad.telemetry.steps import read_lines
 
 REWARDS = """\
 def equal(completion): return 1.0
-def broken(completion): raise ValueError("no such judge")
 """
 
 
@@ -37,8 +36,6 @@ def test_a_streamed_run_passes_over_bad_first_rows(lab, task, tmp_path):
 
 def test_a_batch_that_never_fills_ends_with_the_words_of_the_failure(lab, rewards):
     few = ("train_dataset.batch_size=1", "gconfig.n_samples=2", "rollout.max_retries=0")
-    with pytest.raises(RunError, match=r"50 reward_error \(the last: .*no such judge\)$"):
-        lab.train(f"reward.fn={rewards}:broken", *few)
     with pytest.raises(RunError, match=r"50 no_signal \(all rewards of such a group are equal\)$"):
         lab.train(f"reward.fn={rewards}:equal", "algorithm.dynamic_filter=true", *few)
 

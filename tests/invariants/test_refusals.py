@@ -103,10 +103,32 @@ def _settings(**kwargs):
     return EngineSettings(**kwargs)
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_its_reason(lab, tmp_path):
+def test_a_reward_that_fails_is_found_on_the_first_row(lab, tmp_path):
     (tmp_path / "bad_reward.py").write_text("def score(completion):\n    raise ValueError('no')\n")
-    with pytest.raises(RunError, match="reward_error"):
-        lab.train(f"reward.fn={tmp_path / 'bad_reward.py'}:score", "rollout.max_retries=0")
+    file = tmp_path / "bad_reward.py"
+    with pytest.raises(UserError) as caught:
+        lab.train(f"reward.fn={file}:score")
+    assert str(caught.value) == (
+        f"reward.fn = {file}:score: it fails on row 0 ({lab.task}/train.jsonl:1) with the row's "
+        f"own answer: ValueError: no ({file}, line 2); mend it, and try it with pentad reward."
+    )
+    assert not (lab.fileroot / "logs").exists(), "nothing was started"
+
+
+def test_a_first_batch_that_fails_alike_ends_the_run(lab, tmp_path):
+    """The trial passes, since it samples nothing; every real answer fails."""
+    file = tmp_path / "picky.py"
+    file.write_text(
+        "def score(completion, answer):\n"
+        "    if completion not in ('', answer):\n"
+        "        raise ValueError(f'odd length {len(completion)}')\n"
+        "    return 1.0\n"
+    )
+    with pytest.raises(RunError) as caught:
+        lab.train(f"reward.fn={file}:score", "rollout.max_retries=0")
+    said = str(caught.value)
+    assert said.startswith(f"the first 4 groups failed alike, the last ({lab.task}/train.jsonl:")
+    assert f"ValueError: odd length 6 ({file}, line 3)" in said
 
 
 def test_sigterm_saves_and_says_so(task, tmp_path):

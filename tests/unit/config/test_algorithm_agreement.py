@@ -21,7 +21,7 @@ from pentad.config.schema import (
 from pentad.core.errors import UserError
 from pentad.rl import settings as rl
 from pentad.rl.algorithms import ALGORITHMS, settings_for, unused_settings
-from pentad.rollout.rewards import BUILT_IN
+from pentad.rollout.reward_functions import BUILT_IN
 
 
 def test_the_names_are_those_of_the_table():

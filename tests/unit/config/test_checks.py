@@ -176,6 +176,14 @@ BROKEN = [
         "no file {root}/nope.py",
     ),
     (
+        "every_reward_has_a_weight",
+        "plan",
+        ["reward.fn=[gsm8k, math]", "reward.weights=[1]"],
+        "reward.weights = [1]",
+        "reward.fn names 2 functions",
+    ),
+    ("there_is_a_reward_to_try", "reward", ["reward.fn="], "reward.fn", "nothing to try"),
+    (
         "the_workflow_can_be_found",
         "train",
         ["rollout.workflow=multi"],

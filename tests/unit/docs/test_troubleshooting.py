@@ -26,7 +26,7 @@ from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.rl.health import WINDOW, find_alarms
 from pentad.rl.losses import SftLoss
 from pentad.rollout.failures import DataFailure
-from pentad.rollout.rewards import wanted_parameters
+from pentad.rollout.reward_functions import check_columns, read_signature
 from pentad.rollout.sandbox import Signature
 from pentad.runtime.rank import name_rank
 from pentad.runtime.report import describe_exit, describe_hang
@@ -87,8 +87,9 @@ def starts():
     Path("model/config.json").write_text(json.dumps({"model_type": "gpt2"}))
     yield trained()[0]
     signature = Signature(required=("completion", "label"), optional=(), takes_any=False)
-    said = refusal(lambda: wanted_parameters("mine/reward.py:score", signature))
-    yield said[0].partition("; ")[0]
+    takes = read_signature("mine/reward.py:score", signature)
+    said = refusal(lambda: check_columns("mine/reward.py:score", takes, ["question", "solution"]))
+    yield said[0].partition("; every reward")[0]
 
 
 def folders():
@@ -144,6 +145,7 @@ def failures(caplog):
     yield stall(caplog)
     yield f"group 12 dropped: {DataFailure('reward_timeout', 'longer than 10 s')}"
     yield empty_batch()
+    yield empty_batch("no_signal")
     yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
     yield f"{name_rank(1, 2, 3)}: {describe_hang('does not run', 3, 1812.0, is_stopped=True)}"
     yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT)))
@@ -182,11 +184,13 @@ def stall(caplog):
     return caplog.messages[-1]
 
 
-def empty_batch():
-    """A pump whose every group fails in its reward."""
+def empty_batch(rejection=None):
+    """A pump whose every group fails in its reward, or is turned down."""
 
     async def rollout(prompt, attempt):
-        raise DataFailure("reward_error", "NameError: name 'answr' is not defined")
+        if rejection is None:
+            place = "(mine/reward.py, line 7)"
+            raise DataFailure("reward_error", f"NameError: name 'answr' is not defined {place}")
 
     async def enter(role):
         await asyncio.sleep(0)
@@ -194,11 +198,11 @@ def empty_batch():
     ledger = Ledger(4)
     pump = RolloutPump(
         RunState(ledger, Store(), Budget(4, max_staleness=0, num_batches=9)),
-        SimpleNamespace(prompt=lambda gid: gid),
+        SimpleNamespace(prompt=lambda gid: gid, row_of=lambda gid: f"data/train.jsonl:{gid + 1}"),
         SimpleNamespace(rollout=rollout),
         SimpleNamespace(is_on_policy=True),
         SimpleNamespace(enter=enter),
-        lambda group: None,
+        lambda group: rejection,
     )
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(pump.run())

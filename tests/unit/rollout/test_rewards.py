@@ -14,7 +14,8 @@ from pentad.core.types import Group, Prompt, Sample
 from pentad.rollout import verifiers
 from pentad.rollout.code_tests import program_in, read_tests, same_output, same_value
 from pentad.rollout.failures import DataFailure, InfraFailure
-from pentad.rollout.rewards import BUILT_IN, RewardScorer, RewardSettings, as_scored
+from pentad.rollout.reward_functions import BUILT_IN, as_scored
+from pentad.rollout.rewards import RewardScorer, RewardSettings
 from pentad.rollout.sandbox import MIB, JobFailed, SandboxSettings
 
 
@@ -38,7 +39,8 @@ def score(fn, group: Group, use=None, **changes) -> Group:
     limits = changes.pop("sandbox", None) or SandboxSettings(num_workers=1, timeout_s=20.0)
 
     async def run():
-        scorer = RewardScorer(RewardSettings(fn=str(fn), sandbox=limits, **changes))
+        name = fn if isinstance(fn, tuple) else str(fn)
+        scorer = RewardScorer(RewardSettings(fn=name, sandbox=limits, **changes))
         await scorer.start()
         try:
             return await (use(scorer) if use else scorer.score(group))
@@ -222,7 +224,8 @@ def custom(tmp_path):
         ("def reward(completion): return len(completion)", 2.0, {}),
         ("def reward(completion, answer): return completion == answer", 1.0, {}),
         ("async def reward(completion, answer='x'): return float(answer)", 42.0, {}),
-        ("def reward(completion, **rest): return len(rest)", 5.0, {}),
+        ("def reward(completion, **rest): return len(rest)", 6.0, {}),
+        ("def reward(completion, extra, level=7): return extra * level", 7.0, {}),
         ("def reward(ids, prompt): return {'id': ids[0], 'len': len(prompt)}", 8.0,
          {"id": 3.0, "len": 5.0}),
         ("def reward(sample, fields): return sample['mask'][2] * len(fields)", 2.0, {}),
@@ -241,7 +244,6 @@ def test_a_reward_takes_and_returns_what_it_likes_of_what_there_is(custom, sourc
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("def reward(completions): pass", "it requires 'completions', which no reward is given"),
         ("def reward(completion, /): pass", r"'completion \(positional only\)'"),
         ("def reward(answer): pass", "it cannot see the answer"),
         ("reward = 3", "is not a function"),
@@ -290,20 +292,22 @@ def test_a_reward_that_fails_twice_drops_its_group_and_never_becomes_zero(custom
     group = group_of(["good", "bad", "good"])
 
     async def use(scorer):
-        run, asked = scorer.sandbox.run, []
+        [pool] = scorer.pools
+        run, asked = pool.run, []
 
-        async def counted(spec, payload):
-            asked.append(payload["completion"])
-            return await run(spec, payload)
+        async def counted(spec, payload, limit):
+            asked.append([own["completion"] for own in payload["own"]])
+            return await run(spec, payload, limit)
 
-        scorer.sandbox.run = counted
+        pool.run = counted
         with pytest.raises(DataFailure) as caught:
             await scorer.score(group)
         return caught.value.reason, asked
 
     reason, asked = score(fn, group, use, sandbox=limits)
     assert reason == f"reward_{kind}" and group.samples[1].reward is None
-    assert sorted(asked) == ["bad", "bad", "good", "good"]
+    num_tries = 1 if body == "return None" else 2  # no opinion is an answer, if not an only one
+    assert sorted(asked) == [*[["bad"]] * num_tries, ["good"], ["good"]]
 
 
 def test_zero_for_a_failed_reward_has_to_be_asked_for_and_is_marked(custom):
@@ -333,7 +337,7 @@ def test_a_lost_worker_is_the_machinerys_fault_and_no_verdict(fn, answer):
         async def lost(*args, **kwargs):
             return JobFailed("lost", "its pipe is closed")
 
-        scorer.sandbox.run = lost
+        scorer.pools[0].run = lost
         await scorer.score(group_of(["x"], answer))
 
     with pytest.raises(InfraFailure, match="the reward pool lost a worker: its pipe is closed"):
@@ -350,6 +354,144 @@ def test_samples_are_scored_at_the_same_time(custom, tmp_path):
     )
     limits = SandboxSettings(num_workers=2, timeout_s=20.0)
     assert rewards(score(fn, group_of(["a", "b"]), sandbox=limits)) == [1.0, 1.0]
+
+
+def test_quick_calls_share_a_job_and_do_not_see_what_others_did_to_their_arguments(custom):
+    fn = custom(
+        "def reward(completion, fields):\n"
+        "  fields['seen'] = fields.get('seen', 0) + 1\n"
+        "  return {'pid': os.getpid(), 'seen': fields['seen']}"
+    )
+
+    async def use(scorer):
+        return [(await scorer.score(group_of("abcdefgh"))).samples for _ in range(2)]
+
+    first, second = score(fn, None, use)
+    assert len({sample.reward_parts["pid"] for sample in first}) == 8
+    assert len({sample.reward_parts["pid"] for sample in second}) == 1
+    assert {sample.reward_parts["seen"] for sample in [*first, *second]} == {1.0}
+
+
+@pytest.mark.parametrize("body", ["while True: pass", "os._exit(1)", "raise KeyError('x')"])
+def test_one_bad_sample_of_a_shared_job_costs_the_others_nothing(custom, body):
+    fn = custom(f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 1.0")
+    limits = SandboxSettings(num_workers=1, timeout_s=0.3)
+
+    async def use(scorer):
+        await scorer.score(group_of(["a"]))  # it is a quick one
+        return await scorer.score(group_of(["a", "bad", "b"]))
+
+    group = score(fn, None, use, sandbox=limits, on_failure="zero")
+    assert rewards(group) == [1.0, 0.0, 1.0]
+    assert group.samples[1].reward_parts == {"reward_failed": 1.0}
+
+
+def test_slow_calls_have_jobs_of_their_own_and_coroutines_wait_together(custom):
+    slow = "reward(completion):\n  {}time.sleep(0.2)\n  return os.getpid()"
+    source = "import asyncio\nclass time:\n  sleep = staticmethod(asyncio.sleep)\n"
+
+    async def use(scorer):
+        await scorer.score(group_of(["a"]))
+        return await scorer.score(group_of("abcd"))
+
+    limits = SandboxSettings(num_workers=2, timeout_s=20.0)
+    group = score(custom("def " + slow.format("")), None, use, sandbox=limits)
+    assert len(set(rewards(group))) == 4
+    group = score(custom(source + "async def " + slow.format("await ")), None, use, sandbox=limits)
+    assert len(set(rewards(group))) == 1
+
+
+def test_what_a_reward_raises_is_told_with_its_place(custom):
+    fn = custom("def help(x):\n  return x + answr\n\ndef reward(completion):\n  return help(1)")
+    with pytest.raises(DataFailure) as caught:
+        score(fn, group_of(["x"]))
+    assert caught.value.detail == (
+        f"NameError: name 'answr' is not defined ({fn.rpartition(':')[0]}, line 4)"
+    )
+
+
+# --- whole groups, several functions ----------------------------------------------------------
+
+TRL = """
+def reward(completions, answer, **kwargs):
+    assert sorted(kwargs) == ["completion_ids", "prompts", "solution"], sorted(kwargs)
+    assert kwargs["prompts"] == ["what?"] * len(completions)
+    assert kwargs["completion_ids"] == [[3 + i] for i in range(len(completions))]
+    same = [c == a for c, a in zip(completions, answer)]
+    return [float(s) + 0.1 * (sol == "s") for s, sol in zip(same, kwargs["solution"])]
+"""
+
+
+def test_a_batched_function_is_called_once_for_a_group(custom):
+    fn = custom(TRL)
+
+    async def use(scorer):
+        [pool] = scorer.pools
+        run, jobs = pool.run, []
+
+        async def counted(spec, *args):
+            jobs.append(spec)
+            return await run(spec, *args)
+
+        pool.run = counted
+        group = await scorer.score(group_of(["42", "41", "42"], solution="s", prompt="q"))
+        return rewards(group), len(jobs)
+
+    assert score(fn, None, use) == ([1.1, 0.1, 1.1], 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "detail"),
+    [
+        ("return [1.0]", "it returned 1 values for 2 completions"),
+        ("return 1.0", "it returned '1.0' where a list of numbers is wanted"),
+        ("return [1.0, 'x']", "it returned 'x' where a number"),
+        ("return [1.0, None]", "it returned None where a number"),
+        ("return completions[0][0]['content']", "TypeError: string indices must be integers"),
+    ],
+)
+def test_a_batched_function_that_returns_something_else_fails(custom, source, detail):
+    with pytest.raises(DataFailure) as caught:
+        score(custom(f"def reward(completions, **kwargs): {source}"), group_of(["a", "b"]))
+    assert caught.value.detail.startswith(detail)
+
+
+def test_several_functions_add_up_by_their_weights_and_stay_parts(custom):
+    fn = custom(
+        "def reward(completions, **kwargs):\n"
+        "  return [None if c == 'x' else len(c) for c in completions]\n"
+        "def style(completion): return {'upper': completion.isupper(), 'bonus': 2}"
+    )
+    names = ("exact_match", fn, fn.replace(":reward", ":style"))
+    group = score(names, group_of(["42", "x"]), weights=(1.0, 0.5, 2.0))
+    assert rewards(group) == [1.0 + 0.5 * 2 + 2.0 * 2, 2.0 * 2]
+    parts = {"exact_match": 1.0, "correct": 1.0, "reward": 2.0}
+    style = {"style": 2.0, "style/upper": 0.0, "style/bonus": 2.0}
+    assert group.samples[0].reward_parts == {**parts, **style}
+    assert group.samples[1].reward_parts == {"exact_match": 0.0, "correct": 0.0, **style}
+
+
+def test_a_failure_of_one_of_several_functions_names_it(custom):
+    fn = custom("def reward(completion): return 1 / 0")
+    with pytest.raises(DataFailure, match="reward_error: reward: ZeroDivisionError"):
+        score(("exact_match", fn), group_of(["42"]))
+    with pytest.raises(UserError, match=r"mine.reward is in it twice"):
+        score((fn, fn), group_of(["42"]))
+
+
+def test_a_function_that_requires_an_absent_column_is_told_which_there_are(custom):
+    async def use(scorer):
+        scorer.check_columns(["question", "solution"])
+
+    fn = custom("def reward(completion, soluton): pass")
+    with pytest.raises(UserError) as caught:
+        score(fn, None, use)
+    assert (
+        "it requires 'soluton', and rows have no such column; the columns are question, solution"
+        in str(caught.value)
+    )
+    score(custom("def reward(completion, solution, answer): pass"), None, use)
+    score(custom("def reward(completions, solution, answer, **rest): pass"), None, use)
 
 
 def test_what_a_workflow_has_scored_is_left_alone():

@@ -8,7 +8,8 @@ import pytest
 
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.rewards import BUILT_IN, PARAMETERS, RewardScorer, RewardSettings
+from pentad.rollout.reward_functions import BATCHED, BUILT_IN, PARAMETERS
+from pentad.rollout.rewards import RewardScorer, RewardSettings
 from pentad.rollout.workflows import load_workflow
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -24,7 +25,7 @@ def execute(scripted, chat_tokenizer):
         """One group whose policy says `turns`, one after the other."""
         end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
         said = [[chat_tokenizer.convert_tokens_to_ids(c) for c in turn] + [end] for turn in turns]
-        sampler = scripted(lambda request, i: said[(len(sampler.requests) - 1) % len(said)])
+        sampler = scripted(lambda request, i: said[(len(sampler.requests) - 1 + i) % len(said)])
         settings = ExecutorSettings(
             params=SamplingParams(max_new_tokens=99, stop_ids=(end,)),
             num_samples=num_samples,
@@ -49,12 +50,19 @@ def execute(scripted, chat_tokenizer):
 
 
 def test_the_example_reward_scores(execute, tmp_path):
-    [source] = python_blocks("rewards.md")
-    (tmp_path / "mine.py").write_text(source)
-    reward = RewardSettings(fn=f"{tmp_path}/mine.py:score")
-    workflow = load_workflow("single_turn")
-    [sample] = execute(workflow, ["6+7=13"], {"answer": "13"}, reward)
+    (tmp_path / "mine.py").write_text("\n".join(python_blocks("rewards.md")))
+    workflow, place = load_workflow("single_turn"), f"{tmp_path}/mine.py"
+    [sample] = execute(workflow, ["6+7=13"], {"answer": "13"}, RewardSettings(fn=f"{place}:score"))
     assert sample.reward == 1.1 and sample.reward_parts == {"correct": 1.0, "work": 0.1}
+    row = {"answer": "13", "solution": "13", "difficulty": 3}
+    by_name = RewardSettings(fn=f"{place}:by_difficulty")
+    [sample] = execute(workflow, ["so 13"], row, by_name)
+    assert sample.reward == 3.0
+    several = RewardSettings(fn=("numeric", f"{place}:closeness"), weights=(1.0, 0.2))
+    samples = execute(workflow, ["13", "12", "x"], row, several, num_samples=3)
+    parts = [{"numeric": 1.0, "correct": 1.0, "closeness": 1.0}, 0.5, 1 / 14]
+    assert samples[0].reward == 1.2 and samples[0].reward_parts == parts[0]
+    assert [sample.reward_parts["closeness"] for sample in samples[1:]] == parts[1:]
 
 
 def test_the_example_workflows_run(execute, tmp_path):
@@ -86,4 +94,4 @@ def test_the_example_workflows_run(execute, tmp_path):
 
 def test_the_pages_name_every_built_in_and_every_parameter():
     page = (DOCS / "rewards.md").read_text()
-    assert all(f"| `{name}` |" in page for name in (*BUILT_IN, *PARAMETERS))
+    assert all(f"| `{name}` |" in page for name in (*BUILT_IN, *PARAMETERS, *BATCHED))

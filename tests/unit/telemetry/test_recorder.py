@@ -11,7 +11,7 @@ import pytest
 
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rl.health import find_alarms
-from pentad.telemetry.log import log_to
+from pentad.telemetry.log import ScreenHandler, log_to
 from pentad.telemetry.record import Rl, StepRecord
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import open_run_folder
@@ -167,6 +167,35 @@ def test_an_alarm_finder_that_fails_is_no_alarm(folder, caplog):
     recorder = Recorder(folder, find_alarms=broken)
     assert recorder.step(StepRecord(step=1))["step"] == 1
     assert warnings(caplog) == ["alarms: ZeroDivisionError: 0/0; training goes on"]
+
+
+def test_a_warning_that_repeats_itself_is_shown_once_with_a_count(tmp_path, capsys):
+    path = tmp_path / "log.txt"
+    ours = logging.getLogger("pentad.rollout")
+    with log_to(path):
+        for gid in range(300):
+            ours.warning("group %d dropped: %s", gid, "NameError")
+        ours.warning("another matter")
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: group 0 dropped: NameError",
+        "warning: another matter",
+        "warning: 299 more like: group 0 dropped: NameError",
+    ]
+    assert path.read_text().count("dropped: NameError") == 300, "the file has them all"
+
+
+def test_a_warning_that_comes_again_later_is_shown_with_what_was_hidden(capsys):
+    now = [0.0]
+    screen = ScreenHandler(clock=lambda: now[0])
+    for at in (0, 10, 59, 61, 122):
+        now[0] = at
+        screen.handle(logging.makeLogRecord({"msg": f"slow at {at}", "levelno": logging.WARNING}))
+    screen.close()
+    assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "slow at 0",
+        "slow at 61 (2 like it before)",
+        "slow at 122",
+    ]
 
 
 def test_messages_go_to_the_file_and_warnings_to_the_screen_as_well(tmp_path, capsys):

@@ -1,0 +1,77 @@
+"""`pentad reward`: the reward of a recipe on a row of its data, in the process that will score."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.roles import Scored
+from pentad.data.prompts import RejectedPrompt, open_prompts
+from pentad.data.tokenizer import load_tokenizer
+from pentad.trainer.reward_trial import (
+    Trial,
+    open_scorer,
+    own_completions,
+    told,
+    try_completions,
+)
+from pentad.trainer.translate import data_settings, reward_settings
+
+SHOWN = 300
+"""Characters of a value that are printed."""
+
+
+def run_reward_command(config: Config, row: int, completion: str | None) -> None:
+    """Prints the row and what the reward says; RunError if it fails."""
+    trials = asyncio.run(_try(config, row, completion))
+    first = trials[0]
+    print(f"row {first.row} ({first.where})")
+    for name, value in first.prompt.fields.items():
+        print(f"  {name}: {_short(value)}")
+    for trial in trials:
+        print(f"{trial.what}: {_short(trial.completion)}")
+        print(f"  {_verdict(trial)}, {1e3 * trial.seconds:.1f} ms")
+    failed = [trial for trial in trials if not isinstance(trial.result, Scored)]
+    if failed:
+        raise RunError(f"the reward failed on {len(failed)} of {len(trials)} completions")
+
+
+async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
+    data, path = config.train_dataset, config.actor.path
+    assert path is not None, "checked with the config"
+    settings = reward_settings(config, data.answer_key)
+    assert settings is not None, "checked with the config"
+    limit = 2**31  # however long: nothing is sampled
+    stream = open_prompts(
+        data_settings(data, "train_dataset", seed=config.seed, max_tokens=limit, streaming=True),
+        load_tokenizer(path),
+    )
+    if row >= len(stream.rows):
+        rule = f"there are {len(stream.rows)} rows, counted from 0"
+        raise UserError(Problem(f"--row = {row}", rule))
+    try:
+        prompt = stream.of_row(row)
+    except RejectedPrompt as error:
+        raise UserError(str(error)) from error
+    given = own_completions(prompt, data.answer_key)
+    if completion is not None:
+        given = {"the completion": completion}
+    scorer = await open_scorer(settings)
+    try:
+        scorer.check_columns(prompt.fields)
+        return await try_completions(scorer, stream, row, given)
+    finally:
+        await scorer.close()
+
+
+def _verdict(trial: Trial) -> str:
+    if not isinstance(trial.result, Scored):
+        return f"failed: {told(trial.result)}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in trial.result.parts.items())
+    return f"reward {trial.result.value:g}" + (f" ({parts})" if parts else "")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"

@@ -1,0 +1,92 @@
+"""Calls a reward inside a worker of the pool: on the samples of a group one by one, or all at once.
+
+Standard library only. What a call raises comes back as text with its place in the user's file.
+What the pool itself explains (a refused process, memory, an exit) is left to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pentad.rollout.specs import load
+
+EACH, BATCH = (f"{__name__}:{name}" for name in ("each", "batch"))
+
+
+def each(spec: str, shared: bytes, own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the function returns for each sample. `shared` is a pickled dict of the arguments that
+    are the same for all; every call gets its own copy of them."""
+    function = load(spec)
+    started = time.perf_counter()
+    if inspect.iscoroutinefunction(function):
+        results = asyncio.run(_together(function, shared, own))
+    else:
+        results = [_tried(function, {**pickle.loads(shared), **arguments}) for arguments in own]
+    return {
+        "results": results,
+        "is_async": inspect.iscoroutinefunction(function),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def batch(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the function returns for all samples together: one value a sample."""
+    result = _tried(load(spec), arguments)
+    if "error" in result:
+        return result
+    value = result["value"]
+    values = value.tolist() if hasattr(value, "tolist") else value
+    num = len(arguments["completions"])
+    if not isinstance(values, list | tuple):
+        return {"error": f"it returned {str(value)[:80]!r} where a list of numbers is wanted"}
+    if len(values) != num:
+        return {"error": f"it returned {len(values)} values for {num} completions"}
+    return {"values": list(values)}
+
+
+async def _together(
+    function: Callable[..., Any], shared: bytes, own: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Coroutines wait at the same time."""
+
+    async def one(arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"value": await function(**{**pickle.loads(shared), **arguments})}
+        except Exception as failure:
+            return {"error": _described(failure, function)}
+
+    return await asyncio.gather(*map(one, own))
+
+
+def _tried(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return {"value": value}
+    except Exception as failure:
+        return {"error": _described(failure, function)}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _described(failure: Exception, function: Callable[..., Any]) -> str:
+    """`NameError: name 'x' is not defined (rewards.py, line 7)`."""
+    is_refused = isinstance(failure, PermissionError) and failure.errno == errno.EPERM
+    if is_refused or isinstance(failure, MemoryError):
+        raise failure
+    frames = traceback.extract_tb(failure.__traceback__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    text = f"{type(failure).__name__}: {failure}"
+    place = (own or [frame for frame in frames if frame.filename != __file__])[-1:]
+    return text + "".join(f" ({frame.filename}, line {frame.lineno})" for frame in place)

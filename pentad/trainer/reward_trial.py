@@ -1,0 +1,169 @@
+"""Tries the reward on real rows before anything is sampled, in the process that will score."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pentad.config.schema import REWARD_NAMES, Config
+from pentad.core.errors import Problem, UserError
+from pentad.core.roles import Scored
+from pentad.core.types import Prompt, Sample
+from pentad.data.prompts import PromptStream, RejectedPrompt
+from pentad.data.tokenizer import Tokenizer
+from pentad.rollout.rewards import RewardScorer, RewardSettings
+from pentad.rollout.sandbox import JobFailed
+from pentad.trainer.translate import reward_settings
+
+ROWS_TRIED = 4
+"""Of built-in rewards, which only a row can be wrong for: the start is refused if none works."""
+ROWS_READ = 1000
+"""How far rows that can be prompts are looked for."""
+OWN_ANSWER, EMPTY = "the row's own answer", "an empty completion"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the reward says to one completion."""
+
+    prompt: Prompt
+    row: int
+    where: str
+    """`file:line` of the row."""
+    what: str
+    """Which completion it is, in words."""
+    completion: str
+    result: Scored | JobFailed
+    seconds: float
+
+
+async def try_completions(
+    scorer: RewardScorer, stream: PromptStream, row: int, completions: dict[str, str]
+) -> list[Trial]:
+    """The reward of a row for each completion (what it is -> its text), one after the other."""
+    prompt = stream.of_row(row)
+    trials = []
+    for what, text in completions.items():
+        sample = sample_of(prompt, text, stream.tokenizer)
+        started = time.perf_counter()
+        [result] = await scorer.judge(prompt, [sample], max_retries=0)
+        taken_s = time.perf_counter() - started
+        where = stream.rows.where(row)
+        trials.append(Trial(prompt, row, where, what, text, result, taken_s))
+    return trials
+
+
+def own_completions(prompt: Prompt, answer_key: str) -> dict[str, str]:
+    """What every reward is tried with."""
+    answer = prompt.fields.get(answer_key)
+    own = {} if answer is None else {OWN_ANSWER: str(answer)}
+    return {**own, EMPTY: ""}
+
+
+def sample_of(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Sample:
+    """A sample as if the policy had answered `text`."""
+    answer = [*tokenizer.encode(text), tokenizer.eos_id]
+    ids = np.array([*prompt.ids, *answer], dtype=np.int64)
+    mask = np.arange(len(ids)) >= len(prompt.ids)
+    versions = np.where(mask, 0, -1)
+    return Sample(ids, mask, np.zeros(len(ids), np.float32), versions, "stop", text)
+
+
+def first_rows(stream: PromptStream, num: int) -> list[int]:
+    """The first rows that can be prompts, if there are some early."""
+    found: list[int] = []
+    for row in range(min(len(stream.rows), ROWS_READ)):
+        if len(found) == num:
+            break
+        try:
+            stream.of_row(row)
+        except RejectedPrompt:
+            continue
+        found.append(row)
+    return found
+
+
+async def open_scorer(settings: RewardSettings) -> RewardScorer:
+    """A scorer with one worker, started."""
+    scorer = RewardScorer(replace(settings, sandbox=replace(settings.sandbox, num_workers=1)))
+    await scorer.start()
+    return scorer
+
+
+def check_reward(config: Config, streams: Sequence[tuple[PromptStream | None, str]]) -> None:
+    """Raises UserError if the reward cannot be imported, lacks a column, or fails on a row.
+
+    `streams` are the datasets that are scored, each with its answer key.
+    """
+    seen: set[tuple[str, ...]] = set()
+    for stream, answer_key in streams:
+        rows = first_rows(stream, 1) if stream is not None else []
+        columns = stream.of_row(rows[0]).fields if stream is not None and rows else ()
+        settings, kind = reward_settings(config, answer_key), (answer_key, *sorted(columns))
+        if settings is not None and kind not in seen:
+            asyncio.run(_check(config, settings, stream, columns))
+        seen.add(kind)
+
+
+async def _check(
+    config: Config,
+    settings: RewardSettings,
+    stream: PromptStream | None,
+    columns: Collection[str],
+) -> None:
+    scorer = await open_scorer(settings)
+    try:
+        if stream is not None and columns:
+            scorer.check_columns(columns)
+            _check_rows(config, scorer, stream)
+            await _try_rows(scorer, stream)
+    finally:
+        await scorer.close()
+
+
+def _check_rows(config: Config, scorer: RewardScorer, stream: PromptStream) -> None:
+    """Every row has the columns that a function of the user's requires, if rows are known now."""
+    if stream.prompts is None or config.rollout.workflow != "single_turn":
+        return
+    for function in scorer.functions:
+        if function.fn in REWARD_NAMES:
+            continue
+        names = function.takes.required - function.takes.known.keys()
+        for prompt in stream.prompts if names else ():
+            missing = sorted(names - stream.rows.row(prompt.row).keys())
+            if missing:
+                where = stream.rows.where(prompt.row)
+                rule = f"it requires {missing[0]!r}, and {where} has no such column"
+                raise UserError(Problem(f"reward.fn = {function.fn}", rule))
+
+
+async def _try_rows(scorer: RewardScorer, stream: PromptStream) -> None:
+    settings = scorer.settings
+    is_own = any(fn not in REWARD_NAMES for fn in settings.functions)
+    failed: list[Trial] = []
+    num_tried = 0
+    for row in first_rows(stream, 1 if is_own else ROWS_TRIED):
+        completions = own_completions(stream.of_row(row), settings.answer_field)
+        trials = await try_completions(scorer, stream, row, completions)
+        num_tried += len(trials)
+        failed += [trial for trial in trials if isinstance(trial.result, JobFailed)]
+    accepts_some = not is_own or settings.on_failure == "zero"
+    if failed and (len(failed) == num_tried or not accepts_some):
+        raise UserError(failure_of(scorer, failed[0]))
+
+
+def failure_of(scorer: RewardScorer, trial: Trial) -> Problem:
+    where = f"reward.fn = {', '.join(scorer.settings.functions)}"
+    rule = f"it fails on row {trial.row} ({trial.where}) with {trial.what}: {told(trial.result)}"
+    return Problem(where, rule, "mend it, and try it with pentad reward")
+
+
+def told(result: Scored | JobFailed) -> str:
+    """A failure in words: what it raised says more than that it raised."""
+    if isinstance(result, JobFailed) and result.kind == "error":
+        return result.detail
+    return str(result)
