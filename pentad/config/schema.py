@@ -491,6 +491,17 @@ class TelemetryConfig(Section):
     """Samples of each step written to samples.jsonl."""
 
 
+class GuardsConfig(Section):
+    max_logprob_gap: Positive | None = 0.3
+    """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
+    with the weights that are trained (ten times as much where all are older). null: any."""
+    patience_steps: Count = 5
+    """Steps in a row past a bound (log-prob difference, one log-prob reported for all tokens,
+    gradients that are not finite) after which the run stops."""
+    max_nonfinite_share: Share = 0.5
+    """Also stops when more than this share of the last 20 steps had no finite gradient."""
+
+
 class Config(Section):
     experiment_name: str = "default"
     """Names the run's folders, with `trial_name`."""
@@ -581,5 +592,7 @@ class Config(Section):
     """When and how held-out prompts are answered; always once before the first step."""
     saver: SaverConfig = SaverConfig()
     """When the model is exported as a HF folder; always once at the end."""
+    guards: GuardsConfig = GuardsConfig()
+    """When a run that trains something else than it should is stopped."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is recorded, and where."""

@@ -164,5 +164,6 @@ OF_ROLLOUT = (
     *("num_iters_per_train_update", "updates_per_batch", "use_streaming_dataset"),
     *("ref_update_interval", "compute_advantages_and_returns", "use_kl_loss", "use_tis", "strict"),
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
+    "guards.max_logprob_gap",
 )
 """Read by `train` alone."""

@@ -19,6 +19,7 @@ from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
 from pentad.data.store import Store
 from pentad.engine.engine import build_engine
+from pentad.rl.bounds import Bounds
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
@@ -31,6 +32,7 @@ from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, kind_of
+from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.rollout_pump import RolloutPump
@@ -51,6 +53,7 @@ from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
+    bounds_of,
     compute_dtype,
     engine_settings,
     eval_params,
@@ -252,7 +255,15 @@ class Assembly:
     ) -> Scheduler:
         config, state = self.config, self.state
         executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
-        publish = PublishPump(state, self.publisher, evaluator, self.placement, self.turnstile)
+        bounds = bounds_of(config)
+        publish = PublishPump(
+            state,
+            self.publisher,
+            evaluator,
+            self.placement,
+            self.turnstile,
+            self._prober(bounds),
+        )
         train = TrainPump(
             state,
             self.learner,
@@ -263,6 +274,7 @@ class Assembly:
             self.thread,
             num_chunks=config.num_iters_per_train_update,
             ref_update_interval=config.ref_update_interval,
+            bounds=bounds,
             before_step=lambda batch: self.lead.report(batch + 1),
             after_step=self._after_step,
         )
@@ -284,6 +296,20 @@ class Assembly:
             is_watched=self.lead.rank.board is not None,
         )
         return Scheduler(state, rollout, train, publish, watchdog)
+
+    def _prober(self, bounds: Bounds) -> Prober | None:
+        """On-policy the trained tokens themselves tell whether published weights are served."""
+        if self.placement.is_on_policy:
+            return None
+        return Prober(
+            list(self.samplers.values()),
+            [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
+            self.learner,
+            self.thread.run,
+            bounds,
+            temperature=self.params.temperature,
+            seed=self.config.seed,
+        )
 
     def _after_step(self, trained: TrainedBatch) -> None:
         for step in [*trained.result.steps, *trained.result.critic_steps]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.probing import Prober
 from pentad.trainer.state import RunState
 
 
@@ -22,17 +23,22 @@ class PublishPump:
         evaluator: Evaluator | None,
         placement: Placement,
         turnstile: Turnstile,
+        prober: Prober | None = None,
     ) -> None:
         self.state = state
         self.publisher = publisher
         self.evaluator = evaluator
         self.admit_after_eval = placement.is_on_policy
         self.turnstile = turnstile
+        self.prober = prober
+        self.is_probing = False
+        """Samplers are to be compared with the version on its way, or just are."""
         self.pending: Snapshot | None = None
         self.is_closed = False
 
     def submit(self, snapshot: Snapshot) -> None:
         self.pending = snapshot
+        self.is_probing = self.prober is not None and self.prober.is_due(snapshot.version)
         self.state.changed.notify()
 
     def close(self) -> None:
@@ -58,6 +64,10 @@ class PublishPump:
             await self.publisher.publish(snapshot)
         if not self.admit_after_eval:
             self._count(snapshot.version)
+        if self.prober is not None and self.is_probing:
+            await self.prober.probe(snapshot.version)
+            self.is_probing = False
+            self.state.changed.notify()
         if self.evaluator is not None and self.evaluator.is_due(snapshot.version):
             with self.state.doing(f"evaluation of version {snapshot.version}"):
                 await self.evaluator.evaluate(snapshot.version)

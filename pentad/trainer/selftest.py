@@ -55,6 +55,59 @@ class SelfTest:
     weights_digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A few tokens of a sampler, with the log-probs it reported."""
+
+    row: Row
+    start: int
+    """Where they begin in the row."""
+    logprobs: Tensor
+    versions: tuple[int, ...]
+
+
+async def draw_probes(
+    sampler: Sampler,
+    prompts: Sequence[tuple[int, ...]],
+    name: str,
+    *,
+    temperature: float,
+    seed: int,
+) -> list[Probe]:
+    params = SamplingParams(max_new_tokens=PROBE_NEW_TOKENS, temperature=temperature)
+    requests = [
+        Request(
+            id=f"{name}-{p}",
+            prompt_ids=prompt,
+            params=params,
+            seeds=tuple(derive_seed(seed, "selftest", p, i) for i in range(PROBE_SAMPLES)),
+        )
+        for p, prompt in enumerate(prompts[:NUM_PROBES])
+    ]
+    answers = await asyncio.gather(*(sampler.generate(request) for request in requests))
+    return [
+        Probe(
+            Row(torch.tensor([*request.prompt_ids, *generation.ids]), {}),
+            len(request.prompt_ids),
+            torch.tensor(generation.logprobs),
+            tuple(generation.versions),
+        )
+        for request, generations in zip(requests, answers, strict=True)
+        for generation in generations
+    ]
+
+
+def probe_differences(learner: Learner, probes: Sequence[Probe]) -> Tensor:
+    """How far the learner's log-probs of the drawn tokens are from those reported."""
+    outputs = learner.forward([probe.row for probe in probes])
+    return torch.cat(
+        [
+            (output["logprobs"].float().cpu()[probe.start :] - probe.logprobs).abs()
+            for output, probe in zip(outputs, probes, strict=True)
+        ]
+    )
+
+
 async def run_selftest(
     learner: Learner,
     samplers: Sequence[Sampler],
@@ -66,33 +119,14 @@ async def run_selftest(
     seed: int,
 ) -> SelfTest:
     """Raises RunError on the first thing that does not hold."""
-    params = SamplingParams(max_new_tokens=PROBE_NEW_TOKENS, temperature=temperature)
-    rows: list[Row] = []
-    drawn: list[tuple[int, Tensor]] = []
+    probes: list[Probe] = []
     for s, sampler in enumerate(samplers):
-        requests = [
-            Request(
-                id=f"selftest-{s}-{p}",
-                prompt_ids=prompt,
-                params=params,
-                seeds=tuple(derive_seed(seed, "selftest", p, i) for i in range(PROBE_SAMPLES)),
-            )
-            for p, prompt in enumerate(prompts[:NUM_PROBES])
-        ]
-        answers = await asyncio.gather(*(sampler.generate(request) for request in requests))
-        for request, generations in zip(requests, answers, strict=True):
-            for generation in generations:
-                ids = [*request.prompt_ids, *generation.ids]
-                rows.append(Row(torch.tensor(ids), {}))
-                drawn.append((len(request.prompt_ids), torch.tensor(generation.logprobs)))
-    together = [output["logprobs"].float().cpu() for output in learner.forward(rows)]
+        probes += await draw_probes(
+            sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed
+        )
+    rows = [probe.row for probe in probes]
     packed = check_packing(learner, rows[:: PROBE_SAMPLES + 1], rows, tolerance)
-    differences = torch.cat(
-        [
-            (logprobs[start:] - reported).abs()
-            for logprobs, (start, reported) in zip(together, drawn, strict=True)
-        ]
-    )
+    differences = probe_differences(learner, probes)
     largest, mean = float(differences.max()), float(differences.mean())
     if not (largest <= tolerance.max_difference and mean <= tolerance.mean_difference):
         raise RunError(

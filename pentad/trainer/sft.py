@@ -12,6 +12,7 @@ import torch
 from pentad.config.schema import Config
 from pentad.config.unread import unread
 from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError
 from pentad.core.roles import Learner
 from pentad.core.types import Row
 from pentad.data.sft import SftDataset, open_sft
@@ -34,6 +35,7 @@ from pentad.trainer.start import (
 )
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag
 from pentad.trainer.translate import (
+    bounds_of,
     data_settings,
     engine_settings,
     register_models,
@@ -176,6 +178,7 @@ def train(
     is_due = run.frequency(run.config.evaluator)
     evals: list[dict[str, float | int]] = []
     trained = 0
+    bounds = bounds_of(run.config)
 
     def evaluate(version: int) -> None:
         assert held_out is not None
@@ -205,6 +208,8 @@ def train(
                 saver.after_step(step)
             lengths = [len(row.ids) for row in rows]
             run.recorder.step(run.steps.sft_record(step + 1, result, lengths, timer, saver))
+            if sentence := bounds.past([result]):
+                raise RunError(f"step {trained}: {sentence}")
         folder = saver.finish(trained - 1) if trained else None
     except KeyboardInterrupt:
         raise cut_short(stop.reason, trained + 1, saver.good) from None

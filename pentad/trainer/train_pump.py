@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,12 +16,15 @@ from pentad.core.errors import RunError
 from pentad.core.roles import Learner
 from pentad.core.types import Group
 from pentad.data.ledger import Funnel
+from pentad.rl.bounds import Bounds, compare, num_impossible
 from pentad.sync.publisher import take_snapshot
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.state import RunState
 from pentad.trainer.update import BatchResult, BatchUpdate
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -92,6 +96,7 @@ class TrainPump:
         *,
         num_chunks: int,
         ref_update_interval: int | None,
+        bounds: Bounds,
         before_step: Callable[[int], None],
         after_step: Callable[[TrainedBatch], None],
     ) -> None:
@@ -104,6 +109,7 @@ class TrainPump:
         self.thread = thread
         self.num_chunks = num_chunks
         self.ref_update_interval = ref_update_interval
+        self.bounds = bounds
         self.before_step = before_step
         """Called on the learner's thread with the batch that is about to be trained."""
         self.after_step = after_step
@@ -132,6 +138,10 @@ class TrainPump:
         if len(groups) < self.state.budget.groups_per_batch:
             self.state.ledger.release([group.gid for group in groups])
             return None
+        with timer.phase("publish"):
+            # Until then the learner must hold the weights that samplers are compared with.
+            what = "the samplers to be compared with the trainer"
+            await self.state.wait_for("train", what, lambda: not self.publish.is_probing)
         with timer.phase("train"), self.state.doing(f"the update of step {batch + 1}"):
             result = await self.thread.run(self.update.finish)
         gids = [group.gid for group in groups]
@@ -169,6 +179,18 @@ class TrainPump:
                 f"version {batch}: lag {lag} exceeds max_staleness = {self.placement.max_staleness}"
             )
 
+    def _check_bounds(self, trained: TrainedBatch) -> None:
+        """Ends a run that has been past a bound for too long; the step is recorded by now."""
+        result, step = trained.result, trained.batch + 1
+        samples = [sample for sample, _ in result.scored]
+        said = [logprobs.detach().float().cpu().numpy() for _, logprobs in result.scored]
+        compared = compare(samples, said, trained.batch)
+        if impossible := num_impossible(compared):
+            text = "step %d: %d sampled tokens are impossible under the policy that is trained"
+            log.warning(text, step, impossible)
+        if sentence := self.bounds.past([*result.steps, *result.critic_steps], compared):
+            raise RunError(f"step {step}: {sentence}")
+
     async def _publish(self, trained: TrainedBatch) -> None:
         """Counts the step, sends its weights on their way, and writes the records."""
         self.state.budget.count_trained()
@@ -188,4 +210,5 @@ class TrainPump:
                 await self.publish.wait_published(version)
         with self.state.doing(f"saving and recording step {version}"):
             await self.thread.run(lambda: self.after_step(trained))
+        self._check_bounds(trained)
         self.state.changed.notify()

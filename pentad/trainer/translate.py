@@ -22,6 +22,7 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.balance import BalanceSettings
 from pentad.models.families import register
 from pentad.rl.algorithms import settings_for
+from pentad.rl.bounds import Bounds, BoundSettings
 from pentad.rl.settings import AlgorithmSettings, run_problems
 from pentad.rollout.executor import ExecutorSettings
 from pentad.rollout.rewards import RewardSettings
@@ -63,6 +64,10 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     if problems:
         raise UserError(problems)
     return settings
+
+
+def bounds_of(config: Config) -> Bounds:
+    return Bounds(BoundSettings(**config.guards.model_dump()))
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> DType:

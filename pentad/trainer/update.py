@@ -37,6 +37,8 @@ class BatchResult:
     critic_steps: list[StepResult] = field(default_factory=list)
     rerouted_share: float | None = None
     """Where routes were replayed, how many the learner itself would have chosen otherwise."""
+    scored: list[tuple[Sample, Tensor]] = field(default_factory=list)
+    """Samples of the first optimizer step, with the log-probs that the policy gave them there."""
 
 
 class BatchUpdate:
@@ -67,13 +69,14 @@ class BatchUpdate:
         self.rows: list[Row] = []
         self.seen: list[Accumulated] = []
         self.rerouted: list[Tensor] = []
+        self.scored: list[tuple[Sample, Tensor]] = []
         self.num_done = 0
         """Batches that are in the weights, whole."""
         self.num_moved = 0
         """Optimizer steps of the batch that is under way."""
 
     def begin(self) -> None:
-        self.groups, self.rows, self.seen, self.rerouted = [], [], [], []
+        self.groups, self.rows, self.seen, self.rerouted, self.scored = [], [], [], [], []
         if self.streams:
             self.learner.begin_step()
             if self.critic is not None:
@@ -85,6 +88,7 @@ class BatchUpdate:
         self.groups += groups
         if self.streams:
             self._accumulate(self._rows_of(groups), last=last)
+            self._note(samples_of(groups))
 
     def finish(self) -> BatchResult:
         """The optimizer step, or all of them when a batch makes several."""
@@ -93,12 +97,14 @@ class BatchUpdate:
         if self.streams:
             self._end(steps, critic_steps)
         else:
-            rows = self._rows_of(self.groups)
-            for part in self._split(rows):
+            rows, samples = self._rows_of(self.groups), samples_of(self.groups)
+            for part in self._split(len(rows)):
                 self.learner.begin_step()
                 if self.critic is not None:
                     self.critic.begin_step()
-                self._accumulate(part, last=True)
+                self._accumulate([rows[i] for i in part], last=True)
+                if not steps:
+                    self._note([samples[i] for i in part])
                 self._end(steps, critic_steps)
         self.num_done, self.num_moved = self.num_done + 1, 0
         stats: dict[str, float] = {}
@@ -107,7 +113,7 @@ class BatchUpdate:
                 stats[name] = stats.get(name, 0.0) + value
         outputs = [output for seen in self.seen for output in seen.outputs]
         share = float(torch.cat(self.rerouted).mean()) if self.rerouted else None
-        return BatchResult(self.rows, outputs, steps, stats, critic_steps, share)
+        return BatchResult(self.rows, outputs, steps, stats, critic_steps, share, self.scored)
 
     def _rows_of(self, groups: Sequence[Group]) -> list[Row]:
         return make_rows(
@@ -125,24 +131,30 @@ class BatchUpdate:
             self.critic.accumulate(own, self.value_loss, last=last)
         self.rows += rows
 
+    def _note(self, samples: Sequence[Sample]) -> None:
+        """What the policy said of the samples just accumulated, before any step moved it."""
+        outputs = self.seen[-1].outputs
+        pairs = zip(samples, outputs, strict=True)
+        self.scored += [(sample, output["logprobs"]) for sample, output in pairs]
+
     def _end(self, steps: list[StepResult], critic_steps: list[StepResult]) -> None:
         steps.append(self.learner.end_step())
         self.num_moved += 1
         if self.critic is not None:
             critic_steps.append(self.critic.end_step())
 
-    def _split(self, rows: list[Row]) -> list[list[Row]]:
+    def _split(self, num_rows: int) -> list[list[int]]:
         """`num_updates` parts of equal size, dealt by the run's seed and the batch's first gid."""
-        order = list(range(len(rows)))
+        order = list(range(num_rows))
         if self.num_updates > 1:
             gid = self.groups[0].gid if self.groups else 0
             random.Random(derive_seed(self.seed, "minibatches", gid)).shuffle(order)
         parts = [order[i :: self.num_updates] for i in range(self.num_updates)]
-        return [[rows[i] for i in sorted(part)] for part in parts if part]
+        return [sorted(part) for part in parts if part]
 
     def _score(self, groups: Sequence[Group]) -> None:
         """Adds the columns that the algorithm needs and no one has written yet."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_of(groups)
         rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples]
         for tag, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
             if tag in self.settings.needs_tags:
@@ -160,6 +172,10 @@ class BatchUpdate:
             self.rerouted = [rerouted(row, chosen) for row, chosen in zip(some, own, strict=True)]
         if self.critic is not None:
             _write(samples, "values", self.critic.forward(rows), "values")
+
+
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
 
 
 def rerouted(row: Row, own_TLk: Tensor) -> Tensor:

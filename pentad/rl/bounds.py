@@ -1,0 +1,161 @@
+"""Bounds of a run: signs that it does not train what its user thinks, and when they end it.
+
+A sign must last `patience_steps` steps; each ends in one sentence with the remedy. What sampler and
+trainer say of a token is compared before the weights move, and where possible on samples drawn
+wholly with the weights that are trained: there the two differ by rounding only, however far
+off-policy the rest of the data is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pentad.core.types import Sample, StepResult
+
+STALE_FACTOR = 10.0
+"""How much further apart the two may be on tokens of older weights, where no others are there."""
+MIN_CONSTANT = 32
+"""Tokens of one and the same log-prob that no policy gives, unless the trainer agrees."""
+SHARE_WINDOW = 20
+"""Steps over which the share of those without a usable gradient is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundSettings:
+    max_logprob_gap: float | None = 0.3
+    """Mean difference of log-probs. None: no bound."""
+    patience_steps: int = 5
+    max_nonfinite_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Trained tokens: what the sampler and the trainer said of them before the weights moved."""
+
+    lags_N: np.ndarray
+    """Versions between the oldest token of the sample and the weights that are trained."""
+    sampler_N: np.ndarray
+    trainer_N: np.ndarray
+
+
+def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Compared:
+    """`trainer` has each sample's token-aligned log-probs under the weights of `version`."""
+    empty = [np.zeros(0)]
+    lags = [
+        np.full(s.num_sampled, version - s.versions[s.mask].min(initial=version)) for s in samples
+    ]
+    sampler = [s.rollout_logprobs[s.mask] for s in samples]
+    own = [logprobs[s.mask] for s, logprobs in zip(samples, trainer, strict=True)]
+    return Compared(*(np.concatenate([*parts, *empty]) for parts in (lags, sampler, own)))
+
+
+class Bounds:
+    """Sees every step of a run; says when it must end."""
+
+    def __init__(self, settings: BoundSettings) -> None:
+        self.settings = settings
+        self.lasting: dict[str, int] = {}
+        """Steps in a row that each sign has been there."""
+        self.nonfinite: deque[bool] = deque(maxlen=SHARE_WINDOW)
+
+    def past(self, steps: Sequence[StepResult], compared: Compared | None = None) -> str:
+        """The sentence that ends the run; empty as long as it may go on."""
+        is_bad = any(not math.isfinite(step.grad_norm) for step in steps)
+        if compared is None:
+            return self._gradients(is_bad)
+        sentences = [
+            self._gradients(is_bad or num_impossible(compared) > 0),
+            self._constant(compared),
+            self._gap(compared),
+        ]
+        return next((sentence for sentence in sentences if sentence), "")
+
+    def past_probe(self, sampler: int, gap: float | None) -> str:
+        """The same for tokens that a sampler drew for this comparison; None: no comparison."""
+        if gap is None or not self._lasts(f"sampler {sampler}", self.is_far(gap)):
+            return ""
+        return self._far_apart(gap, f"sampler {sampler} drew for the comparison")
+
+    def is_far(self, gap: float | None, factor: float = 1.0) -> bool:
+        limit = self.settings.max_logprob_gap
+        return limit is not None and gap is not None and not gap <= factor * limit
+
+    def _gradients(self, is_bad: bool) -> str:
+        self.nonfinite.append(is_bad)
+        num, seen = sum(self.nonfinite), len(self.nonfinite)
+        settings = self.settings
+        if self._lasts("nonfinite", is_bad):
+            when = f"for guards.patience_steps = {settings.patience_steps} steps in a row"
+        elif seen == SHARE_WINDOW and num > settings.max_nonfinite_share * seen:
+            share = f"guards.max_nonfinite_share = {settings.max_nonfinite_share:g}"
+            when = f"in {num} of the last {seen} steps, more than {share}"
+        else:
+            return ""
+        return (
+            f"no usable gradient (not finite, or of impossible tokens) {when}: nothing is learned; "
+            "go back to an earlier export with a lower learning rate, and look at the rewards and "
+            "at actor.dtype"
+        )
+
+    def _constant(self, compared: Compared) -> str:
+        value = constant_logprob(compared)
+        if not self._lasts("constant", value is not None):
+            return ""
+        return (
+            f"the sampler reports one log-prob, {value:g}, for all tokens, "
+            f"{self.settings.patience_steps} steps long (guards.patience_steps): it is not that of "
+            "what it draws; look at the server and its version"
+        )
+
+    def _gap(self, compared: Compared) -> str:
+        gap, is_fresh = logprob_gap(compared)
+        is_far = self.is_far(gap, 1.0 if is_fresh else STALE_FACTOR)
+        if not self._lasts("gap", is_far) or gap is None:
+            return ""
+        if is_fresh:
+            return self._far_apart(gap, "were drawn with the weights they train")
+        return self._far_apart(gap, "were drawn with older weights", f" times {STALE_FACTOR:g}")
+
+    def _far_apart(self, gap: float, which: str, times: str = "") -> str:
+        limit, patience = self.settings.max_logprob_gap, self.settings.patience_steps
+        return (
+            f"trainer and sampler differ by {gap:.3g} per log-prob of tokens that {which}, more "
+            f"than guards.max_logprob_gap = {limit:g}{times}, {patience} times in a row: the "
+            "sampler does not run the policy that is trained; check that it takes published "
+            "weights, and its dtype and temperature, or raise the bound"
+        )
+
+    def _lasts(self, sign: str, is_there: bool) -> bool:
+        self.lasting[sign] = self.lasting.get(sign, 0) + 1 if is_there else 0
+        return self.lasting[sign] >= self.settings.patience_steps
+
+
+def num_impossible(compared: Compared) -> int:
+    """Trained tokens that the policy itself gives no finite log-prob."""
+    return int((~np.isfinite(compared.trainer_N)).sum())
+
+
+def logprob_gap(compared: Compared) -> tuple[float | None, bool]:
+    """Mean difference, and whether it is that of samples of the weights that are trained; of all
+    samples where there are none. None without tokens."""
+    is_fresh = compared.lags_N == 0
+    kept = is_fresh if is_fresh.any() else np.ones_like(is_fresh)
+    if not kept.any():
+        return None, False
+    gaps = np.abs(compared.trainer_N[kept] - compared.sampler_N[kept])
+    gaps = gaps[np.isfinite(gaps)]
+    return float(gaps.mean()) if gaps.size else None, bool(is_fresh.any())
+
+
+def constant_logprob(compared: Compared) -> float | None:
+    """The one log-prob that the sampler reports for all tokens while the trainer's differ."""
+    reported, own = compared.sampler_N, compared.trainer_N
+    if reported.size < MIN_CONSTANT or reported.min() != reported.max():
+        return None
+    finite = own[np.isfinite(own)]
+    return float(reported[0]) if finite.size and finite.max() - finite.min() > 0.01 else None
