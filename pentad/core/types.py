@@ -98,6 +98,8 @@ class Sample:
     """The sampled part, decoded; for rewards and people, never re-encoded."""
     given_text: str | None = None
     """The ids before the first sampled one, decoded, where they are not those of the prompt."""
+    turns: tuple[tuple[str, str], ...] = ()
+    """(role, words) of all that follows the prompt, for people; empty where it is one answer."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)

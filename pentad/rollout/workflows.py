@@ -180,6 +180,7 @@ class MultiTurn:
         transcript = Transcript(prompt.ids)
         seed = context.seed(prompt.gid, index)
         texts: list[str] = []
+        turns: list[tuple[str, str]] = []
         parts: dict[str, float] = {}
         try:
             await environment.reset(prompt.fields)
@@ -187,6 +188,7 @@ class MultiTurn:
                 [generation] = await sampler.generate(context.request(transcript.ids, [seed]))
                 transcript.add_sampled(generation)
                 texts.append(context.text_of(generation))
+                turns.append(("assistant", texts[-1]))
                 step = await environment.step(texts[-1])
                 for name, value in step.reward_parts.items():
                     parts[name] = parts.get(name, 0.0) + value
@@ -200,10 +202,13 @@ class MultiTurn:
                     finish = "length"
                     break
                 transcript.add_given(given)
+                if step.observation is not None:
+                    turns.append((self.role, step.observation))
         finally:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await environment.close()
         sample = transcript.finished(finish, "\n".join(texts))
+        sample.turns = tuple(turns)
         if parts:
             sample.reward, sample.reward_parts = sum(parts.values()), parts
         return sample

@@ -74,6 +74,8 @@ class Recorder:
             values = scalars(line)
             for sink in self.sinks:
                 sink.write(record.step, values)
+                if picks:
+                    sink.write_samples(record.step, picks)
             self._show(lambda screen: screen.samples(picks))
             self._show(lambda screen: screen.step(line))
             self._try("alarms", lambda: self._raise_alarms(line))

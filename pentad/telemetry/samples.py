@@ -1,10 +1,12 @@
 """Which samples of a step people get to see, and how one is written down in samples.jsonl.
 
     {"step": 3, "pick": "best", "gid": 17, "index": 2, "epoch": 0, "attempt": 0,
-     "prompt": "52341>", "text": "12345", "reward": 1.0, "reward_parts": {"correct": 1.0},
-     "finish": "stop", "num_sampled": 6, "min_version": 2, "max_version": 2,
-     "ids": [...], "trained_spans": [[6, 12]]}
+     "question": "52341>", "prompt": "52341>", "text": "12345", "turns": [], "reward": 1.0,
+     "reward_parts": {"correct": 1.0}, "finish": "stop", "num_sampled": 6, "min_version": 2,
+     "max_version": 2, "ids": [...], "trained_spans": [[6, 12]]}
 
+`question` is the last message of the user, without a chat template. `turns` are the roles and words
+of a conversation after it, those of the environment included; empty where there is one answer.
 `prompt` is the text before the first sampled token: that of the dataset, or what an agent program
 asked in its own words. `ids` are all token ids, prompt included; `trained_spans` are the half-open
 ranges of them that the policy sampled.
@@ -13,7 +15,7 @@ ranges of them that the policy sampled.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pentad.core.seeds import derive_seed
@@ -21,7 +23,7 @@ from pentad.core.seeds import derive_seed
 if TYPE_CHECKING:
     import numpy as np
 
-    from pentad.core.types import Group
+    from pentad.core.types import Group, Prompt
 
 
 def pick_samples(
@@ -56,8 +58,10 @@ def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
         "index": index,
         "epoch": prompt.epoch,
         "attempt": group.attempt,
+        "question": question_of(prompt),
         "prompt": prompt.text if sample.given_text is None else sample.given_text,
         "text": sample.text,
+        "turns": [list(turn) for turn in sample.turns],
         "reward": sample.reward,
         "reward_parts": dict(sample.reward_parts),
         "finish": sample.finish,
@@ -67,6 +71,18 @@ def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
         "ids": sample.ids.tolist(),
         "trained_spans": _spans(sample.mask),
     }
+
+
+def question_of(prompt: Prompt) -> str:
+    """What the user asks, for people."""
+    asked = [message.get("content") for message in prompt.messages if message["role"] == "user"]
+    return asked[-1] if asked and isinstance(asked[-1], str) else prompt.text
+
+
+def transcript_of(line: Mapping[str, Any]) -> str:
+    """All that was said after the question, the environment's words in brackets."""
+    turns = line.get("turns") or [["assistant", line["text"]]]
+    return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
 
 
 def _spans(mask: np.ndarray) -> list[list[int]]:

@@ -18,13 +18,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pentad.telemetry.samples import transcript_of
+
 Record = Mapping[str, Any]
 
 ROWS_SHOWN = 8
 SPARK_WIDTH = 40
 SAMPLE_WIDTH = 74
 SAMPLE_LINES = 3
-"""One of the prompt, two of the answer."""
+"""One of the question, two of the answer."""
 HEADER_EVERY = 25
 """Plain lines between two headers."""
 ETA_STEPS = 20
@@ -212,10 +214,10 @@ def _sample_panel(sample: Record, style: str) -> Panel:
 
 
 def sample_lines(sample: Record) -> list[str]:
-    """Prompt and answer on few lines, the middle of long ones left out."""
-    answer = shorten(sample["text"], SAMPLE_WIDTH * (SAMPLE_LINES - 1))
+    """Question and answer on few lines, the middle of long ones left out."""
+    answer = shorten(transcript_of(sample), SAMPLE_WIDTH * (SAMPLE_LINES - 1))
     pieces = [answer[i : i + SAMPLE_WIDTH] for i in range(0, len(answer), SAMPLE_WIDTH)]
-    return [shorten(sample["prompt"], SAMPLE_WIDTH), *pieces]
+    return [shorten(sample.get("question", sample["prompt"]), SAMPLE_WIDTH), *pieces]
 
 
 def shorten(text: str, limit: int) -> str:

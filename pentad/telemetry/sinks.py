@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pentad.core.errors import Problem, UserError
 
@@ -28,9 +28,13 @@ CLOSE_S = 10.0
 
 
 class Sink(Protocol):
-    """Takes numbers by path, `rl/reward_mean`, at a step."""
+    """Takes numbers by path, `rl/reward_mean`, at a step, and what the policy said there."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Lines as samples.jsonl has them."""
+        ...
 
     def close(self) -> None: ...
 
@@ -60,14 +64,20 @@ class BackgroundSink:
         self.is_off = False
         self._make = make
         self._busy_since: float | None = clock()
-        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(
-            max_waiting
-        )
+        self._waiting: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Returns at once, whatever the sink does."""
+        kept = dict(values)
+        self._put(lambda sink: sink.write(step, kept))
+
+    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        kept = list(lines)
+        self._put(lambda sink: sink.write_samples(step, kept))
+
+    def _put(self, item: Callable[[Sink], None]) -> None:
         if self.is_off:
             return
         since = self._busy_since
@@ -75,7 +85,7 @@ class BackgroundSink:
             self._switch_off(f"it has not answered for {self.max_write_s:.0f} s")
             return
         try:
-            self._waiting.put_nowait((step, dict(values)))
+            self._waiting.put_nowait(item)
         except queue.Full:
             self._switch_off(f"it is {self._waiting.maxsize} records behind")
 
@@ -102,7 +112,7 @@ class BackgroundSink:
                 if item is None:
                     sink.close()
                     return
-                sink.write(*item)
+                item(sink)
         except Exception as error:  # any fault of a logger ends the logger, not the run
             self._switch_off(f"{type(error).__name__}: {error}")
 

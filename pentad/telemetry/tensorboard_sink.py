@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from pentad.telemetry.samples import transcript_of
 
 FLUSH_S = 10
 
@@ -24,5 +30,28 @@ class TensorBoardSink:
             Event(wall_time=time.time(), step=step, summary=Summary(value=points))
         )
 
+    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """One text a step, in the form that TensorBoard's text tab reads."""
+        content = TextPluginData(version=0).SerializeToString()
+        plugin = SummaryMetadata.PluginData(plugin_name="text", content=content)
+        text = TensorProto(
+            dtype="DT_STRING",
+            string_val=["\n\n".join(map(as_markdown, lines)).encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        value = Summary.Value(
+            tag="samples", metadata=SummaryMetadata(plugin_data=plugin), tensor=text
+        )
+        self.writer.add_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+        )
+
     def close(self) -> None:
         self.writer.close()
+
+
+def as_markdown(line: Mapping[str, Any]) -> str:
+    """A sample under its pick and reward; indented, so that its own marks are shown as they are."""
+    said = f"{line['question']}\n\n{transcript_of(line)}"
+    shown = "\n".join(f"    {row}" for row in said.splitlines())
+    return f"**{line['pick']}, reward {line['reward']}**\n\n{shown}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import wandb
 
+from pentad.telemetry.samples import transcript_of
 from pentad.telemetry.sinks import WandbSettings
 
 
@@ -34,6 +36,17 @@ class WandbSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, "step": step})
+
+    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """A table a step; the page of the run steps through them."""
+        table = wandb.Table(
+            columns=["step", "pick", "question", "answer", "reward"],
+            data=[
+                [step, line["pick"], line["question"], transcript_of(line), line["reward"]]
+                for line in lines
+            ],
+        )
+        self.run.log({"samples": table, "step": step})
 
     def close(self) -> None:
         self.run.finish()

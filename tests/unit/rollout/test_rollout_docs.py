@@ -73,7 +73,9 @@ def test_the_example_workflows_run(execute, tmp_path):
 
     workflow = load_workflow(f"{tmp_path}/guess.py:guessing")
     [sample] = execute(workflow, ["50", "25", "37"], {"answer": "37"})
-    assert (sample.text, sample.reward, sample.finish) == ("50\n25\n37", 1.0, "stop")
+    assert (sample.text, sample.reward, sample.finish) == ("50\n25\n37", 2.0, "stop")
+    assert sample.reward_parts == {"correct": 1.0, "close": 1.0}
+    assert sample.turns[:3] == (("assistant", "50"), ("user", "too high"), ("assistant", "25"))
 
     workflow = load_workflow(f"{tmp_path}/tools.py:tools")
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'

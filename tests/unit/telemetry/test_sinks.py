@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pentad.telemetry.sinks import BackgroundSink, build_sinks
+from pentad.telemetry.sinks import BackgroundSink, WandbSettings, build_sinks
 
 
 class Listed:
@@ -143,6 +144,43 @@ def test_tensorboard_files_hold_the_curves(tmp_path):
         "loss": [(1, 0.5), (2, 1.0), (3, 1.5)],
         "rl/reward_mean": [(1, 1.0), (2, 2.0), (3, 3.0)],
     }
+
+
+def test_tensorboard_shows_what_was_said(tmp_path):
+    (sink,) = build_sinks(tmp_path, tensorboard=True)
+    line = {"pick": "best", "question": "6*7?", "text": "42", "turns": [], "reward": 1.0}
+    talk = [["assistant", "50"], ["user", "too low"], ["assistant", "60"]]
+    sink.write_samples(3, [line, {**line, "pick": "worst", "turns": talk}])
+    sink.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    (event,) = found.Tensors("samples")
+    assert found.SummaryMetadata("samples").plugin_data.plugin_name == "text"
+    (text,) = event.tensor_proto.string_val
+    assert event.step == 3 and text.decode() == (
+        "**best, reward 1.0**\n\n    6*7?\n    \n    42\n\n"
+        "**worst, reward 1.0**\n\n    6*7?\n    \n    50\n    [user: too low]\n    60"
+    )
+
+
+def test_wandb_gets_a_table_of_what_was_said(tmp_path, monkeypatch):
+    """The library is not installed where most tests run: a stand-in takes its calls."""
+    logged = []
+    run = SimpleNamespace(
+        define_metric=lambda *a, **k: None, log=logged.append, finish=lambda: None
+    )
+    stand_in = ModuleType("wandb")
+    stand_in.init, stand_in.Settings = lambda **k: run, lambda **k: None
+    stand_in.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.delitem(sys.modules, "pentad.telemetry.wandb_sink", raising=False)
+    (sink,) = build_sinks(tmp_path, wandb=WandbSettings(project="p"))
+    line = {"pick": "best", "question": "6*7?", "text": "42", "turns": [], "reward": 1.0}
+    sink.write_samples(3, [line])
+    sink.close()
+    monkeypatch.delitem(sys.modules, "pentad.telemetry.wandb_sink")
+    row = {"step": 3, "pick": "best", "question": "6*7?", "answer": "42", "reward": 1.0}
+    assert logged == [{"samples": [row], "step": 3}]
 
 
 def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
