@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,10 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
         except RunError as error:
             _show_traceback()
             _show([str(error)])
-            raise typer.Exit(INTERRUPTED if isinstance(error, Interrupted) else FAILED) from None
+            code = INTERRUPTED if isinstance(error, Interrupted) else FAILED
+            if any(thread.name == "learner" for thread in threading.enumerate()):
+                os._exit(code)  # it hangs or was not waited for, and the interpreter would wait
+            raise typer.Exit(code) from None
         except OSError as error:
             if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
                 raise

@@ -43,6 +43,7 @@ from pentad.models.balance import BalanceSettings, measure_balance, move_biases,
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
 from pentad.models.registry import save_model
+from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_norm, sum_copies
@@ -199,7 +200,9 @@ class Engine:
         check_routes(rows, self.dims)
         plan = self._plan(rows)
         with self.use(tag):
-            return self.passes.forward(self._microbatches(plan, rows, ()), noted), plan
+            predicted = self.passes.forward(self._microbatches(plan, rows, ()), noted)
+        compiling.tell()
+        return predicted, plan
 
     def _plan(self, rows: Sequence[Row]) -> Plan:
         """What each data-parallel rank computes, without what would be empty on all of them."""
@@ -294,6 +297,7 @@ class Engine:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
             self.is_half_moved = False
         self._drop_gradients()
+        compiling.tell()
         self.step = None
         self.num_steps += 1
         self.num_skipped += bool(reason)

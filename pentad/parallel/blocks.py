@@ -6,6 +6,8 @@ names stay as they are.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +24,9 @@ from torch.utils.checkpoint import (
 
 from pentad.core.errors import Problem, UserError
 from pentad.parallel.recompute_log import RecomputeLog
+from pentad.telemetry.log import NOTICE
+
+log = logging.getLogger(__name__)
 
 KEPT_OPS = {
     "aten.mm.default",
@@ -137,6 +142,45 @@ def apply_to_block(
             block.forward = _around(block, how)
 
 
+class Compiling:
+    """Says that blocks are being compiled, which happens in the middle of a pass and takes long."""
+
+    def __init__(self) -> None:
+        self.is_watching = False
+        self.since = 0.0
+        self.num_graphs = 0
+        self.seconds = 0.0
+        """Spent since it was last told."""
+
+    def watch(self) -> None:
+        if not self.is_watching:
+            from torch._dynamo.callback import callback_handler  # slow to import, and not for all
+
+            self.is_watching = True
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+
+    def _begin(self, *args: Any) -> None:
+        self.since = time.monotonic()
+        if not self.seconds:
+            log.info("compiling the model's blocks ...", extra=NOTICE)
+
+    def _end(self, *args: Any) -> None:
+        self.num_graphs += 1
+        self.seconds += time.monotonic() - self.since
+
+    def tell(self) -> None:
+        """Called after a pass: how long it took, if anything was compiled."""
+        if self.seconds:
+            told = "compiled the model's blocks in %.1f s (%d graphs so far)"
+            log.info(told, self.seconds, self.num_graphs, extra=NOTICE)
+            self.seconds = 0.0
+
+
+compiling = Compiling()
+"""Of this process, as the compiler is."""
+
+
 def _around(module: nn.Module, how: Callable[..., Any]) -> Callable[..., Any]:
     return partial(how, type(module).forward, module)
 
@@ -152,6 +196,7 @@ def compile_run(
     # The compiler counts graphs by function, and this one stands for every kind of block and part,
     # with gradients and without. Over its limit it runs what is new uncompiled and goes on.
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    compiling.watch()
     compiled: Callable[..., Any] = torch.compile(
         run, dynamic=None if is_static else True, backend=backend
     )

@@ -18,6 +18,8 @@ from pathlib import Path
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOTICE = {"is_notice": True}
 """`extra` of a message that people should see although nothing is wrong."""
+LONG_S = 5.0
+"""Work that took longer is said to be done."""
 LIBRARIES = ("py", "transformers", "torch", "huggingface_hub", "datasets", "tokenizers", "vllm")
 """First parts of the names of loggers that are not ours (Python's warnings are `py.warnings`)."""
 
@@ -76,6 +78,16 @@ class ScreenHandler(logging.Handler):
         self.warnings[kind] = Shown(now, text)
         is_told = before is not None and before.num_hidden
         return f"{text} ({before.num_hidden} like it before)" if before and is_told else text
+
+
+@contextmanager
+def announced(log: logging.Logger, what: str) -> Iterator[None]:
+    """Says on the screen that something begins which may take long, and how long it took."""
+    log.info("%s ...", what, extra=NOTICE)
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    log.info("%s: done in %.1f s", what, took, extra=NOTICE if took >= LONG_S else None)
 
 
 def is_shown(record: logging.LogRecord) -> bool:

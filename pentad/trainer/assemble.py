@@ -27,6 +27,7 @@ from pentad.rollout.executor import Executor
 from pentad.rollout.rewards import RewardScorer
 from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.telemetry.log import announced
 from pentad.trainer.budget import Budget
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
@@ -125,8 +126,9 @@ class Assembly:
             snapshots_on_host=snapshot_on_host(config, kind_of(lead.device)),
             offload_rollout=bool(config.offload_rollout),
         )
-        self.learner = self._engine("actor")
-        self.critic = self._engine("critic") if checked.algorithm.needs_critic else None
+        with announced(log, "making the model"):
+            self.learner = self._engine("actor")
+            self.critic = self._engine("critic") if checked.algorithm.needs_critic else None
         self.samplers: dict[str, Sampler] = {}
         self.turnstile = Turnstile(self.placement, [])
         self.publisher = Publisher([])
@@ -210,27 +212,28 @@ class Assembly:
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """Tags, the first publish, the self-test and the baseline, before the first step."""
-        await self.thread.run(self._load_tags)
-        snapshot = await self.thread.run(
-            lambda: take_snapshot(
-                0,
-                self.learner.iter_weights(),
-                copy=False,
-                on_host=self.placement.snapshots_on_host,
+        with announced(log, "self-test: sampler and trainer agree on log-probs"):
+            await self.thread.run(self._load_tags)
+            snapshot = await self.thread.run(
+                lambda: take_snapshot(
+                    0,
+                    self.learner.iter_weights(),
+                    copy=False,
+                    on_host=self.placement.snapshots_on_host,
+                )
             )
-        )
-        digest = await self.publisher.publish(snapshot)
-        found = await run_selftest(
-            self.learner,
-            list(self.samplers.values()),
-            [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
-            temperature=self.params.temperature,
-            weights_digest=digest,
-            tolerance=tolerance_of(
-                compute_dtype(self.config.actor, self.device), strict=self.config.strict
-            ),
-            seed=self.config.seed,
-        )
+            digest = await self.publisher.publish(snapshot)
+            found = await run_selftest(
+                self.learner,
+                list(self.samplers.values()),
+                [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
+                temperature=self.params.temperature,
+                weights_digest=digest,
+                tolerance=tolerance_of(
+                    compute_dtype(self.config.actor, self.device), strict=self.config.strict
+                ),
+                seed=self.config.seed,
+            )
         log.info("self-test passed: %s", found)
         self.open.started(
             selftest=asdict(found),
@@ -238,7 +241,8 @@ class Assembly:
             layout=str(layout_of(self.config, "actor")),
         )
         if evaluator is not None:
-            await evaluator.evaluate(0)
+            with announced(log, "evaluation before the first step"):
+                await evaluator.evaluate(0)
 
     def _load_tags(self) -> None:
         needed = self.checked.algorithm.needs_tags

@@ -42,6 +42,11 @@ class Export:
     error: Exception | None = None
     thread: threading.Thread | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        is_over = self.thread is not None and not self.thread.is_alive()
+        return is_over and self.error is None
+
     def run(self) -> None:
         try:
             self.write(str(self.folder))
@@ -105,9 +110,11 @@ class Saver:
     @property
     def good(self) -> str:
         """Which folder there is, in words."""
-        if self.last_saved < 0:
-            return "there is no earlier one"
-        return f"the last whole one is {self.folder(self.last_saved)}"
+        export = self.under_way
+        last = export.step if export is not None and export.is_whole else self.last_saved
+        return (
+            "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
+        )
 
     def _save(self, step: int) -> None:
         folder, started = self.folder(step), time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import build_engine
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
+from pentad.telemetry.log import announced
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
@@ -40,6 +42,7 @@ from pentad.trainer.translate import (
     engine_settings,
     register_models,
 )
+from pentad.trainer.watchdog import end_when_hung
 
 log = logging.getLogger(__name__)
 
@@ -90,28 +93,37 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
-        learner = lead.build(
-            "actor",
-            build_engine,
-            config.actor.path,
-            settings,
-            layout=layout,
-            init_from_scratch=weights is None,
-            seed=config.seed,
-            tokenizer_folder=config.actor.path,
-            weights=weights,
-            backend=backend_of(config, "actor"),
-        )
+        with announced(log, "making the model"):
+            learner = lead.build(
+                "actor",
+                build_engine,
+                config.actor.path,
+                settings,
+                layout=layout,
+                init_from_scratch=weights is None,
+                seed=config.seed,
+                tokenizer_folder=config.actor.path,
+                weights=weights,
+                backend=backend_of(config, "actor"),
+            )
         probe = data.batch(0, min(NUM_PROBES, len(data)))
-        packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
+        with announced(log, "self-test: packed sequences get the log-probs they get alone"):
+            packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
         run.started(
             selftest={"packed_max_difference": packed},
             device=str(lead.device),
             layout=str(layout),
         )
         held_out = HeldOut(valid, learner) if valid else None
-        with stop_flag() as stop:
+        with stop_flag() as stop, watch_alone(lead, run):
             return train(lead, run, learner, data, held_out, num_steps, size, stop)
+
+
+def watch_alone(lead: Lead, run: OpenRun) -> AbstractContextManager[None]:
+    """Over several ranks the launcher watches."""
+    if lead.rank.world > 1:
+        return nullcontext()
+    return end_when_hung(run.config.stall_abort_s, run.folder.file("log.txt"))
 
 
 def check_sft(

@@ -7,13 +7,16 @@ log, and a warning comes only where nothing works. The abort comes in any case.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from pentad.core.errors import RunError
@@ -143,3 +146,32 @@ def held_loop(held_s: float, frame: FrameType | None) -> str:
         f"nothing else could run for {held_s:.0f} s: {place} holds the event loop; a workflow must "
         "await what takes long, or give it to a thread"
     )
+
+
+@contextmanager
+def end_when_hung(abort_s: float, stacks: Path) -> Iterator[None]:
+    """For a loop that no event loop turns: a thread ends the program when no microbatch or tensor
+    has passed for `abort_s`. Whoever hangs in a call of a library cannot be interrupted."""
+    done = threading.Event()
+
+    def watch() -> None:
+        seen, since = pulse.count, time.monotonic()
+        while not done.wait(min(abort_s, 5.0) / 4):
+            if pulse.count != seen:
+                seen, since = pulse.count, time.monotonic()
+            elif (still_s := time.monotonic() - since) >= abort_s:
+                log.error(
+                    "no progress for %.0f s: a call of the learner does not return; the run ends, "
+                    "and what was trained since the last save is lost; stacks are in %s",
+                    still_s,
+                    stacks,
+                )
+                with stacks.open("a") as file:
+                    faulthandler.dump_traceback(file)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="hang watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

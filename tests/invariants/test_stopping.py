@@ -1,0 +1,136 @@
+"""How a run of one process ends: by ctrl-C, by a second one, by a hang; and what is shown."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pentad.telemetry.steps import read_lines
+
+PROGRAM = """\
+import logging, sys, time, warnings
+from pentad.engine.engine import Engine
+
+hold_s, plain = float(sys.argv[1]), Engine.end_step
+
+def end_step(self):
+    result = plain(self)
+    warnings.warn("noise of Python")
+    logging.getLogger("transformers.models").warning("noise of transformers")
+    logging.getLogger("torch._dynamo").warning("noise of dynamo")
+    if self.num_steps == 2:
+        print("in step 2", flush=True)
+        time.sleep(hold_s)
+    return result
+
+Engine.end_step = end_step
+sys.argv[1:] = sys.argv[2:]
+from pentad.cli.main import main
+main()
+"""
+
+
+class Run:
+    def __init__(self, task, root, command, hold_s, *more):
+        self.root = root
+        words = [
+            command,
+            f"fileroot={root}",
+            "user=me",
+            f"actor.path={task / 'model'}",
+            "actor.init_from_scratch=true",
+            f"train_dataset.path={task / ('sft' if command == 'sft' else 'train')}.jsonl",
+            "train_dataset.batch_size=4",
+            *more,
+        ]
+        if command == "train":
+            words += ["gconfig.n_samples=4", "gconfig.max_new_tokens=6", "reward.fn=sort_digits"]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(hold_s), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.head = ""
+        while "in step 2" not in self.head:
+            line = self.process.stdout.readline()
+            assert line, self.head
+            self.head += line
+
+    def interrupt(self):
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self, seconds=60):
+        try:
+            rest, _ = self.process.communicate(timeout=seconds)
+        finally:
+            self.process.kill()
+        return self.process.returncode, self.head + rest
+
+    @property
+    def records(self):
+        return self.root / "logs/me/default/trial-0"
+
+    @property
+    def exports(self):
+        return sorted((self.root / "checkpoints/me/default/trial-0/default").glob("*"))
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_ctrl_c_says_where_the_model_is_and_what_to_type_next(task, tmp_path, command):
+    run = Run(task, tmp_path, command, 0.5, "total_train_steps=12")
+    run.interrupt()
+    code, text = run.end()
+    (model,) = run.exports
+    last = text.strip().splitlines()[-1]
+    num_steps = len(read_lines(run.records / "steps.jsonl"))
+    assert code == 130, text
+    assert f"stopped by SIGINT after {num_steps} of 12 steps; " in last
+    assert f"is saved in {model}; to train it further, start with actor.path={model} and" in last
+    assert model.name.endswith(f"globalstep{num_steps - 1}")
+    check_screen(run, text)
+
+
+def check_screen(run, text):
+    """Only our own words, with those that a silent start would lack."""
+    log = (run.records / "log.txt").read_text()
+    for source in ("Python", "transformers", "dynamo"):
+        assert f"noise of {source}" not in text
+        assert f"noise of {source}" in log
+    assert "making the model ..." in text and "self-test: " in text
+    said = "the model is saved at the end and not before"
+    assert said in text and "saver.freq_steps=N saves it every N steps" in text
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command):
+    run = Run(task, tmp_path, command, 60.0, "saver.freq_steps=1")
+    before = time.monotonic()
+    run.interrupt()
+    time.sleep(1.0)
+    assert run.process.poll() is None  # it finishes its step
+    run.interrupt()
+    code, text = run.end()
+    assert code == 130 and time.monotonic() - before < 40, text
+    last = text.strip().splitlines()[-1]
+    assert "stopped by a second SIGINT in step 2; what was trained since the last save" in last
+    assert f"the last whole one is {run.exports[0]}" in last
+    assert "Traceback" not in text and "the model is saved at the end" not in text
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_learner_that_hangs_ends_the_run(task, tmp_path, command):
+    run = Run(task, tmp_path, command, 600.0, "stall_abort_s=4", "saver.freq_steps=1")
+    code, text = run.end(60)
+    assert code == 1, text
+    last = text.strip().splitlines()[-1]
+    assert re.search(r"no progress for \d+ s: ", last)
+    doing = {"train": "the update of step 2 is under way", "sft": "a call of the learner"}
+    assert doing[command] in last and "Traceback" not in text
+    assert run.exports[0].name.endswith("globalstep0")

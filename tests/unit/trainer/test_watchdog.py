@@ -1,0 +1,77 @@
+"""Stall warnings: where nothing works, never for work that takes long; an end in any case."""
+
+import logging
+
+import pytest
+
+from pentad.core.errors import RunError
+from pentad.data.ledger import Ledger
+from pentad.data.store import Store
+from pentad.runtime.rank import pulse
+from pentad.trainer.budget import Budget
+from pentad.trainer.state import RunState
+from pentad.trainer.watchdog import LAUNCHER_S, Watchdog
+
+
+@pytest.fixture
+def seen(caplog):
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(**more):
+    clock = Clock()
+    state = RunState(Ledger(2), Store(), Budget(2, max_staleness=0, num_batches=9))
+    watchdog = Watchdog(state, warn_s=60, abort_s=600, clock=clock, **more)
+    watchdog.look()
+    return watchdog, state, clock
+
+
+def look_at(watchdog, clock, now):
+    clock.now = now
+    watchdog.look()
+
+
+def test_a_phase_that_works_is_named_in_the_log_and_no_warning(seen):
+    watchdog, state, clock = make()
+    state.waiting["rollout"] = "version 1"
+    with state.doing("training of step 1"):
+        look_at(watchdog, clock, 70.0)
+    (record,) = seen.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith(
+        "batch 0 stalled for 70 s: training of step 1 is under way"
+    )
+    look_at(watchdog, clock, 140.0)
+    assert [r.levelname for r in seen.records] == ["INFO", "WARNING"]
+
+
+def test_microbatches_and_tokens_are_progress(seen):
+    drawn = [0.0]
+    watchdog, _, clock = make(sampled=lambda: drawn[0])
+    for now in range(50, 2000, 50):
+        if now % 100:
+            pulse()
+        else:
+            drawn[0] += 1
+        look_at(watchdog, clock, float(now))
+    assert not seen.records
+
+
+def test_nothing_for_too_long_ends_the_run_whatever_is_under_way():
+    watchdog, state, clock = make()
+    with state.doing("training of step 1"), pytest.raises(RunError, match="training of step 1"):
+        look_at(watchdog, clock, 600.0)
+    watchdog, state, clock = make(is_watched=True)
+    with state.doing("training of step 1"):
+        look_at(watchdog, clock, 601.0)  # the launcher comes first, and knows the rank
+        with pytest.raises(RunError, match="training of step 1"):
+            look_at(watchdog, clock, 600.0 + LAUNCHER_S)
