@@ -8,7 +8,7 @@ import transformers
 
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import read_config
-from pentad.models.skeleton import draft
+from pentad.models.skeleton import draft, full_config
 
 
 def run_new_model(config: str, out: str | None) -> None:
@@ -31,5 +31,5 @@ def run_new_model(config: str, out: str | None) -> None:
 
 def _read(config: str) -> dict[str, object]:
     if not Path(config).exists() and config in transformers.CONFIG_MAPPING:
-        return transformers.AutoConfig.for_model(config).to_dict()
+        return full_config(config)
     return read_config(config)

@@ -40,7 +40,7 @@ ConfigLike = str | Path | Mapping[str, Any] | HfConfig
 
 def register(path: str) -> ModelSpec:
     """Makes the family of a model file from outside known under its `model_type`."""
-    spec = _load(path)
+    spec, _ = _load(path)
     REGISTERED[spec.family] = path
     return spec
 
@@ -63,32 +63,53 @@ def path_of(family: str) -> str:
 
 
 def spec_of(family: str) -> ModelSpec:
-    return _load(path_of(family))
+    return _load(path_of(family))[0]
+
+
+def class_of(family: str) -> Any:
+    """What a family's spec names as its class; in a model file given by its path, `stem:Class` is
+    a class of that file."""
+    path = path_of(family)
+    spec, home = _load(path)
+    where, _, name = spec.model.rpartition(":")
+    file = Path(path.rpartition(":")[0])
+    is_own = file.suffix == ".py" and where in (file.stem, file.name)
+    said = f"model = {spec.model} (of {path})"
+    module = home if is_own else _module(where, said, "Decoder")
+    return _member(module, name, said)
 
 
 @lru_cache
-def _load(path: str) -> ModelSpec:
+def _load(path: str) -> tuple[ModelSpec, ModuleType]:
+    """The spec, and the module that holds it."""
     where, _, name = path.rpartition(":")
-    try:
-        spec = vars(_module(where))[name]
-    except (Exception, SystemExit) as error:  # it is a program of the user's
-        rule = f"cannot be imported ({type(error).__name__}: {error})"
-        remedy = "give package.module:SPEC or path/to/file.py:SPEC"
-        raise UserError(Problem(f"model = {path}", rule, remedy)) from error
+    module = _module(where, f"model = {path}", "SPEC")
+    spec = _member(module, name, f"model = {path}")
     if not isinstance(spec, ModelSpec):
         raise UserError(Problem(f"model = {path}", f"is a {type(spec).__name__}, not a ModelSpec"))
-    return spec
+    return spec, module
 
 
-def _module(where: str) -> ModuleType:
+def _member(module: ModuleType, name: str, said: str) -> Any:
+    if name not in vars(module):
+        raise UserError(Problem(said, f"there is no {name or 'name'} in {module.__name__}"))
+    return vars(module)[name]
+
+
+def _module(where: str, said: str, kind: str) -> ModuleType:
     """A module by its dotted name or by its file."""
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    file = Path(where).resolve()
-    origin = importlib.util.spec_from_file_location(f"_pentad_model_{file.stem}", file)
-    assert origin is not None and origin.loader is not None
-    module = importlib.util.module_from_spec(origin)
-    origin.loader.exec_module(module)
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        file = Path(where).resolve()
+        origin = importlib.util.spec_from_file_location(f"_pentad_model_{file.stem}", file)
+        assert origin is not None and origin.loader is not None
+        module = importlib.util.module_from_spec(origin)
+        origin.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # it is a program of the user's
+        rule = f"cannot be imported ({type(error).__name__}: {error})"
+        remedy = f"give package.module:{kind} or path/to/file.py:{kind}"
+        raise UserError(Problem(said, rule, remedy)) from error
     return module
 
 
@@ -133,5 +154,5 @@ def map_of(dims: ModelDims) -> WeightMap:
     path = path_of(dims.family)
     key = (path, repr(dims))
     if key not in _MAPS:
-        _MAPS[key] = _load(path).weight_map(dims)
+        _MAPS[key] = _load(path)[0].weight_map(dims)
     return _MAPS[key]

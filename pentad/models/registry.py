@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,17 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
+from pentad.core.errors import Problem, UserError
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
-from pentad.models.families import ConfigLike, dims_of, map_of, read_config, spec_of
+from pentad.models.families import (
+    ConfigLike,
+    class_of,
+    dims_of,
+    map_of,
+    read_config,
+    spec_of,
+)
 from pentad.models.language_model import LanguageModel
 from pentad.models.sources import open_weights, warn_left_out
 from pentad.weights import flow
@@ -41,13 +48,14 @@ def build_model(
     A pipeline stage is a model with some of the layers; the first has the embedding, the last the
     heads.
     """
-    module, _, name = spec_of(dims.family).model.partition(":")
-    model_class = vars(importlib.import_module(module))[name]
+    model_class = class_of(dims.family)
+    if not (isinstance(model_class, type) and issubclass(model_class, Decoder)):
+        rule = f"is {model_class!r}, not a subclass of pentad.models.decoder.Decoder"
+        raise UserError(Problem(f"model = {spec_of(dims.family).model}", rule))
     with torch.device("meta"):
         keep = not value_head if lm_head is None else lm_head
-        stage = {"layers": layers, "is_first": is_first, "is_last": is_last}
+        stage: dict[str, Any] = {"layers": layers, "is_first": is_first, "is_last": is_last}
         model = model_class(dims, lm_head=keep, value_head=value_head, **stage).to(dtype)
-    assert isinstance(model, Decoder)
     own = {name: e.rule.dtype for name, e in map_of(dims).entries.items() if e.rule.dtype}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in own:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
@@ -101,6 +102,8 @@ WITHOUT_EFFECT = {
     *("resid_pdrop", "embd_pdrop"),
 }
 """Config keys that do not change what a model computes from its weights."""
+MAX_PARAMS = 10**8
+"""Of a model that is built for its names; at small sizes the largest family has half of it."""
 UNREAD = (
     "# Config keys that nothing here reads; each that changes what the model computes needs code."
 )
@@ -113,11 +116,11 @@ def draft(config: Mapping[str, Any]) -> str:
     if family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so its tensors are not known"
         raise UserError(Problem(f"model_type = {family}", rule, "write the file by hand"))
+    defaults = _defaults(family)
     always, ever = tensors_of(family, False), tensors_of(family, True)
     rules = _rules(always, ever)
     keys = _unread_keys(family)
     unknown = [f"    # no rule yet: {name} {list(ever[name])}" for name in _unknown(ever)]
-    defaults = _defaults(family)
     adapter = _adapter(config, always, bool(defaults))
     conditions = [name for name in CONDITIONS if any(f"when={name}," in r for r in rules)]
     functions = [_condition(name) for name in conditions] + ([adapter] if adapter else [])
@@ -144,16 +147,44 @@ def draft(config: Mapping[str, Any]) -> str:
 
 def tensors_of(family: str, switched_on: bool) -> dict[str, tuple[int, ...]]:
     """Patterns of the names that transformers saves, with shapes at tiny sizes."""
-    keys = transformers.AutoConfig.for_model(family).to_dict()
+    keys = full_config(family)
     tiny = {**SIZES, "tie_word_embeddings": False}
     tiny |= EXPERT_SIZES if "moe_intermediate_size" in keys else {}
     tiny |= {key: switched_on for key in SWITCHES if key in keys}
-    config = transformers.AutoConfig.for_model(family, **tiny)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = _build_tiny(family, tiny)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         infos = HfFolder(folder).infos
     return {_pattern(name): info.shape for name, info in infos.items()}
+
+
+def _build_tiny(family: str, tiny: Mapping[str, Any]) -> transformers.PreTrainedModel:
+    """In memory, once it is known without memory that it is small."""
+    where, remedy = f"model_type = {family}", "write the file by hand"
+    make = transformers.AutoModelForCausalLM.from_config
+    try:
+        config = transformers.AutoConfig.for_model(family, **tiny)
+        with torch.device("meta"):
+            num_params = make(config, trust_remote_code=False).num_parameters()
+        if num_params <= MAX_PARAMS:
+            return make(config, trust_remote_code=False)
+    except Exception as error:  # config and model classes check sizes in ways of their own
+        rule = f"transformers does not build it at small sizes ({' '.join(str(error).split())})"
+        raise UserError(Problem(where, rule, remedy)) from error
+    rule = f"it has {num_params:.0e} parameters at small sizes: its keys for them are its own"
+    raise UserError(Problem(where, rule, remedy))
+
+
+def full_config(family: str) -> dict[str, Any]:
+    """The config of a family with all its defaults."""
+    try:
+        config: dict[str, Any] = transformers.AutoConfig.for_model(family).to_dict()
+    except Exception as error:  # some cannot be had without parts of their own
+        rule = f"transformers has no config of it by default ({' '.join(str(error).split())})"
+        raise UserError(
+            Problem(f"model_type = {family}", rule, "write the file by hand")
+        ) from error
+    return config
 
 
 def _pattern(name: str) -> str:
@@ -230,13 +261,13 @@ def _condition(name: str) -> str:
 def _unread_keys(family: str) -> dict[str, Any]:
     """Config keys of the family, with its defaults, that neither we nor every model have."""
     general = transformers.PretrainedConfig().to_dict().keys() | READ | WITHOUT_EFFECT
-    own = transformers.AutoConfig.for_model(family).to_dict()
+    own = full_config(family)
     return {k: v for k, v in own.items() if k not in general and not k.endswith("_token_id")}
 
 
 def _defaults(family: str) -> dict[str, Any]:
     """What transformers takes for keys that a config leaves out, where we would take another."""
-    full = transformers.AutoConfig.for_model(family).to_dict()
+    full = full_config(family)
     dims, out = dims_from_hf(full), dict[str, Any]()
     for key, value in full.items():
         if key == "model_type":

@@ -1,6 +1,7 @@
 """docs/adding-a-model.md, done as it says."""
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,80 @@ def test_the_page_works_as_written(folder, capsys):
     assert_close(names["model"].logits(hidden), theirs(ids[None]).logits[0])
 
 
+OWN_CLASS = '''"""A family of its own composition."""
+
+from dataclasses import replace
+
+from pentad.models import llama
+from pentad.models.decoder import Decoder
+
+
+class MyDecoder(Decoder):
+    """Halves its hidden states."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) / 2
+
+
+SPEC = replace(llama.SPEC, family="my_llama", model="my_file:MyDecoder")
+'''
+
+
+def test_a_file_may_name_a_class_of_its_own_as_the_page_says(folder):
+    (named,) = re.findall(r'model="(my_file:\w+)"', PAGE)
+    assert f'model="{named}"' in OWN_CLASS
+    place = folder / "models"
+    place.mkdir()
+    (place / "my_file.py").write_text(OWN_CLASS)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=24, intermediate_size=33, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(folder / "hf")
+    ours = load_model(folder / "hf", model="models/my_file.py:SPEC")
+    ids = torch.arange(9)
+    assert_close(
+        ours.logits(2 * ours(ids, torch.arange(9), causal_attend)), theirs(ids[None]).logits[0]
+    )
+    with pytest.raises(
+        UserError, match=r"model = my_file:Other .of models/my_file.py:SPEC.: there"
+    ):
+        (place / "my_file.py").write_text(OWN_CLASS.replace(":MyDecoder", ":Other"))
+        families._load.cache_clear()
+        load_model(folder / "hf", model="models/my_file.py:SPEC")
+    with pytest.raises(UserError, match=r"model = elsewhere:A .*cannot be imported .*ModuleNot"):
+        (place / "my_file.py").write_text(OWN_CLASS.replace(named, "elsewhere:A"))
+        families._load.cache_clear()
+        load_model(folder / "hf", model="models/my_file.py:SPEC")
+    with pytest.raises(UserError, match="model = my_file:llama: is .*not a subclass of"):
+        (place / "my_file.py").write_text(OWN_CLASS.replace(named, "my_file:llama"))
+        families._load.cache_clear()
+        load_model(folder / "hf", model="models/my_file.py:SPEC")
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("gemma3", "describes a model with several modalities"),
+        ("qwen3_5", "describes a model with several modalities"),
+        ("longcat_flash", "model_type = longcat_flash: "),
+        ("blt", "model_type = blt: "),
+        ("musicgen", "model_type = musicgen: transformers has no config of it by default"),
+        ("bamba", "model_type = bamba: "),
+        ("bert", "model_type = bert: "),
+    ],
+)
+def test_a_family_that_cannot_be_drafted_is_refused_at_once(folder, family, sentence):
+    """Within the memory of a tiny model, not after building one of gigabytes."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=sentence):
+        run_new_model(family, "mine.py")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
+    assert not (folder / "mine.py").exists()
+
+
 def test_without_the_file_the_folder_is_refused(folder):
     transformers.Phi3Config(hidden_size=24).save_pretrained(folder)
     with pytest.raises(
@@ -124,7 +199,7 @@ def test_a_draft_never_replaces_a_file(folder):
         ("leaving.py:SPEC", r"cannot be imported \(SystemExit: 3\)"),
         ("absent.py:SPEC", "cannot be imported"),
         ("pentad.models.qwen3:RULES", "is a tuple, not a ModelSpec"),
-        ("pentad.models.qwen3:SPECIAL", r"cannot be imported \(KeyError: 'SPECIAL'\)"),
+        ("pentad.models.qwen3:SPECIAL", "there is no SPECIAL in pentad.models.qwen3"),
     ],
 )
 def test_a_wrong_path_is_told(folder, path, sentence):
