@@ -24,7 +24,7 @@ def rand(*shape, dtype=torch.float32):
 
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
 # the interpreter has no bf16 products
-ATOL = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # rounding of sums; of stored bf16 values near 4
+ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # values up to 8: rounding of sums; as stored
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
