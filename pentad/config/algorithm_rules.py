@@ -12,6 +12,7 @@ from pentad.config.describe import show
 from pentad.config.rule import Rules
 from pentad.config.schema import (
     ALGORITHM_NAMES,
+    CONSTANT_NORM,
     GROUP_RELATIVE,
     WITH_CRITIC,
     WITHOUT_RATIO,
@@ -195,11 +196,40 @@ def rewards_are_not_wiped_out(config: Config) -> Problem | None:
     return Problem("algorithm.reward_scale = 0", "would make all rewards equal", "use 1")
 
 
-@RULES.add("algorithm.overlong_buffer", "gconfig.max_new_tokens")
+@RULES.add("algorithm.overlong_buffer", "gconfig.max_new_tokens", "gconfig.max_sampled_tokens")
 def the_overlong_buffer_fits(config: Config) -> Problem | None:
-    buffer, longest = config.algorithm.overlong_buffer, config.gconfig.max_new_tokens
+    buffer, longest = config.algorithm.overlong_buffer, sample_limit(config)
     if buffer is None or buffer <= longest:
         return None
     where = f"algorithm.overlong_buffer = {buffer}"
-    rule = f"must be at most gconfig.max_new_tokens = {longest}"
+    given = config.gconfig.max_sampled_tokens
+    key = "max_sampled_tokens" if longest == given else "max_new_tokens"
+    rule = f"must be at most gconfig.{key} = {longest}"
     return Problem(where, rule, "a fifth of it is usual")
+
+
+@RULES.add("algorithm", "gconfig.max_sampled_tokens", "rollout.workflow")
+def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
+    """A turn's limit is none of the sample: lengths would be measured against the wrong one."""
+    algorithm, workflow = config.algorithm, config.rollout.workflow
+    if workflow == "single_turn" or config.gconfig.max_sampled_tokens is not None:
+        return None
+    norm = algorithm.loss_norm or ("constant" if algorithm.name in CONSTANT_NORM else None)
+    penalty = algorithm.overlong_penalty
+    if penalty is None:
+        penalty = 1.0 if algorithm.name == "dapo" else 0.0
+    if norm != "constant" and not penalty:
+        return None
+    reader = "the overlong penalty" if penalty else "algorithm.loss_norm = constant"
+    rule = f"{reader} of algorithm.name = {algorithm.name} measures samples against it"
+    remedy = "give the most tokens of a sample, all turns together"
+    where = f"gconfig.max_sampled_tokens = null with rollout.workflow = {workflow}"
+    return Problem(where, rule, remedy)
+
+
+def sample_limit(config: Config) -> int:
+    """Most tokens sampled in one sample; where nothing limits several turns, those of one."""
+    given, turn = config.gconfig.max_sampled_tokens, config.gconfig.max_new_tokens
+    if given is None or config.rollout.workflow == "single_turn":
+        return min(turn, given or turn)
+    return given

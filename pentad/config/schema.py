@@ -40,6 +40,8 @@ GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
 WITH_CRITIC = ("ppo",)
 KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "ppo")
 """Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
+CONSTANT_NORM = ("dr_grpo", "rloo", "reinforce")
+"""Algorithms whose own `loss_norm` is constant."""
 WITHOUT_RATIO = ("reinforce",)
 """Algorithms whose loss has no ratio of the policy over an older one."""
 
@@ -306,7 +308,8 @@ class AlgorithmConfig(Section):
     dynamic_filter: bool | None = None
     """Replaces groups whose rewards are all equal, which carry no signal, by further prompts."""
     overlong_buffer: Count | None = None
-    """Tokens before `gconfig.max_new_tokens` over which the overlong penalty rises."""
+    """Tokens before the most that a sample may have (`gconfig.max_sampled_tokens`) over which the
+    overlong penalty rises. null: a fifth of them."""
     overlong_penalty: NonNegative | None = None
     """Penalty at the full length."""
     reward_scale: float | None = None
@@ -322,7 +325,10 @@ class GenerationConfig(Section):
     n_samples: Count = 8
     """Samples per prompt: the size of a group."""
     max_new_tokens: Count = 256
-    """Longest answer."""
+    """Longest answer; with several turns, of each of them."""
+    max_sampled_tokens: Count | None = None
+    """Most tokens sampled in one sample, all its turns together: what the overlong penalty and
+    `loss_norm: constant` count against. null: `max_new_tokens` in single_turn, else no limit."""
     temperature: NonNegative = 1.0
     """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

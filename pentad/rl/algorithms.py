@@ -259,8 +259,11 @@ def make_rows(
     """Learner rows of scored groups, one per sample, in order.
 
     With advantage scope "group" the groups may be any part of a batch; with "batch" they must be
-    all of it. Columns: weights, advantages, rollout_logprobs, with a critic values and returns,
-    and of actor_logprobs, ref_logprobs, teacher_logprobs those that the samples carry. Without
+    all of it. `max_new_tokens` is the most that may be sampled in one sample, over all its turns:
+    what the overlong penalty and the constant norm count against.
+
+    Columns: weights, advantages, rollout_logprobs, with a critic values and returns, and of
+    actor_logprobs, ref_logprobs, teacher_logprobs those that the samples carry. Without
     `compute_advantages` the samples must carry advantages (and returns) themselves.
     """
     compute = ALGORITHMS[settings.name].advantages if compute_advantages else None

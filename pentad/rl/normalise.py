@@ -1,7 +1,7 @@
 """What a loss is a mean over, as per-token weights and one count per sample.
 
 A step's gradient is sum(weights * terms) / sum(counts). With n_s sampled tokens in sample s,
-n_g in group g, and L the length limit:
+n_g in group g, and L the most tokens that may be sampled in one sample:
 
     token      weight 1        count n_s          mean over all tokens of the batch
     sequence   weight 1/n_s    count 1            mean over samples of their token means

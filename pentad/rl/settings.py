@@ -266,6 +266,6 @@ def run_problems(
         problems.append(Problem(f"gconfig.n_samples = {group_size}", rule, remedy))
     buffer = settings.overlong_buffer
     if settings.overlong_penalty and buffer is not None and buffer > max_new_tokens:
-        rule = f"must not exceed gconfig.max_new_tokens = {max_new_tokens}"
+        rule = f"must not exceed the {max_new_tokens} tokens that a sample may have"
         problems.append(Problem(where("overlong_buffer", buffer), rule))
     return problems

@@ -92,11 +92,18 @@ class Drawn:
 
 
 def check_samples(
-    prompt: Prompt, samples: Sequence[Sample], drawn: Drawn, num: int, *, own_prompts: bool = False
+    prompt: Prompt,
+    samples: Sequence[Sample],
+    drawn: Drawn,
+    num: int,
+    *,
+    own_prompts: bool = False,
+    max_sampled: int | None = None,
 ) -> None:
     """Raises UserError if the workflow broke its contract: these samples must not be trained.
 
     `own_prompts`: there may be more samples, which may begin otherwise than with the prompt.
+    `max_sampled`: most tokens of a sample that may be trained.
     """
     problems = []
     if len(samples) < num or (len(samples) > num and not own_prompts):
@@ -105,6 +112,10 @@ def check_samples(
         wrong = contract_breach(() if own_prompts else prompt.ids, sample, drawn)
         if wrong:
             problems.append(f"sample {index}: {wrong}")
+        elif max_sampled is not None and sample.num_sampled > max_sampled:
+            told = f"{sample.num_sampled} tokens of it were sampled, gconfig.max_sampled_tokens = "
+            hint = "context.request takes how many were in earlier turns"
+            problems.append(f"sample {index}: {told}{max_sampled}: {hint}")
     remedy = "build samples with pentad.rollout.workflows.Transcript"
     if problems:
         raise UserError([Problem(f"workflow, prompt {prompt.gid}", p, remedy) for p in problems])

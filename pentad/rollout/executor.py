@@ -36,6 +36,8 @@ class ExecutorSettings:
     vocab_size: int
     max_total_tokens: int | None = None
     """Most tokens of a sample, prompt included."""
+    max_sampled_tokens: int | None = None
+    """Most tokens sampled in one sample, over all its turns."""
     deadline_s: float = 600.0
     """A group's workflow that takes longer is cancelled and its requests are aborted."""
     max_retries: int = 2
@@ -85,6 +87,7 @@ class Executor:
             num_samples=settings.num_samples,
             run_seed=settings.run_seed,
             max_total_tokens=settings.max_total_tokens,
+            max_sampled_tokens=settings.max_sampled_tokens,
         )
         self.shown: set[str] = set()
         """Errors of workflows, by kind and place, whose traceback is in the log."""
@@ -145,7 +148,14 @@ class Executor:
             detail = f"{type(cause).__name__}: {cause}"
             raise DataFailure("workflow_error", detail) from cause
         own_prompts = isinstance(self.workflow, OwnPrompts)
-        check_samples(prompt, samples, sampler.drawn, context.num_samples, own_prompts=own_prompts)
+        check_samples(
+            prompt,
+            samples,
+            sampler.drawn,
+            context.num_samples,
+            own_prompts=own_prompts,
+            max_sampled=context.max_sampled_tokens,
+        )
         return samples
 
     def _show_once(self, prompt: Prompt, cause: BaseException) -> None:

@@ -144,10 +144,14 @@ class Episode:
         for name, (asked_for, used) in pairs.items():
             if name in given and asked_for != used:
                 log.info("an agent asks for %s = %s; the run's %s is used", name, asked_for, used)
-        room = context.room(len(ids))
+        at = self._continued(ids)
+        num_sampled = 0 if at is None else self.transcripts[at].num_sampled
+        room = context.room(len(ids), num_sampled)
         if room == 0:
-            where = f"prompt of {len(ids)} tokens"
+            where = f"prompt of {len(ids)} tokens, {num_sampled} of them sampled"
             rule = f"leaves no room for an answer within {context.max_total_tokens}"
+            if context.max_sampled_tokens is not None:
+                rule += f" and gconfig.max_sampled_tokens = {context.max_sampled_tokens}"
             problem = Problem(where, rule)
             raise ApiError(problem, param="messages", code="context_length_exceeded")
         params = replace(
@@ -210,9 +214,8 @@ class Episode:
 
     def _keep(self, ids: list[int], generation: Generation) -> None:
         """As the next turn of the longest sequence that `ids` goes on from, or a new sequence."""
-        fitting = [i for i, t in enumerate(self.transcripts) if t.ids == ids[: len(t.ids)]]
-        if fitting:
-            at = max(fitting, key=lambda i: len(self.transcripts[i].ids))
+        at = self._continued(ids)
+        if at is not None:
             transcript = self.transcripts[at]
             transcript.add_given(ids[len(transcript.ids) :])
         else:
@@ -222,6 +225,11 @@ class Episode:
             self.finishes.append(generation.finish)
         transcript.add_sampled(generation)
         self.finishes[at] = generation.finish
+
+    def _continued(self, ids: list[int]) -> int | None:
+        """The longest sequence that `ids` goes on from."""
+        fitting = [i for i, t in enumerate(self.transcripts) if t.ids == ids[: len(t.ids)]]
+        return max(fitting, key=lambda i: len(self.transcripts[i].ids), default=None)
 
     def samples(self) -> list[Sample]:
         """One a sequence. All have the words of the whole episode, which is what is judged."""

@@ -45,19 +45,26 @@ class Context:
     """Part of the seeds: new after a data failure, the same when a replica failed."""
     max_total_tokens: int | None = None
     """Most tokens of a sample, prompt included; None if the sampler sets no limit."""
+    max_sampled_tokens: int | None = None
+    """Most tokens sampled in one sample, over all its turns; None: no limit."""
 
     def seed(self, gid: int, index: int) -> int:
         return derive_seed(self.run_seed, "sample", gid, self.attempt, index)
 
-    def room(self, num_tokens: int) -> int:
-        """How many tokens may be drawn after `num_tokens`; 0 when the sample is full."""
-        if self.max_total_tokens is None:
-            return self.params.max_new_tokens
-        return max(0, min(self.params.max_new_tokens, self.max_total_tokens - num_tokens))
+    def room(self, num_tokens: int, num_sampled: int = 0) -> int:
+        """How many tokens may be drawn after `num_tokens`, of which `num_sampled` were sampled in
+        earlier turns; 0 when the sample is full."""
+        limits = [self.params.max_new_tokens]
+        if self.max_total_tokens is not None:
+            limits.append(self.max_total_tokens - num_tokens)
+        if self.max_sampled_tokens is not None:
+            limits.append(self.max_sampled_tokens - num_sampled)
+        return max(0, min(limits))
 
-    def request(self, ids: Sequence[int], seeds: Sequence[int]) -> Request:
-        """Continues `ids` once per seed. The executor gives the request its id."""
-        params = replace(self.params, max_new_tokens=self.room(len(ids)))
+    def request(self, ids: Sequence[int], seeds: Sequence[int], num_sampled: int = 0) -> Request:
+        """Continues `ids`, of which `num_sampled` were sampled, once per seed. The executor gives
+        the request its id."""
+        params = replace(self.params, max_new_tokens=self.room(len(ids), num_sampled))
         return Request(id="", prompt_ids=tuple(ids), params=params, seeds=tuple(seeds))
 
     def text_of(self, generation: Generation) -> str:
@@ -94,6 +101,10 @@ class Transcript:
         self.versions: list[int] = []
         self.routes: np.ndarray | None = None
         self.add_given(prompt_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.mask)
 
     def add_given(self, ids: Sequence[int]) -> None:
         """Tokens of the prompt or the environment: context, never trained."""
@@ -185,7 +196,8 @@ class MultiTurn:
         try:
             await environment.reset(prompt.fields)
             while True:
-                [generation] = await sampler.generate(context.request(transcript.ids, [seed]))
+                request = context.request(transcript.ids, [seed], transcript.num_sampled)
+                [generation] = await sampler.generate(request)
                 transcript.add_sampled(generation)
                 texts.append(context.text_of(generation))
                 turns.append(("assistant", texts[-1]))
@@ -197,7 +209,8 @@ class MultiTurn:
                     break
                 ending = context.ending_id(generation)
                 given = observation_ids(step.observation, self.role, ending, context.tokenizer)
-                is_full = context.room(len(transcript.ids) + len(given)) == 0
+                num_tokens = len(transcript.ids) + len(given)
+                is_full = context.room(num_tokens, transcript.num_sampled) == 0
                 if is_full or len(texts) == self.max_turns:
                     finish = "length"
                     break

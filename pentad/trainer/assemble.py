@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import torch
 
+from pentad.config.algorithm_rules import sample_limit
 from pentad.config.plan import snapshot_on_host
 from pentad.config.schema import Config
 from pentad.config.unread import unread
@@ -145,7 +146,7 @@ class Assembly:
             self.learner,
             checked.algorithm,
             critic=self.critic,
-            max_new_tokens=self.params.max_new_tokens,
+            max_new_tokens=sample_limit(config),
             num_updates=config.updates_per_batch,
             compute_advantages=config.compute_advantages_and_returns,
             seed=config.seed,

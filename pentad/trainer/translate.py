@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from pentad.config.algorithm_rules import sample_limit
 from pentad.config.memory import default_microbatch_tokens
 from pentad.config.plan import reshards
 from pentad.config.resolve import num_running
@@ -57,7 +58,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     problems = run_problems(
         settings,
         group_size=config.gconfig.n_samples,
-        max_new_tokens=config.gconfig.max_new_tokens,
+        max_new_tokens=sample_limit(config),
         max_staleness=config.max_staleness,
         num_updates=config.updates_per_batch,
     )
@@ -186,6 +187,7 @@ def executor_settings(
         run_seed=derive_seed(config.seed, purpose),
         vocab_size=dims.vocab_size,
         max_total_tokens=dims.max_position,
+        max_sampled_tokens=config.gconfig.max_sampled_tokens if purpose == "train" else None,
         deadline_s=config.rollout.deadline_s,
         max_retries=config.rollout.max_retries,
     )

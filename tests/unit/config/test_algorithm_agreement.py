@@ -10,6 +10,7 @@ from pentad.config.checks import check
 from pentad.config.resolve import resolve
 from pentad.config.schema import (
     ALGORITHM_NAMES,
+    CONSTANT_NORM,
     GROUP_RELATIVE,
     KL_IN_REWARD,
     REWARD_NAMES,
@@ -46,6 +47,7 @@ def test_the_facts_are_those_of_the_table(name):
     assert (chosen.kl_in == "reward") == (name in KL_IN_REWARD)
     assert (chosen.kl_coef, chosen.correction) == (0, "none"), "what an unset switch means"
     assert (chosen.overlong_penalty > 0) == (name == "dapo")
+    assert (chosen.loss_norm == "constant") == (name in CONSTANT_NORM)
     assert (chosen.ratio_level == "none") == (name in WITHOUT_RATIO)
     unread = {key for key, (readers, _) in READERS.items() if name not in readers}
     assert unread == set(unused_settings(ALGORITHMS[name]))

@@ -489,6 +489,20 @@ BROKEN = [
         "the clip bounds the ratio",
     ),
     (
+        "the_length_that_counts_is_bounded",
+        "train",
+        ["algorithm.name=dr_grpo", "rollout.workflow=my.module:Flow"],
+        "gconfig.max_sampled_tokens = null with rollout.workflow = my.module:Flow",
+        "algorithm.loss_norm = constant",
+    ),
+    (
+        "the_length_that_counts_is_bounded",
+        "train",
+        ["algorithm.overlong_penalty=1", "rollout.workflow=my.module:Flow"],
+        "gconfig.max_sampled_tokens = null with rollout.workflow = my.module:Flow",
+        "the overlong penalty",
+    ),
+    (
         "off_policy_data_are_corrected",
         "train",
         ["mode=hybrid", "max_staleness=2", "algorithm.correction=none"],

@@ -1,0 +1,94 @@
+"""Several turns: one limit bounds what a sample draws, its penalty and its constant norm."""
+
+import pytest
+from run_lab import steps_of
+
+from pentad.core.errors import RunError, UserError
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.update import BatchUpdate
+
+FLOWS = """
+from pentad.rollout.environments import Step
+from pentad.rollout.workflows import MultiTurn, Transcript
+
+
+class Talk:
+    async def reset(self, fields):
+        self.turns = 0
+
+    async def step(self, text):
+        self.turns += 1
+        return Step("1", is_done=self.turns == 5, reward_parts={"length": float(len(text) % 3)})
+
+    async def close(self):
+        pass
+
+
+def talking():
+    return MultiTurn(Talk, max_turns=5)
+
+
+class Careless:
+    async def run(self, prompt, sampler, context):
+        samples = []
+        for i in range(context.num_samples):
+            transcript = Transcript(prompt.ids)
+            for turn in range(4):
+                seed = context.seed(prompt.gid, i) + turn
+                [answer] = await sampler.generate(context.request(transcript.ids, [seed]))
+                transcript.add_sampled(answer)
+            samples.append(transcript.finished(answer.finish, "x"))
+        return samples
+"""
+
+
+@pytest.fixture
+def flows(tmp_path):
+    file = tmp_path / "flows.py"
+    file.write_text(FLOWS)
+    return file
+
+
+def trained_rows(monkeypatch):
+    """The rows of every batch that is trained."""
+    seen, real = [], BatchUpdate.finish
+
+    def finish(self):
+        result = real(self)
+        seen.extend(result.rows)
+        return result
+
+    monkeypatch.setattr(BatchUpdate, "finish", finish)
+    return seen
+
+
+def test_the_limit_of_a_sample_bounds_all_its_turns_and_divides_its_loss(lab, flows, monkeypatch):
+    rows = trained_rows(monkeypatch)
+    summary = lab.train(
+        f"rollout.workflow={flows}:talking",
+        "reward.fn=null",
+        "algorithm.name=dr_grpo",
+        "gconfig.max_new_tokens=4",
+        "gconfig.max_sampled_tokens=7",
+        "telemetry.samples_per_step=16",
+    )
+    longest = max(record["rl"]["length_max"] for record in steps_of(summary))
+    assert 4 < longest <= 7, "more than a turn, and no more than the sample's limit"
+    weights = {round(float(w), 6) for row in rows for w in row.columns["weights"] if w}
+    assert weights == {round(1 / 7, 6)}
+    cut = [
+        line for line in read_lines(summary.records / "samples.jsonl") if line["num_sampled"] == 7
+    ]
+    assert all(line["finish"] == "length" for line in cut)
+
+
+def test_without_a_limit_of_the_sample_lengths_are_not_measured(lab, flows):
+    with pytest.raises(UserError, match="gconfig.max_sampled_tokens = null with rollout.workflow"):
+        lab.train(f"rollout.workflow={flows}:talking", "reward.fn=null", "algorithm.name=dapo")
+
+
+def test_a_workflow_that_draws_more_is_named(lab, flows):
+    with pytest.raises(
+        (RunError, UserError), match="gconfig.max_sampled_tokens = 7: context.request"
+    ):
+        lab.train(f"rollout.workflow={flows}:Careless", "gconfig.max_sampled_tokens=7")
