@@ -49,6 +49,8 @@ class SamplingParams:
     """0 means no limit."""
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    num_top: int = 0
+    """How many of the likeliest tokens are reported at each place; the embedded engine's alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,10 @@ class Request:
     keyed by (seeds[i], t) alone, so results do not depend on what else is in the engine."""
 
 
+TopTokens = list[tuple[int, float]]
+"""The likeliest ids at one place and their log-probs, the likeliest first."""
+
+
 @dataclass(slots=True)
 class Generation:
     """One continuation: the new tokens only. All lists have equal length."""
@@ -75,6 +81,8 @@ class Generation:
     routes: np.ndarray | None = None
     """[prompt and new tokens, mixture layers, k]: the experts that each token was sent to when the
     one after it was drawn, from a sampler that records them. The last token's mean nothing."""
+    tops: list[TopTokens] = field(default_factory=list)
+    """One entry a new token, if `num_top` of them were asked for."""
 
 
 @dataclass(slots=True)

@@ -130,9 +130,11 @@ def prompt_messages(row: Mapping[str, Any], columns: Columns) -> Messages:
     return [{"role": "user", "content": text_of(row, columns.prompt_key, columns)}]
 
 
-def render(messages: Messages, tokenizer: Tokenizer, *, for_answer: bool) -> str:
+def render(
+    messages: Messages, tokenizer: Tokenizer, *, for_answer: bool, tools: Messages = ()
+) -> str:
     try:
-        return whole_text(tokenizer.render(messages, for_answer=for_answer))
+        return whole_text(tokenizer.render(messages, for_answer=for_answer, tools=tools))
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise BadRow(f"the chat template refuses it: {error}") from error
 

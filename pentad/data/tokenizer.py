@@ -62,10 +62,11 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def render(self, messages: Messages, *, for_answer: bool) -> str:
+    def render(self, messages: Messages, *, for_answer: bool, tools: Messages = ()) -> str:
         """The conversation as one text; `for_answer` opens the assistant's turn at its end."""
         text = self.inner.apply_chat_template(
             [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=for_answer,
             tokenize=False,
         )

@@ -78,6 +78,8 @@ def params_problems(params: SamplingParams, limits: Limits) -> Iterator[Problem]
         yield Problem(f"top_p = {params.top_p}", f"must be at least {MIN_TOP_P} and at most 1")
     if params.top_k < 0:
         yield Problem(f"top_k = {params.top_k}", "must be 0 (no limit) or positive")
+    if not 0 <= params.num_top <= limits.vocab_size:
+        yield Problem(f"num_top = {params.num_top}", f"must be 0 to {limits.vocab_size}")
     for stop in params.stop_ids:
         if not 0 <= stop < limits.vocab_size:
             yield Problem(f"stop_ids: {stop}", outside(limits))

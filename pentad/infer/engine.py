@@ -17,7 +17,7 @@ from torch import Tensor
 from pentad.core.digest import digest_of
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Installed
-from pentad.core.types import FinishReason, Request
+from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.attend import block_bytes
 from pentad.infer.blocks import BlockPool
 from pentad.infer.checks import Limits
@@ -42,6 +42,7 @@ class Progress:
     index: int
     id: int
     logprob: float
+    top: TopTokens
 
 
 @dataclass(slots=True)
@@ -139,6 +140,10 @@ class Engine:
             )
         done = dict(self.scheduler.record(plan, ids, logprobs, self.version))
         done |= self.stopped_by_text(plan, done)
+        for row, top in self.runner.tops.items():
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            sequence.tops.append(top)
         self.num_steps += 1
         self.num_drawn += len(ids)
         if self.listened:
@@ -195,7 +200,8 @@ class Engine:
             assert sequence is not None
             if sequence.request.id in self.listened:
                 index = sequence.index
-                told.append(Progress(sequence.request.id, index, int(id_), float(logprob)))
+                top = self.runner.tops.get(row, [])
+                told.append(Progress(sequence.request.id, index, int(id_), float(logprob), top))
         return told
 
     def abort(self, request_id: str) -> Report:

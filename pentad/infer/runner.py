@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.types import Attend
+from pentad.core.types import Attend, TopTokens
 from pentad.infer.attend import KVCache, PagedAttend, StepRows
-from pentad.infer.sampling import draw, uniforms
+from pentad.infer.sampling import draw, likeliest, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.sequence import Table
 from pentad.infer.settings import SamplerSettings
@@ -55,6 +55,8 @@ class Runner:
         self.captures_graphs = self.has_kernels and is_static and settings.cuda_graphs
         self.resting: dict[str, Tensor] = {}
         """Pinned host memory for the weights of a sleeping GPU; kept, since to pin takes long."""
+        self.tops: dict[int, TopTokens] = {}
+        """Row -> what it asked for of the last step."""
         self.cache: KVCache | None = None
         self.decoder: GraphDecoder | None = None
         if self.has_kernels:  # Triton is optional: everything that needs it is imported here
@@ -112,6 +114,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """Computes the planned tokens; ids and log-probs of the drawn rows."""
+        self.tops = {}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self.decoder is not None and plan.is_decode:
                 return self.decode(self.decoder, plan.rows)
@@ -145,6 +148,7 @@ class Runner:
         ids, logprobs, logits_NV = decoder.run(rows)
         if self.table.is_truncated[rows].any():
             return self.draw(rows, logits_NV)
+        self.note_tops(rows, logits_NV)
         return ids, logprobs
 
     def forward(self, plan: Plan) -> Tensor:
@@ -193,7 +197,25 @@ class Runner:
         )
         if self.settings.strict:
             logprobs_N = strict_logprobs(logits_NV, ids_N, temperature_N)
+        self.note_tops(rows, logits_NV)
         return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
+
+    def note_tops(self, rows: np.ndarray, logits_NV: Tensor) -> None:
+        """The likeliest tokens of the rows that ask for them."""
+        wanted = self.table.num_top[rows]
+        which = np.flatnonzero(wanted)
+        if not len(which):
+            return
+        logits_NV = logits_NV.index_select(0, self.put(which))
+        temperature_N = self.put(self.table.temperature[rows[which]])
+        ids_Nk, logprobs_Nk = likeliest(logits_NV, temperature_N.float(), int(wanted.max()))
+        if self.settings.strict:
+            columns = [strict_logprobs(logits_NV, ids_N, temperature_N) for ids_N in ids_Nk.T]
+            logprobs_Nk = torch.stack(columns, dim=1)
+        for row, num, ids, logprobs in zip(
+            *(rows[which], wanted[which], ids_Nk.tolist(), logprobs_Nk.tolist()), strict=True
+        ):
+            self.tops[int(row)] = list(zip(ids[:num], logprobs[:num], strict=True))
 
     def put(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

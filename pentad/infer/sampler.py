@@ -20,7 +20,7 @@ import torch
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
-from pentad.core.types import Generation, Request
+from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.checks import check_request
 from pentad.infer.engine import Decode, Engine, Report
 from pentad.infer.sequence import Sequence
@@ -29,6 +29,7 @@ from pentad.models.decoder import Decoder
 from pentad.models.registry import load_model
 
 OnToken = Callable[[int, int, float], None]
+OnTop = Callable[[int, TopTokens], None]
 T = TypeVar("T")
 
 
@@ -38,6 +39,7 @@ class Open:
 
     request: Request
     on_token: OnToken | None
+    on_top: OnTop | None
     future: asyncio.Future[list[Generation]]
     ended: dict[int, Sequence] = field(default_factory=dict)
 
@@ -103,7 +105,11 @@ class EmbeddedSampler:
     def version(self) -> int:
         return self.engine.version
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+    async def generate(
+        self, request: Request, on_token: OnToken | None = None, on_top: OnTop | None = None
+    ) -> list[Generation]:
+        """`on_top(i, top)` reports the likeliest tokens, if the request asks for them, before
+        `on_token` reports the drawn one."""
         self._check_serving()
         check_request(request, self.engine.limits)
         if request.id in self.open:
@@ -113,7 +119,7 @@ class EmbeddedSampler:
                 )
             )
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
-        entry = self.open[request.id] = Open(request, on_token, future)
+        entry = self.open[request.id] = Open(request, on_token, on_top, future)
         self.inbox.append(entry)
         self._kick()
         try:
@@ -250,6 +256,8 @@ class EmbeddedSampler:
             if entry is None or entry.on_token is None or entry.future.done():
                 continue
             try:
+                if entry.on_top is not None and told.top:
+                    entry.on_top(told.index, told.top)
                 entry.on_token(told.index, told.id, told.logprob)
             except Exception as error:  # the listener's own fault: its request alone ends
                 entry.future.set_exception(error)

@@ -57,6 +57,14 @@ def draw(
     return ids_N, logprobs_N
 
 
+def likeliest(logits_NV: Tensor, temperature_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the `num` likeliest tokens of each row, as `draw` reports them."""
+    logits_NV = logits_NV.float()
+    scaled_NV = logits_NV / torch.where(temperature_N <= 0, 1.0, temperature_N)[:, None]
+    values_Nk, ids_Nk = scaled_NV.topk(num, dim=-1)
+    return ids_Nk, values_Nk - torch.logsumexp(scaled_NV, dim=-1)[:, None]
+
+
 def invert_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """The first index at which the running sum of weights exceeds uniform * total.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pentad.core.types import FinishReason, Generation, Request
+from pentad.core.types import FinishReason, Generation, Request, TopTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ class Sequence:
     finish: FinishReason | None = None
     routes: np.ndarray | None = None
     """Of its first tokens, those kept when it last gave up its blocks."""
+    tops: list[TopTokens] = field(default_factory=list)
+    """Of every new token, if they were asked for."""
 
     @property
     def num_prompt(self) -> int:
@@ -47,7 +49,7 @@ class Sequence:
         assert self.row < 0 and self.finish is not None, "the sequence is still running"
         new_ids = self.ids[self.num_prompt :]
         routes = None if self.routes is None else filled(self.routes, len(self.ids))
-        return Generation(new_ids, self.logprobs, self.versions, self.finish, routes)
+        return Generation(new_ids, self.logprobs, self.versions, self.finish, routes, self.tops)
 
 
 class Table:
@@ -67,6 +69,7 @@ class Table:
         self.top_p = np.ones(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
         self.is_truncated = np.zeros(num_rows, bool)
+        self.num_top = np.zeros(num_rows, np.int64)
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.has_followers = np.zeros(num_rows, bool)
         self.stops = StopSets(num_rows)
@@ -94,6 +97,7 @@ class Table:
         self.top_p[row] = params.top_p
         self.top_k[row] = params.top_k
         self.is_truncated[row] = params.top_p < 1 or params.top_k > 0
+        self.num_top[row] = params.num_top
         self.has_stop_strings[row] = bool(params.stop_strings)
         self.has_followers[row] = False
         self.stops.put(row, params.stop_ids)

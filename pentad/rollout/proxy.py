@@ -39,13 +39,25 @@ from pentad.rollout.serving.app import (
     read_body,
     read_object,
 )
+from pentad.rollout.serving.conversation import (
+    Conversation,
+    chat_ids,
+    read_conversation,
+    with_calls,
+)
 from pentad.rollout.serving.guard import Guard, check_key
-from pentad.rollout.serving.jobs import Job, chat_ids, chat_limit, plain_messages, prompt_ids
+from pentad.rollout.serving.jobs import Job, chat_limit, prompt_ids
 from pentad.rollout.serving.limits import ServeLimits
 from pentad.rollout.serving.server import bind, serve
 from pentad.rollout.serving.service import BYTES_A_TOKEN, as_json, end, while_connected
 from pentad.rollout.serving.threads import TextWork
-from pentad.rollout.serving.wire import ApiError, Body, read_chat, read_completion
+from pentad.rollout.serving.wire import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    read_chat,
+    read_completion,
+)
 from pentad.rollout.workflows import Context, Generator, Transcript
 
 log = logging.getLogger(__name__)
@@ -61,12 +73,11 @@ class Asked:
     """A request as it was read."""
 
     kind: Literal["chat", "completion"]
-    body: Body
+    body: ChatBody | CompletionBody
     ids: list[int]
     limit: int | None
-    wants_logprobs: bool
-    messages: list[dict[str, Any]] | None
-    """The conversation, if it is one."""
+    conversation: Conversation | None
+    """If it is one."""
 
 
 class Episode:
@@ -103,15 +114,11 @@ class Episode:
 
     def read_chat(self, raw: Mapping[str, Any]) -> Asked:
         body = read_chat(raw)
-        # Clients send an answer back with the empty fields it came with.
-        messages = [
-            {key: value for key, value in message.items() if value or key == "content"}
-            for message in plain_messages(body.messages, self.tokenizer)
-        ]
+        found = read_conversation(body, self.tokenizer)
+        conversation = replace(found, messages=[settled(m) for m in found.messages])
         limit = chat_limit(body)
         check_alternatives("top_logprobs", body.top_logprobs)
-        ids = self.conversation_ids(messages)
-        return Asked("chat", body, ids, limit, body.logprobs, messages)
+        return Asked("chat", body, self.conversation_ids(conversation), limit, conversation)
 
     def read_completion(self, raw: Mapping[str, Any]) -> Asked:
         body = read_completion(raw)
@@ -120,17 +127,18 @@ class Episode:
             raise ApiError(problem, param="prompt")
         [ids] = prompt_ids(body.prompt, self.tokenizer)
         check_alternatives("logprobs", body.logprobs or 0)
-        return Asked("completion", body, ids, body.max_tokens, body.logprobs is not None, None)
+        return Asked("completion", body, ids, body.max_tokens, None)
 
-    def conversation_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def conversation_ids(self, conversation: Conversation) -> list[int]:
         """The longest recorded beginning as it is, and the rest rendered behind it."""
-        digests = beginnings(messages)
+        messages = conversation.messages
+        digests = beginnings(conversation)
         for size in range(len(messages) - 1, 0, -1):
             found = self.known.get(digests[size - 1])
             if found is not None:
                 ids, ending_id = found
                 return ids + following_ids(messages[size:], ending_id, self.context.tokenizer)
-        return chat_ids(messages, self.tokenizer)
+        return chat_ids(conversation, self.tokenizer)
 
     def job(self, asked: Asked) -> Job:
         """Raises ApiError where there is no room for an answer."""
@@ -168,11 +176,11 @@ class Episode:
             id=f"{self.name}-{number}",
             requests=(request,),
             n=body.n,
-            wants_logprobs=asked.wants_logprobs,
-            wants_top=False,
+            wants_logprobs=body.wants_logprobs,
             is_streamed=body.stream,
             wants_usage=body.stream_options.include_usage,
             wants_ids=body.return_token_ids,
+            reads_calls=asked.conversation is not None and asked.conversation.reads_calls,
         )
 
     async def generate(self, job: Job) -> list[Generation]:
@@ -198,16 +206,21 @@ class Episode:
     # Records.
 
     def record(
-        self, asked: Asked, job: Job, generations: Sequence[Generation], body: Mapping[str, Any]
+        self,
+        asked: Asked,
+        job: Job,
+        generations: Sequence[Generation],
+        texts: Sequence[str],
+        body: Mapping[str, Any],
     ) -> None:
-        """Keeps what was drawn, which `body` answers."""
-        ids = asked.ids
-        for generation, choice in zip(generations, body["choices"], strict=True):
-            text = choice["message"]["content"] if job.kind == "chat" else choice["text"]
+        """Keeps what was drawn, as text and as the answer that the program gets."""
+        ids, conversation = asked.ids, asked.conversation
+        for generation, text, choice in zip(generations, texts, body["choices"], strict=True):
             self.texts.append(text)
             self._keep(ids, generation)
-            if asked.messages is not None:
-                said = [*asked.messages, {"role": "assistant", "content": text}]
+            if conversation is not None:
+                answer = settled(with_calls(choice["message"]))
+                said = replace(conversation, messages=[*conversation.messages, answer])
                 ending = generation.ids[-1] if generation.ids[-1] in job.params.stop_ids else None
                 ending = ending if generation.finish == "stop" else None
                 self.known[beginnings(said)[-1]] = ([*ids, *generation.ids], ending)
@@ -315,15 +328,17 @@ class Proxy:
         work: Coroutine[Any, Any, list[Generation]] = episode.generate(job)
         generations = await while_connected(disconnected(request.receive), work)
 
-        def write() -> tuple[dict[str, Any], bytes]:
-            body = Answer(job, MODEL, episode.tokenizer).whole(generations)
+        def write() -> tuple[list[str], dict[str, Any], bytes]:
+            whole = Answer(job, MODEL, episode.tokenizer)
+            body = whole.whole(generations)
+            texts = [stream.sent for stream in whole.texts]
             if job.is_streamed:
-                return body, events(job, generations, episode.tokenizer)
-            return body, as_json(body)
+                return texts, body, events(job, generations, episode.tokenizer)
+            return texts, body, as_json(body)
 
         num_tokens = sum(len(generation.ids) for generation in generations)
-        body, answer = await self.text_work.run(BYTES_A_TOKEN * num_tokens, write)
-        episode.record(asked, job, generations, body)
+        texts, body, answer = await self.text_work.run(BYTES_A_TOKEN * num_tokens, write)
+        episode.record(asked, job, generations, texts, body)
         return event_answer(answer) if job.is_streamed else json_answer(answer)
 
     def _episode(self, request: HttpRequest) -> Episode:
@@ -335,10 +350,16 @@ class Proxy:
         return found
 
 
-def beginnings(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def settled(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without its empty fields, with which some clients send an answer back and some do not."""
+    needs_content = not message.get("tool_calls")
+    return {k: v for k, v in message.items() if v or (k == "content" and needs_content)}
+
+
+def beginnings(conversation: Conversation) -> list[bytes]:
     """A digest of each beginning of the conversation: of its first message, its first two..."""
-    digest, found = b"", []
-    for message in messages:
+    digest, found = json.dumps(conversation.tools, sort_keys=True).encode(), []
+    for message in conversation.messages:
         shown = json.dumps(message, sort_keys=True).encode()
         digest = hashlib.sha256(digest + shown).digest()
         found.append(digest)
@@ -358,7 +379,7 @@ def events(job: Job, generations: Sequence[Generation], tokenizer: Tokenizer) ->
     for index, generation in enumerate(generations):
         chunks.append(answer.opening(index))
         for token, logprob in zip(generation.ids, generation.logprobs, strict=True):
-            chunks.append(answer.progress(index, token, logprob))
+            chunks.append(answer.progress(index, token, logprob, []))
         chunks.append(answer.closing(index, generation))
     if job.wants_usage:
         chunks.append(answer.final_usage(sum(len(g.ids) for g in generations)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from pentad import __version__
-from pentad.core.types import Generation
+from pentad.core.types import Generation, TopTokens
 from pentad.data.tokenizer import Tokenizer
+from pentad.rollout.serving.conversation import CALL_START, read_calls
 from pentad.rollout.serving.jobs import Job
 from pentad.rollout.serving.text import BROKEN, TextStream
 
@@ -21,6 +23,7 @@ class Token:
     id: int
     logprob: float
     offset: int
+    top: TopTokens
 
 
 class Answer:
@@ -32,7 +35,12 @@ class Answer:
         self.tokenizer = tokenizer
         self.created = int(time.time())
         self.texts = [
-            TextStream(tokenizer.decode, job.params.stop_strings, job.params.stop_ids)
+            TextStream(
+                tokenizer.decode,
+                job.params.stop_strings,
+                job.params.stop_ids,
+                held=[CALL_START] if job.reads_calls else [],
+            )
             for _ in range(len(job.requests) * job.n)
         ]
 
@@ -52,7 +60,13 @@ class Answer:
         text = "".join(map(stream.push, generation.ids)) + stream.end(generation.finish)
         tokens = [
             Token(*one)
-            for one in zip(generation.ids, generation.logprobs, stream.offsets, strict=True)
+            for one in zip(
+                generation.ids,
+                generation.logprobs,
+                stream.offsets,
+                generation.tops or repeat([], len(generation.ids)),
+                strict=True,
+            )
         ]
         choice: dict[str, Any] = {
             "index": index,
@@ -60,7 +74,12 @@ class Answer:
             "logprobs": self._logprobs(tokens),
         }
         if self.job.kind == "chat":
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            text, calls = self._calls(index, text)
+            content = None if calls and not text else text
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                choice["message"]["tool_calls"] = calls
+                choice["finish_reason"] = finish_of(generation)
         else:
             choice["text"] = text
         return choice | self._ids(index, generation.ids, is_first=True)
@@ -77,19 +96,29 @@ class Answer:
             chunk["prompt_token_ids"] = list(self.job.requests[0].prompt_ids)
         return chunk
 
-    def progress(self, index: int, token: int, logprob: float) -> dict[str, Any] | None:
+    def progress(
+        self, index: int, token: int, logprob: float, top: TopTokens
+    ) -> dict[str, Any] | None:
         """The chunk of one token; None if there is nothing to show yet."""
         stream = self.texts[index]
         text = stream.push(token)
         if not (text or self.job.wants_logprobs or self.job.wants_ids):
             return None
-        return self._chunk(index, text, [Token(token, logprob, stream.offsets[-1])], None)
+        return self._chunk(index, text, [Token(token, logprob, stream.offsets[-1], top)], None)
 
     def closing(self, index: int, generation: Generation) -> dict[str, Any]:
         """What was held back, and why the answer ended."""
         stream = self.texts[index]
         assert stream.ids == generation.ids, "the tokens streamed are those of the answer"
-        return self._chunk(index, stream.end(generation.finish), [], generation.finish)
+        before, rest = len(stream.sent), stream.end(generation.finish)
+        text, calls = self._calls(index, stream.sent)
+        chunk = self._chunk(index, text[before:] if calls else rest, [], generation.finish)
+        if calls:
+            [choice] = chunk["choices"]
+            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+            choice["delta"]["tool_calls"] = numbered
+            choice["finish_reason"] = finish_of(generation)
+        return chunk
 
     def final_usage(self, num_new: int) -> dict[str, Any]:
         head = self._head("chat.completion.chunk")
@@ -119,6 +148,9 @@ class Answer:
 
     # Parts of both.
 
+    def _calls(self, index: int, text: str) -> tuple[str, list[dict[str, Any]]]:
+        return read_calls(text, self.texts[index].ids) if self.job.reads_calls else (text, [])
+
     def _head(self, chat_object: str) -> dict[str, Any]:
         return {
             "id": self.job.id,
@@ -139,19 +171,42 @@ class Answer:
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.job.wants_logprobs:
             return None
-        texts = [self.tokenizer.decode([token.id], keep_special=True) for token in tokens]
-        pairs = list(zip(texts, tokens, strict=True))
-        if self.job.kind == "completion":
-            return {
-                "tokens": texts,
-                "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": [{t: o.logprob} for t, o in pairs] if self.job.wants_top else None,
-                "text_offset": [token.offset for token in tokens],
-            }
-        content = [{"token": t, "logprob": o.logprob, "bytes": bytes_of(t)} for t, o in pairs]
-        top = [[dict(entry)] if self.job.wants_top else [] for entry in content]
-        entries = [{**e, "top_logprobs": t} for e, t in zip(content, top, strict=True)]
-        return {"content": entries, "refusal": None}
+        if self.job.kind == "chat":
+            entries = [
+                {**self._entry(token.id, token.logprob), "top_logprobs": self._entries(token.top)}
+                for token in tokens
+            ]
+            return {"content": entries, "refusal": None}
+        return {
+            "tokens": [self._spelt(token.id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._named(t) for t in tokens] if self.job.params.num_top else None,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _spelt(self, token: int) -> str:
+        return self.tokenizer.decode([token], keep_special=True)
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._spelt(token)
+        return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
+
+    def _entries(self, top: TopTokens) -> list[dict[str, Any]]:
+        return [self._entry(*pair) for pair in top]
+
+    def _named(self, token: Token) -> dict[str, float]:
+        """The likeliest tokens by their text, and the drawn one. Tokens that are spelt alike, such
+        as parts of characters, are told apart by their id."""
+        named: dict[str, float] = {}
+        for id_, logprob in dict([*token.top, (token.id, token.logprob)]).items():
+            text = self._spelt(id_)
+            named[f"token_id:{id_}" if text in named else text] = logprob
+        return named
+
+
+def finish_of(generation: Generation) -> str:
+    """Of an answer with calls."""
+    return "tool_calls" if generation.finish == "stop" else generation.finish
 
 
 def bytes_of(text: str) -> list[int] | None:

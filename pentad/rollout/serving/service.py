@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pentad.core.errors import RunError
-from pentad.core.types import Generation, Request
+from pentad.core.types import Generation, Request, TopTokens
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout.executor import first_cause
@@ -18,7 +18,7 @@ from pentad.rollout.serving.threads import TextWork
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
-OnToken = Callable[[int, int, float], None]
+OnToken = Callable[[int, int, float, TopTokens], None]
 
 BYTES_A_TOKEN = 64
 """What a token of an answer counts in `TextWork`: its text is looked at token by token."""
@@ -47,7 +47,7 @@ class Service:
     async def stream(self, job: Job, emit: Emit) -> None:
         """Emits the answer chunk by chunk, as tokens are drawn."""
         answer = Answer(job, self.name, self.tokenizer)
-        tokens: asyncio.Queue[tuple[int, int, float] | None] = asyncio.Queue()
+        tokens: asyncio.Queue[tuple[int, int, float, TopTokens] | None] = asyncio.Queue()
 
         async def generate() -> list[Generation]:
             try:
@@ -80,8 +80,13 @@ class Service:
             async with free:
                 if on_token is None:
                     return await self.sampler.generate(request)
+                tops: dict[int, TopTokens] = {}
                 return await self.sampler.generate(
-                    request, lambda i, token, logprob: on_token(place * job.n + i, token, logprob)
+                    request,
+                    lambda i, token, logprob: on_token(
+                        place * job.n + i, token, logprob, tops.get(i, [])
+                    ),
+                    tops.__setitem__,
                 )
 
         try:

@@ -24,10 +24,13 @@ class TextStream:
         decode: Callable[[Sequence[int]], str],
         stop_strings: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
+        held: Sequence[str] = (),
     ) -> None:
+        """From a text of `held` on nothing is sent before the end."""
         self.decode = decode
         self.stop_strings = tuple(stop_strings)
         self.stop_ids = frozenset(stop_ids)
+        self.marks = (*stop_strings, *held)
         self.ids: list[int] = []
         self.text = ""
         """Decoded so far, what is held back included."""
@@ -60,25 +63,29 @@ class TextStream:
         until = len(self.ids) - ended_by_id
         before = self.decode(self.ids[self._window : self._read])
         self.text = self._settled + self.decode(self.ids[self._window : until])[len(before) :]
-        cut = self._first_stop() if finish == "stop" and not ended_by_id else None
+        cut = self._first(self.stop_strings) if finish == "stop" and not ended_by_id else None
         return self._send(len(self.text) if cut is None else cut)
+
+    @property
+    def sent(self) -> str:
+        return self.text[: self.num_sent]
 
     def _send(self, end: int) -> str:
         piece = self.text[self.num_sent : end]
         self.num_sent = max(self.num_sent, end)
         return piece
 
-    def _first_stop(self) -> int | None:
-        found = [self.text.find(stop, self.num_sent) for stop in self.stop_strings]
+    def _first(self, marks: Sequence[str]) -> int | None:
+        found = [self.text.find(mark, self.num_sent) for mark in marks]
         return min((place for place in found if place >= 0), default=None)
 
     def _safe_end(self) -> int:
-        """Up to where the text holds no stop string and no beginning of one at its end."""
-        first = self._first_stop()
+        """Up to where the text holds no mark and no beginning of one at its end."""
+        first = self._first(self.marks)
         if first is not None:
             return first
         end = len(self.text)
-        for stop in self.stop_strings:
+        for stop in self.marks:
             for size in range(min(len(stop) - 1, len(self.text) - self.num_sent), 0, -1):
                 if self.text.endswith(stop[:size]):
                     end = min(end, len(self.text) - size)

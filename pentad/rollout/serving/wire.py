@@ -17,12 +17,13 @@ from pentad.core.errors import Problem
 MAX_N = 128
 MAX_CHOICES = 1024
 """Over all prompts of one request."""
+MAX_TOP = 20
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 
 LABELS = {
     *("user", "metadata", "store", "service_tier"),
-    *("safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("safety_identifier", "prompt_cache_key"),
 }
 """Fields that change no answer; accepted and without effect."""
 OFF: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -35,9 +36,8 @@ OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "logits are not changed"),
     "min_p": ((0,), "is not built; use top_p or top_k"),
     "min_tokens": ((0,), "is not built"),
-    "tools": (([],), "tool calls are not parsed; put the tools in a message"),
-    "tool_choice": (("none", "auto"), "tool calls are not parsed"),
-    "functions": (([],), "tool calls are not parsed"),
+    "functions": (([],), "give tools"),
+    "parallel_tool_calls": ((True,), "the calls of an answer are not limited"),
     "response_format": (({"type": "text"},), "answers are not constrained"),
     "modalities": ((["text"],), "there is only text"),
     "prompt_logprobs": ((0,), "log-probs are those of new tokens"),
@@ -131,14 +131,33 @@ def is_ids(value: list[Any]) -> bool:
 class CompletionBody(Body):
     prompt: Annotated[list[str] | list[TokenIds], PlainValidator(read_prompts)]
     """Read by hand: to try four forms on a long list would take long and end in many errors."""
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
 
 
 class ChatBody(Body):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    """With none the model is not shown the tools."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
+    def num_top(self) -> int:
+        return self.top_logprobs
 
 
 def read_completion(raw: Mapping[str, Any]) -> CompletionBody:

@@ -24,6 +24,27 @@ def test_a_storm_of_preemptions_comes_to_an_end(make_sampler, make_request, gene
     assert stats["steps"] <= 24 * 16
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_likeliest_tokens_stay_with_theirs_through_preemptions(
+    make_sampler, make_request, generate, strict
+):
+    sampler = make_sampler(kv_cache_tokens=64, block_size=16, max_running=8, strict=strict)
+    requests = [
+        make_request(f"r{i}", [i, 2, 3], n=2, max_new_tokens=24, temperature=0, num_top=i % 3)
+        for i in range(8)
+    ]
+    results = generate(sampler, requests)
+    assert sampler.stats()["preemptions"] > 0
+    for request, generations in zip(requests, results, strict=True):
+        for generation in generations:
+            num = request.params.num_top
+            assert [len(top) for top in generation.tops] == ([num] * 24 if num else [])
+            drawn = zip(generation.ids, generation.logprobs, strict=True)
+            for top, (id_, logprob) in zip(generation.tops, drawn, strict=num > 0):
+                assert top[0] == (id_, logprob)  # greedy: the likeliest is the drawn one
+                assert sorted(top, key=lambda pair: -pair[1]) == top
+
+
 def test_a_request_as_large_as_the_cache_is_served_among_others(
     make_sampler, make_request, generate, check_exact
 ):

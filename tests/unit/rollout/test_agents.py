@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import sys
 import threading
 import time
@@ -167,7 +168,7 @@ def test_addresses_are_private_and_end_with_their_episode(lab):
         other = client.with_options(base_url=base_url.replace("/episodes/", "/episodes/0"))
         with pytest.raises(openai.NotFoundError, match="is over or never was"):
             await other.models.list()
-        with pytest.raises(openai.BadRequestError, match="tools"):
+        with pytest.raises(openai.BadRequestError, match="does not show tools"):
             await client.chat.completions.create(
                 model=model,
                 messages=messages,
@@ -323,6 +324,55 @@ def test_a_reward_that_is_no_number_stops_the_run(lab, reward):
 def test_an_agent_that_wants_what_there_is_not_is_refused():
     with pytest.raises(UserError, match="wants temperature"):
         AgentWorkflow(lambda base_url, temperature: None)
+
+
+TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>system\ntool {{ t.function.name }}<|im_end|>\n"
+    "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_with_tools_is_one_sequence(lab, stream):
+    lab.tokenizer = copy.deepcopy(lab.tokenizer)
+    lab.tokenizer.chat_template = TOOLS
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    lab.turns = [call, "two"]
+
+    async def calling(base_url, api_key, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": "go"}]
+        asked = {"model": model, "tools": [{"type": "function", "function": {"name": "f"}}]}
+        if stream:
+            events = await client.chat.completions.create(**asked, messages=messages, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in events]
+            [found] = [one for delta in deltas for one in delta.tool_calls or []]
+            assert "".join(delta.content or "" for delta in deltas) == ""
+            answer = {"role": "assistant", "content": "", "tool_calls": [found.model_dump()]}
+            del answer["tool_calls"][0]["index"]
+        else:
+            choice = (await client.chat.completions.create(**asked, messages=messages)).choices[0]
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            [found] = choice.message.tool_calls
+            answer = choice.message.model_dump()
+        assert (found.function.name, found.function.arguments) == ("f", "{}")
+        result = {"role": "tool", "content": "2", "tool_call_id": found.id}
+        messages += [answer, result]
+        last = await client.chat.completions.create(**asked, messages=messages)
+        return float(last.choices[0].message.content == "two")
+
+    [sample] = lab.run(calling)
+    assert sample.reward == 1.0
+    assert lab.tokenizer.decode(sample.ids, skip_special_tokens=False) == (
+        f"<|im_start|>system\ntool f{END}\n<|im_start|>user\ngo{END}\n<|im_start|>assistant\n"
+        f"{call}{END}\n<|im_start|>tool\n2{END}\n<|im_start|>assistant\ntwo{END}"
+    )
+    np.testing.assert_array_equal(
+        sample.ids[sample.mask], [*lab.ids(call), lab.end, *lab.ids("two"), lab.end]
+    )
+    assert sample.text == f"{call}\ntwo"
 
 
 def test_a_large_request_does_not_hold_the_loop_of_the_run(lab):

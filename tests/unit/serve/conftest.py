@@ -85,12 +85,12 @@ class Running:
 def start_server(byte_model, byte_tokenizer):
     servers = []
 
-    def start(drain_s=120, api_key=None, **limits):
+    def start(drain_s=120, api_key=None, tokenizer=byte_tokenizer, **limits):
         ready = queue.Queue()
 
         async def main():
             listener = bind("127.0.0.1", 0)
-            service = Service(make_sampler(byte_model, byte_tokenizer), byte_tokenizer, "tiny")
+            service = Service(make_sampler(byte_model, tokenizer), tokenizer, "tiny")
             face, stop = Face(service, ServeLimits(**limits)), asyncio.Event()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             told = (url, face, asyncio.get_running_loop(), stop)

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from closeness import assert_logprobs
+import torch
+from closeness import ROUNDING, assert_close, assert_logprobs, scale_of
 
 PROMPT = "Once upon a time"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi \u20ac"}]
@@ -137,13 +138,54 @@ def test_streamed_logprobs_are_the_same(client):
     assert [e.logprob for e in found] == pytest.approx([e.logprob for e in chat])
 
 
-def test_the_likeliest_token_is_named_where_it_is_the_chosen_one(client):
-    logprobs = complete(client, logprobs=1).choices[0].logprobs
-    chosen = zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
-    assert logprobs.top_logprobs == [{token: value} for token, value in chosen]
-    for entry in converse(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content:
-        (top,) = entry.top_logprobs
-        assert (top.token, top.logprob) == (entry.token, entry.logprob)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.5}])
+def test_the_likeliest_tokens_are_those_of_a_teacher_forced_forward(
+    client, byte_tokenizer, forced, options
+):
+    def check(prompt, ids, tops):
+        """tops: of each place (text, log-prob), the likeliest first."""
+        logits = forced(prompt, ids, options["temperature"] or 1.0)
+        scale = scale_of(logits)
+        for values, top in zip(logits.log_softmax(-1), tops, strict=True):
+            found = torch.tensor([logprob for _, logprob in top])
+            assert_close(found, values.topk(5).values, scale)
+            for text, logprob in top:  # of tokens that are nearly as likely either may be first
+                near = ((values - logprob).abs() < ROUNDING * scale).nonzero().flatten().tolist()
+                assert text in [byte_tokenizer.decode([i], keep_special=True) for i in near]
+
+    answer = converse(client, logprobs=True, top_logprobs=5, **options)
+    (choice,) = answer.choices
+    entries = choice.logprobs.content
+    tops = [[(top.token, top.logprob) for top in entry.top_logprobs] for entry in entries]
+    check(answer.prompt_token_ids, choice.token_ids, tops)
+    if options["temperature"] == 0:  # the drawn token is the likeliest, with the same number
+        assert [top[0] for top in tops] == [(e.token, e.logprob) for e in entries]
+
+    seeded = options | {"seed": 5}
+    (choice,) = complete(client, logprobs=5, **seeded).choices
+    named = choice.logprobs.top_logprobs
+    drawn = zip(choice.token_ids, choice.logprobs.token_logprobs, named, strict=True)
+    for place, (token, logprob, top) in enumerate(drawn):
+        prompt = [*choice.prompt_token_ids, *choice.token_ids[:place]]
+        logits = forced(prompt, [token], options["temperature"] or 1.0)
+        [wanted] = logits.log_softmax(-1)
+        ids = {*wanted.topk(5).indices.tolist(), token}
+        assert len(top) == len(ids) and logprob in top.values()
+        likely = wanted[[*ids]].sort().values
+        assert_close(torch.tensor(sorted(top.values())), likely, scale_of(logits))
+    chunks = [c.choices[0].logprobs for c in complete(client, logprobs=5, stream=True, **seeded)]
+    streamed = [top for chunk in chunks if chunk is not None for top in chunk.top_logprobs]
+    for one, other in zip(streamed, named, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_requests_with_and_without_alternatives_share_a_batch(client):
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(complete, client, logprobs=k, n=2, seed=k) for k in (0, 1, 7, 20)]
+        for k, answer in zip((0, 1, 7, 20), asked, strict=True):
+            for choice in answer.result().choices:
+                tops = choice.logprobs.top_logprobs
+                assert tops is None if k == 0 else {len(top) for top in tops} == {k}
 
 
 def test_a_seed_gives_the_same_choices_which_differ(client):

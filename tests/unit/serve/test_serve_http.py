@@ -19,11 +19,9 @@ from typer.testing import CliRunner
 from pentad.cli import serve as serve_command
 from pentad.cli.main import app
 from pentad.core.errors import UserError
-from pentad.data.tokenizer import load_tokenizer
 from pentad.models import families
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
-from pentad.rollout.serving.jobs import chat_ids, plain_messages
 from pentad.rollout.serving.server import bind
 
 LONG = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True}
@@ -56,6 +54,11 @@ def called(**call):
     ]
 
 
+def said(role):
+    return [{"role": role, "content": "Hi"}, {"role": "user", "content": "Hi"}]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 BAD = [
     (chat(messages=called(name="f", arguments="{}")), 400, "messages", "does not show tool_calls"),
     (chat(messages=called(name="f", arguments="{")), 400, "messages", "are not JSON"),
@@ -97,8 +100,7 @@ BAD = [
     (completion(stop_token_ids=["a"]), 400, "stop_token_ids", 'stop_token_ids[0] = "a"'),
     (completion(seed=1.5), 400, "seed", "seed = 1.5"),
     (completion(logprobs=-1), 400, "logprobs", "logprobs = -1"),
-    (completion(logprobs=5), 400, "logprobs", "the log-prob of the chosen token only; give 0"),
-    (completion(logprobs=1), 400, "logprobs", "give 0, or 1 at temperature 0"),
+    (completion(logprobs=21), 400, "logprobs", "should be less than or equal to 20"),
     (completion(echo=True), 400, "echo", "echo = true: prompts are not sent back"),
     (completion(best_of=3), 400, "best_of", "answers are not ranked; use n"),
     (completion(presence_penalty=0.5), 400, "presence_penalty", "penalties are not built"),
@@ -117,11 +119,17 @@ BAD = [
         chat(messages=[{"role": "assistant", "content": "x"}]),
         *(400, "messages", "the last one is the assistant's"),
     ),
-    (chat(tools=[{"type": "function"}]), 400, "tools", "tool calls are not parsed"),
+    (chat(tools=[{"type": "function"}]), 400, "tools", 'tools[0] = {"type": "function"}: is not'),
+    (chat(tools=[TOOL]), 400, "tools", "does not show tools; put them in a message"),
+    (chat(tools=[TOOL], tool_choice="required"), 400, "tool_choice", "should be 'none' or 'auto'"),
+    (chat(parallel_tool_calls=False), 400, "parallel_tool_calls", "are not limited"),
+    (completion(tools=[TOOL]), 400, "tools", "there is no such field"),
+    (chat(messages=said("wizard")), 400, "messages", 'message 1: role = "wizard" is none of sys'),
+    (chat(messages=said("function")), 400, "messages", "is none of system, developer, user, ass"),
     (chat(response_format={"type": "json_object"}), 400, "response_format", "not constrained"),
     (chat(max_tokens=3, max_completion_tokens=4), 400, "max_tokens", "says otherwise"),
     (chat(top_logprobs=2), 400, "top_logprobs", "needs logprobs = true"),
-    (chat(top_logprobs=2, logprobs=True), 400, "top_logprobs", "the chosen token only"),
+    (chat(top_logprobs=21, logprobs=True), 400, "top_logprobs", "less than or equal to 20"),
 ]
 
 
@@ -160,7 +168,12 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
     off = {"echo": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "user": "me"}
     off |= {"suffix": None, "stop": None, "seed": None, "logprobs": None, "top_k": -1}
     assert post(server, COMPLETIONS, completion(**off)).status_code == 200
-    off = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
+    off = {
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "store": False,
+    }
     off |= {"max_completion_tokens": 3, "max_tokens": 3}
     assert post(server, CHAT, chat(**off)).status_code == 200
 
@@ -359,20 +372,6 @@ def test_the_command_serves_at_loopback_and_ends_on_sigterm(
             process.kill()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), 2)
-
-
-def test_tool_calls_of_a_conversation_are_rendered_as_the_template_says(byte_folder, tmp_path):
-    folder = tmp_path / "tools"
-    shutil.copytree(byte_folder, folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}[{{ c.function.name }} "
-        "{{ c.function.arguments | tojson }}]{% endfor %};{% endfor %}"
-    )
-    tokenizer = load_tokenizer(folder)
-    messages = plain_messages(called(name="add", arguments='{"a": 1}'), tokenizer)
-    ids = chat_ids(messages, tokenizer)
-    assert tokenizer.decode(ids) == 'user:Hi;assistant:[add {"a": 1}];tool:42;'
 
 
 def test_a_model_file_of_your_own_is_served(byte_folder, tmp_path, monkeypatch):
