@@ -494,6 +494,41 @@ def test_a_function_that_requires_an_absent_column_is_told_which_there_are(custo
     score(custom("def reward(completions, solution, answer, **rest): pass"), None, use)
 
 
+MAY = """
+import socket, subprocess, sys, threading
+HERE = Path(__file__).parent
+
+def refused(act):
+    try:
+        act()
+    except PermissionError:
+        return True
+
+def reward(completion):
+    with socket.socket():
+        pass
+    threading.Thread(target=(HERE / "written").touch).start()
+    Path("own").write_text("x")
+    return {
+        "reads beside itself": (HERE / "data.txt").read_text() == "d",
+        "starts in a folder of its own": [p.name for p in Path(".").iterdir()] == ["own"],
+        "sees no GPU": os.environ["CUDA_VISIBLE_DEVICES"] == "",
+        "has one thread": os.environ["OMP_NUM_THREADS"] == "1",
+        "has the environment": os.environ["MY_JUDGE"] == "url",
+        "has no standard input": sys.stdin.read() == "",
+        "starts no process": refused(lambda: subprocess.run(["true"])) and refused(os.fork),
+    }
+"""
+
+
+def test_a_reward_may_do_what_the_page_says(custom, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_JUDGE", "url")
+    (tmp_path / "data.txt").write_text("d")
+    [sample] = score(custom(MAY), group_of(["x"])).samples
+    assert [name for name, holds in sample.reward_parts.items() if not holds] == []
+    assert (tmp_path / "written").exists(), "files outside of its folder stay"
+
+
 def test_what_a_workflow_has_scored_is_left_alone():
     group = group_of(["41", "42"])
     group.samples[0].reward = 0.3

@@ -1,0 +1,55 @@
+"""docs/sft.md: its example is run as it stands, and what it says of it is true."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentad.telemetry.steps import read_lines
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "sft.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory):
+    """The page followed in an empty folder: the folder, and what the run printed."""
+    folder = tmp_path_factory.mktemp("page")
+    [python], [bash] = blocks("python"), blocks("bash")
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "USER": "me", "LOGNAME": "me"}
+    subprocess.run([sys.executable, "-c", python], cwd=folder, env=env, check=True, timeout=240)
+    command = [sys.executable, "-m", "pentad.cli.main", *bash.split()[1:]]
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_the_example_runs_and_prints_what_the_page_shows(followed):
+    _, printed = followed
+    lines = {" ".join(re.sub(r"[-\d.:]+", "0", line).split()) for line in printed.splitlines()}
+    for line in blocks("text")[0].splitlines():
+        if line != "...":
+            assert " ".join(re.sub(r"[-\d.:]+", "0", line).split()) in lines, line
+
+
+def test_the_example_learns_and_reads_what_the_page_says(followed):
+    folder, _ = followed
+    run = folder / "runs/logs/me/first-sft/trial-0"
+    losses = [step["loss"] for step in read_lines(run / "steps.jsonl")]
+    assert len(losses) == 10 and losses[-1] < losses[0] / 2
+    said = re.search(r"`(chats.jsonl: .*?)`", PAGE)[1]
+    assert said in (run / "log.txt").read_text()
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / target).is_file(), target
