@@ -9,16 +9,19 @@ those of real runs.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
-from contextlib import redirect_stdout
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_MOE_SLICE, TOY
 from pentad.config.load import prepare
@@ -46,6 +49,7 @@ def score(completion: str, ids: list[int]) -> float:
 '''
 NUM_WARM = 3
 """Steps that are not counted: compilation, captured graphs, the first allocations."""
+WATCH_MS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,21 +138,19 @@ def measure(case: RlCase, device: torch.device, num_steps: int, *extra: str) -> 
     total = NUM_WARM + num_steps
     with TemporaryDirectory(prefix="pentad-bench-") as folder:
         config, notes = prepare(write_recipe(case, Path(folder), total), list(extra), "train")
-        is_cuda = device.type == "cuda"
-        with (
-            redirect_stdout(StringIO()),
-            profile(activities=[ProfilerActivity.CUDA]) if is_cuda else _Nothing() as profiler,
-        ):
+        is_cuda = device.type == "cuda" and shutil.which("nvidia-smi") is not None
+        watch = watched(Path(folder, "busy.csv"), device.index or 0) if is_cuda else nullcontext()
+        with redirect_stdout(StringIO()), watch:
             summary = run_train(config, notes, device=str(device))
         lines = (summary.records / "steps.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
+        span = records[NUM_WARM - 1]["time_s"], records[-1]["time_s"]
+        idle = idle_share(Path(folder, "busy.csv"), *span) if is_cuda else None
     counted = records[NUM_WARM:]
-    begin_us = 1e6 * (records[NUM_WARM - 1]["time_s"])
-    idle = idle_share(profiler, begin_us, 1e6 * records[-1]["time_s"]) if is_cuda else None
     drawn = [r["num_samples"] * r["rl"]["length_mean"] for r in counted]
     walls = [r["wall_clock_ms"] for r in counted]
     rollout = [r["phases"]["rollout"] for r in counted]
-    peak = counted[-1]["memory"]["peak_allocated_gb"] if is_cuda else None
+    peak = counted[-1]["memory"]["peak_allocated_gb"]
     return RlMeasured(
         case=case,
         wall_ms=statistics.median(walls),
@@ -163,11 +165,6 @@ def measure(case: RlCase, device: torch.device, num_steps: int, *extra: str) -> 
         idle_share=idle,
         first_step_s=records[0]["wall_clock_ms"] / 1e3,
     )
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
 
 
 def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
@@ -203,15 +200,27 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
     return path
 
 
-def idle_share(profiler: Any, begin_us: float, end_us: float) -> float:
-    """The share of a span of wall clock in which no kernel and no copy ran on the device."""
-    spans = sorted(
-        (max(e.start_ns() / 1e3, begin_us), min((e.start_ns() + e.duration_ns()) / 1e3, end_us))
-        for e in profiler.profiler.kineto_results.events()
-        if "CUDA" in str(e.device_type())
-    )
-    busy, reached = 0.0, begin_us
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return 1.0 - busy / (end_us - begin_us)
+@contextmanager
+def watched(path: Path, index: int) -> Iterator[None]:
+    """Writes to `path`, several times a second, for how much of the time the GPU was at work."""
+    query = ["--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, f"--loop-ms={WATCH_MS}", f"--id={index}"]
+    with path.open("wb") as file, subprocess.Popen(command, stdout=file) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def idle_share(path: Path, begin_s: float, end_s: float) -> float | None:
+    """The share of a span of time in which nothing ran on the GPU, by its driver's own count."""
+    busy = []
+    for line in path.read_text().splitlines():
+        moment, _, share = line.partition(",")
+        try:
+            at = datetime.strptime(moment.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
+            if begin_s <= at <= end_s:
+                busy.append(float(share) / 100)
+        except ValueError:  # cut off in mid-line when it was stopped
+            continue
+    return 1.0 - statistics.mean(busy) if busy else None

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 import torch
@@ -121,3 +122,12 @@ def test_answers_of_a_case_end_by_chance_and_never_by_the_tokenizers_own_ids():
     share = len(case.stop_ids) / case.config["vocab_size"]
     assert abs(share * case.mean_length - 1) < 0.02
     assert min(case.stop_ids) > 300
+
+
+def test_the_idle_share_is_that_of_the_counted_span(tmp_path):
+    lines = [f"2026/01/02 03:04:0{i}.500, {busy}" for i, busy in enumerate((0, 100, 50, 0))]
+    path = tmp_path / "busy.csv"
+    path.write_text("\n".join([*lines, "2026/01/02 03:04:0"]))
+    begin = datetime(2026, 1, 2, 3, 4, 1).timestamp()
+    assert bench_rl.idle_share(path, begin, begin + 2) == pytest.approx(0.25)
+    assert bench_rl.idle_share(path, 0, 1) is None
