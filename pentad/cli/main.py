@@ -61,7 +61,7 @@ def prepare_run(recipe: Recipe, command: Literal["train", "sft"]) -> tuple[Confi
 
 def show_summary(summary: RunSummary) -> None:
     typer.echo(f"{summary.num_steps} steps done. Records: {summary.records} (see its README.md)")
-    typer.echo(f"Model: {summary.model}")
+    typer.echo(f"Model: {summary.model} (after step {summary.num_steps}; folders count from 0)")
 
 
 @app.callback()
