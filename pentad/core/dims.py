@@ -473,12 +473,12 @@ def _windows(read: _Numbers, family: str, num_layers: int) -> tuple[int | None, 
     if family in _NO_WINDOW or family in _WINDOW_EVERYWHERE:
         return width, (True,) * num_layers if width else ()
     kinds = hf.get("layer_types")
+    names = kinds if isinstance(kinds, list | tuple) else []
     if width is None:
         rule = "names sliding_attention, but sliding_window and use_sliding_window set no window"
-        read.must("sliding_attention" not in (kinds or ()), "layer_types", kinds, rule)
+        read.must("sliding_attention" not in names, "layer_types", kinds, rule)
         return None, ()
     if kinds:
-        names = kinds if isinstance(kinds, list | tuple) else []
         known = all(kind in ("sliding_attention", "full_attention") for kind in names)
         rule = f"must name sliding_attention or full_attention for each of {num_layers} layers"
         read.must(known and len(names) == num_layers, "layer_types", kinds, rule)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pentad.core.dims import ModelDims
+from pentad.core.dims import MAX_LAYERS, ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import ConfigLike, read_config
 
@@ -16,6 +16,8 @@ PACKABLE = {"full_attention", "sliding_attention"}
 """Kinds of layers (`layer_types`) in which tokens meet in attention only."""
 SHIFTING = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that look at how long the rows are."""
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Keys that transformers makes lists and modules of that length by."""
 UNBOUNDED = 1 << 20
 """Of positions, where a config names no limit."""
 
@@ -25,6 +27,10 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
     given = read_config(source)
     where = f"config.json: model_type = {given.get('model_type', 'missing')}"
     folder = source if isinstance(source, str | Path) else None
+    for key in LAYER_COUNTS:
+        if isinstance(given.get(key), int) and given[key] > MAX_LAYERS:
+            rule = f"must be a whole number of at most {MAX_LAYERS}"
+            raise UserError(Problem(f"config.json: {key} = {given[key]:.6g}", rule))
     try:
         config = AutoConfig.for_model(**given) if folder is None else _read_folder(folder)
     except Exception as error:  # config classes check their fields in ways of their own

@@ -153,6 +153,7 @@ def test_sliding_layers_without_a_window_are_refused():
     config = {"model_type": "qwen3", **SIZES, "layer_types": ["sliding_attention"] * 3}
     with pytest.raises(UserError, match="layer_types = .*set no window"):
         dims_of(config)
+    assert dims_of(config | {"layer_types": 3}).sliding_window is None
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
