@@ -1,7 +1,8 @@
-"""Prints what `pentad.config.doctor` found on this machine."""
+"""Prints what `pentad.config.doctor` and the reward pool found on this machine."""
 
 from __future__ import annotations
 
+import asyncio
 import json as jsonlib
 from dataclasses import asdict
 
@@ -10,6 +11,8 @@ from rich.text import Text
 
 from pentad.cli.plan import make_console
 from pentad.config.doctor import Finding, examine, is_healthy
+from pentad.core.errors import UserError
+from pentad.rollout.sandbox import SandboxSettings, WorkerLost, what_is_missing
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -21,7 +24,7 @@ MARKS = {
 
 def run_doctor(json: bool) -> int:
     """0 when runs can start here, 1 when something must be mended first."""
-    findings = examine()
+    findings = [*examine(), check_isolation()]
     healthy = is_healthy(findings)
     if json:
         report = {"healthy": healthy, "findings": [asdict(finding) for finding in findings]}
@@ -29,6 +32,17 @@ def run_doctor(json: bool) -> int:
     else:
         show(findings)
     return 0 if healthy else 1
+
+
+def check_isolation() -> Finding:
+    """Whether programs that nobody has read can be run here, found by trying to break out."""
+    try:
+        missing = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
+    except (UserError, WorkerLost) as failure:
+        return Finding("isolation", "warn", f"the reward pool does not start ({failure})")
+    if missing:
+        return Finding("isolation", "warn", missing, "see docs/security.md")
+    return Finding("isolation", "ok", "programs of the code reward reach nothing of this machine")
 
 
 def show(findings: list[Finding]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from pentad.core.errors import Interrupted, RunError, UserError
+from pentad.core.text import visible
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -68,7 +69,7 @@ def _show(sentences: list[str], heading: str = "") -> None:
         console.print(Text(heading, style="bold"))
     for sentence in sentences:
         text = Text("* ", style="bold red")
-        text.append(sentence.replace("\n", "\n  "), style="not bold default")
+        text.append(visible(sentence, "\n").replace("\n", "\n  "), style="not bold default")
         console.print(text)
     sys.stderr.flush()
 

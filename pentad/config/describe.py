@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from pentad.config.schema import MAX_INT, Config, Section, leaves
+from pentad.core.text import visible
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -88,13 +89,8 @@ def show(value: object) -> str:
     elif isinstance(value, float):
         text = str(value).removesuffix(".0")
     else:
-        text = "".join(map(_visible, str(value))) or '""'
+        text = visible(str(value)) or '""'
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _visible(char: str) -> str:
-    """A character that a terminal would obey, or not show, as its escape."""
-    return char if char.isprintable() else char.encode("unicode_escape").decode()
 
 
 def value_at(config: Config, key: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -125,6 +126,8 @@ def same_value(got: Any, expected: Any) -> bool:
     if isinstance(got, int | float) and isinstance(expected, int | float):
         if isinstance(got, int) and isinstance(expected, int):
             return got == expected
+        if not all(abs(number) <= sys.float_info.max for number in (got, expected)):
+            return got == expected  # whole numbers that no float is, infinities, nan
         return abs(got - expected) <= FLOAT_TOLERANCE * max(1.0, abs(expected))
     if isinstance(got, list) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same_value, got, expected))

@@ -17,6 +17,7 @@ from typing import Any
 
 from pentad.rollout.specs import load
 
+MAX_TEXT = 1000
 EACH, BATCH = (f"{__name__}:{name}" for name in ("each", "batch"))
 
 
@@ -87,6 +88,6 @@ def _described(failure: Exception, function: Callable[..., Any]) -> str:
     frames = traceback.extract_tb(failure.__traceback__)
     code = getattr(inspect.unwrap(function), "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    text = f"{type(failure).__name__}: {failure}"
+    text = f"{type(failure).__name__}: {failure}"[:MAX_TEXT]
     place = (own or [frame for frame in frames if frame.filename != __file__])[-1:]
     return text + "".join(f" ({frame.filename}, line {frame.lineno})" for frame in place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +204,8 @@ class RewardFunction:
                 return INLINE[self.fn](completion, answer)
             assert self.pool is not None, "start() comes first"
             return await code_tests.judge(self.pool, completion, answer)
-        except (ValueError, KeyError, TypeError) as failure:  # an expected answer in no known form
+        except (ValueError, KeyError, TypeError, RecursionError) as failure:
+            # an expected answer in no known form
             return JobFailed("error", f"{type(failure).__name__}: {failure}")
 
     # --- in the pool, sample by sample ---------------------------------------------------------
@@ -319,7 +321,7 @@ def as_scored(result: Any) -> Scored | JobFailed:
     if isinstance(result, JobFailed):
         return result
     scored: Scored | None = None
-    if isinstance(result, bool | int | float):
+    if _is_number(result):
         scored = Scored(float(result))
     elif isinstance(result, dict) and result.keys() == {"value", "parts"}:
         if _is_number(result["value"]) and _are_parts(result["parts"]):
@@ -336,11 +338,16 @@ def as_scored(result: Any) -> Scored | JobFailed:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, bool | int | float)
+    """Whole numbers of JSON have any size: those beyond floats are none."""
+    is_float = isinstance(value, float)
+    return is_float or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _are_parts(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    """Named numbers. The names become columns of records, so they must show."""
+    if not isinstance(value, dict) or not all(map(str.isprintable, value)):
+        return False
+    return all(map(_is_number, value.values()))
 
 
 def _floats(parts: dict[str, Any]) -> dict[str, float]:

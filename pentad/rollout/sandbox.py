@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import pickle
 import sys
@@ -20,13 +21,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError
-from pentad.rollout import confine
+from pentad.core.text import one_line
+from pentad.rollout import breakout, confine
 from pentad.rollout.warden import FRAME, remove
 
+log = logging.getLogger(__name__)
 FailureKind = Literal[
     "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost"
 ]
 MAX_HEADER_BYTES = 1 << 16
+MAX_DETAIL = 500
+MAX_NESTING = 50
+"""Of lists and dicts in a result: all that read it may recurse."""
 GRACE_S = 10.0
 """How much later than the worker the pool itself gives up on a job."""
 CLOSE_PATIENCE_S = 2.0
@@ -35,6 +41,7 @@ BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rollout.warden import main; main()"
 WHERE_PYTHON_IS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
 MIB = 1 << 20
+FOLDER_PREFIX = "pentad-jobs-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +84,10 @@ class JobFailed:
     kind: FailureKind
     """lost: the pool's own failure. The others are the job's."""
     detail: str
+    """On one line and fit to be shown, whatever the job said."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", one_line(self.detail, MAX_DETAIL))
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
@@ -108,18 +119,19 @@ class Worker:
         """Returns the warden's first words: what it imported and which protections hold."""
         limits = self.settings.limits()
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            BOOT,
-            json.dumps(config),
-            json.dumps([path or str(Path.cwd()) for path in sys.path]),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_environment(isolate=self.settings.isolate),
-            start_new_session=True,
-        )
-        _, body = await self._reply(self.settings.start_timeout_s)
+        with breakout.bait(self.folder) as bait:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                BOOT,
+                json.dumps({**config, "bait": dataclasses.asdict(bait)}),
+                json.dumps([path or str(Path.cwd()) for path in sys.path]),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=_environment(isolate=self.settings.isolate),
+                start_new_session=True,
+            )
+            _, body = await self._reply(self.settings.start_timeout_s)
         return dict(json.loads(body))
 
     async def run(self, job: dict[str, Any], payload: bytes) -> tuple[JobFailed | None, bytes]:
@@ -177,7 +189,7 @@ class Worker:
 def check_start(said: dict[str, Any], settings: SandboxSettings) -> None:
     """Raises UserError if a worker's first words are not what jobs can rely on."""
     problems = [
-        Problem(f"reward.fn = {spec}", f"it cannot be imported ({error})")
+        Problem(f"reward.fn = {spec}", f"it cannot be imported ({one_line(error, MAX_DETAIL)})")
         for spec, error in said["errors"].items()
     ]
     limit, used = settings.max_memory_bytes, said["address_space_bytes"]
@@ -185,12 +197,39 @@ def check_start(said: dict[str, Any], settings: SandboxSettings) -> None:
         rule = f"a worker takes {used >> 20} MiB before it does anything"
         remedy = f"give at least {(2 * used) >> 20}"
         problems.append(Problem(f"reward.memory_mb = {limit >> 20}", rule, remedy))
-    if said["missing"] and not settings.allow_weaker and not problems:
-        rule = f"this machine does not offer: {', '.join(map(str, said['missing']))}"
-        remedy = "use another machine, or accept it with reward.allow_weaker = true"
-        problems.append(Problem("reward pool", rule, remedy))
+    weak = not breakout.AMOUNTS.issuperset(said["missing"])
+    if weak and not settings.allow_weaker and not problems:
+        remedy = "see docs/security.md, or accept it with reward.allow_weaker = true"
+        problems.append(Problem("reward pool", lacking(said), remedy))
     if problems:
         raise UserError(problems)
+
+
+def check_platform() -> None:
+    if sys.platform != "linux":
+        rule = "the reward pool needs Linux"
+        raise UserError(Problem(f"platform = {sys.platform}", rule, "use a built-in reward"))
+
+
+async def what_is_missing(settings: SandboxSettings) -> str:
+    """The protections that this machine does not offer, in words; nothing if it offers all."""
+    check_platform()
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        worker = Worker(settings, (), folder)
+        try:
+            said = await worker.start()
+        finally:
+            await worker.end()
+    return lacking(said) if said["missing"] else ""
+
+
+def lacking(said: dict[str, Any]) -> str:
+    """Which protections this machine does not offer, what that means, and why."""
+    names = [str(name) for name in said["missing"]]
+    abilities = ", ".join(dict.fromkeys(breakout.MEANING.get(name, name) for name in names))
+    refused = f" (namespaces are refused: {said['refused']})" if said["refused"] else ""
+    rule = f"this machine does not offer: {', '.join(names)}{refused}; a job can {abilities}"
+    return one_line(rule, 2 * MAX_DETAIL)
 
 
 def _environment(*, isolate: bool) -> dict[str, str]:
@@ -214,16 +253,16 @@ class Sandbox:
 
     async def start(self) -> dict[str, Signature]:
         """Starts one worker, to see that all is well; the others start when they are needed."""
-        if sys.platform != "linux":
-            rule = "the reward pool needs Linux"
-            raise UserError(Problem(f"platform = {sys.platform}", rule, "use a built-in reward"))
-        self.folder = tempfile.mkdtemp(prefix="pentad-jobs-")
+        check_platform()
+        self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         for _ in range(self.settings.num_workers):
             self.workers.append(Worker(self.settings, self.preload, self.folder))
         first = self.workers[0]
         try:
             said = await first.start()
             check_start(said, self.settings)
+            if said["missing"]:
+                log.warning("reward pool: %s", lacking(said))
         except WorkerLost as failure:
             await first.end(patience_s=0.0)
             await self.close()
@@ -308,8 +347,22 @@ def _value_of(answer: bytes) -> Any | JobFailed:
     """What a job sent is read as JSON and believed only as far as that goes."""
     try:
         told = json.loads(answer)
-        if "value" in told:
-            return told["value"]
-        return JobFailed("memory" if told["failure"] == "memory" else "error", str(told["detail"]))
+        if "value" not in told:
+            kind: FailureKind = "memory" if told["failure"] == "memory" else "error"
+            return JobFailed(kind, str(told["detail"]))
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
         return JobFailed("crash", f"its result is not JSON ({failure})")
+    if _nesting(told["value"]) > MAX_NESTING:
+        return JobFailed("error", f"its result is nested deeper than {MAX_NESTING} levels")
+    return told["value"]
+
+
+def _nesting(value: Any) -> int:
+    """How many lists and dicts lie within each other; read level by level, without recursion."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        depth += 1
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from pentad.rollout import confine
+from pentad.rollout import breakout, confine, enclosure
 from pentad.rollout.specs import describe, load
 
 FRAME = struct.Struct(">II")
@@ -79,6 +79,8 @@ def _be_job(
 
 
 def _prepare(job: dict[str, Any], limits: confine.Limits) -> None:
+    if job["is_enclosed"]:
+        enclosure.leave_root()
     confine.die_with_parent()
     os.setsid()
     os.chdir(job["scratch"])
@@ -86,12 +88,13 @@ def _prepare(job: dict[str, Any], limits: confine.Limits) -> None:
     if limits.isolate:
         os.environ["HOME"] = job["scratch"]
         load(job["spec"])  # our own module, which the job itself may not read
-    confine.apply(limits, job["scratch"], math.ceil(job["timeout_s"]) + 5)
+    cpu_s = math.ceil(job["timeout_s"]) + 5
+    confine.apply(limits, job["scratch"], cpu_s, is_enclosed=job["is_enclosed"])
 
 
-def probe(limits: dict[str, Any]) -> list[str]:
-    """A job that tries to break out; returns what it could do."""
-    return confine.missing(confine.Limits(**limits), str(Path.cwd()))
+def probe(limits: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """A job that tries to break out; returns the protections that are missing."""
+    return breakout.missing(confine.Limits(**limits), breakout.Bait(**target))
 
 
 def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> None:
@@ -102,10 +105,7 @@ def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     if isolate:  # an ordinary reward may own files that its module opened
-        for entry in list(Path("/proc/self/fd").iterdir()):
-            if int(entry.name) not in (0, 1, 2, pipe):
-                with contextlib.suppress(OSError):  # the listing's own descriptor is closed
-                    os.close(int(entry.name))
+        confine.close_all_but(pipe)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
 
 
@@ -169,6 +169,7 @@ class Warden:
         self.limits = limits
         self.folder = folder
         self.parent = os.getppid()
+        self.enclosure: enclosure.Enclosure | None = None
         self.control, self.reply = os.dup(0), os.dup(1)
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
@@ -181,9 +182,9 @@ class Warden:
             if header["kind"] == "job":
                 self._answer(self._run(header, body))
 
-    def hello(self, preload: list[str]) -> None:
+    def hello(self, preload: list[str], bait: dict[str, Any]) -> None:
         """Imports what rewards need, tries the protections, and says what was found."""
-        said: dict[str, Any] = {"described": {}, "errors": {}}
+        said: dict[str, Any] = {"described": {}, "errors": {}, "refused": ""}
         for spec in preload:
             try:
                 said["described"][spec] = describe(spec)
@@ -191,12 +192,24 @@ class Warden:
                 said["errors"][spec] = f"{type(failure).__name__}: {failure}"[:MAX_DETAIL]
         gc.collect()
         gc.freeze()  # children share these pages instead of copying them
-        job = {"spec": f"{__name__}:probe", "timeout_s": 20.0, "capture": "result"}
-        tried = self._run(job, pickle.dumps({"limits": dataclasses.asdict(self.limits)}))
-        said["missing"] = json.loads(tried.body)["value"] if not tried.failure else [tried.detail]
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
         said["address_space_bytes"] = num_pages * os.sysconf("SC_PAGE_SIZE")
+        if self.limits.isolate:
+            said["refused"] = self._enclose()
+        job = {"spec": f"{__name__}:probe", "timeout_s": 20.0, "capture": "result"}
+        given = {"limits": dataclasses.asdict(self.limits), "target": bait}
+        tried = self._run(job, pickle.dumps(given))
+        said["missing"] = json.loads(tried.body)["value"] if not tried.failure else [tried.detail]
         self._answer(Ended(None, body=json.dumps(said).encode()))
+
+    def _enclose(self) -> str:
+        """Why this worker has no namespaces of its own, or nothing if it has."""
+        try:
+            self.enclosure = enclosure.enclose(self.limits)
+        except OSError as failure:
+            return str(failure)
+        self.parent = os.getppid()
+        return ""
 
     def _next_frame(self) -> tuple[dict[str, Any], bytes] | None:
         """None when the parent has closed its end or is gone."""
@@ -220,7 +233,9 @@ class Warden:
         _write(self.reply, FRAME.pack(len(header), len(ended.body)) + header + ended.body)
 
     def _run(self, job: dict[str, Any], body: bytes) -> Ended:
-        job["scratch"] = tempfile.mkdtemp(dir=self.folder)
+        inside = self.enclosure
+        job["scratch"] = inside.open_scratch() if inside else tempfile.mkdtemp(dir=self.folder)
+        job["is_enclosed"] = inside is not None
         before = confine.descendants(os.getpid()) if self.limits.allow_processes else set()
         read_end, write_end = os.pipe()
         pid = os.fork()
@@ -237,7 +252,7 @@ class Warden:
             os.close(read_end)
             if self.limits.allow_processes:
                 confine.end_all(os.getpid(), keep=before)
-            remove(job["scratch"])
+            inside.close_scratch() if inside else remove(job["scratch"])
         return _judge(ended, status, job["capture"])
 
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
@@ -291,7 +306,8 @@ def _judge(ended: Ended, status: int, capture: str) -> Ended:
         told = ended.body[1:].decode(errors="replace") or "the process ended before its job began"
         return Ended("lost", told)
     if status < 0:
-        return Ended("crash", signal.Signals(-status).name)
+        known = {number.value: number.name for number in signal.Signals}
+        return Ended("crash", known.get(-status, f"signal {-status}"))
     if status > 0:
         return Ended("error" if capture == "stdout" else "crash", f"exit code {status}")
     if capture == "result" and len(ended.body) == 1:
@@ -316,8 +332,11 @@ def remove(folder: str, timeout_s: float = CLEANING_S) -> None:
 def main() -> None:
     config = json.loads(sys.argv[1])
     warden = Warden(confine.Limits(**config["limits"]), config["folder"])
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        warden.hello(config["preload"])
+    try:
+        warden.hello(config["preload"], config["bait"])
         warden.serve()
-    with contextlib.suppress(OSError):  # others may still use it; the last one removes it
-        Path(config["folder"]).rmdir()
+    except BrokenPipeError:  # the parent is gone
+        pass
+    finally:
+        with contextlib.suppress(OSError):  # others may still use it; the last one removes it
+            Path(config["folder"]).rmdir()

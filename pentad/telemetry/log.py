@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentad.core.text import visible
+
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOTICE = {"is_notice": True}
 """`extra` of a message that people should see although nothing is wrong."""
@@ -36,6 +38,13 @@ class Shown:
     text: str
     num_hidden: int = 0
     """How many like it came since."""
+
+
+class VisibleFormatter(logging.Formatter):
+    """Messages may quote text from outside: no control character in them reaches a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), keep="\n\t")
 
 
 class ScreenHandler(logging.Handler):
@@ -103,9 +112,9 @@ def log_to(path: Path) -> Iterator[None]:
     root = logging.getLogger()
     screen = ScreenHandler(logging.INFO)
     screen.addFilter(is_shown)
-    screen.setFormatter(logging.Formatter("%(message)s"))
+    screen.setFormatter(VisibleFormatter("%(message)s"))
     file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter(FILE_FORMAT))
+    file.setFormatter(VisibleFormatter(FILE_FORMAT))
     file.setLevel(logging.INFO)
     old_level, ours = root.level, logging.getLogger("pentad")
     old_ours = ours.level

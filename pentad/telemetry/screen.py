@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pentad.core.text import one_line
 from pentad.telemetry.samples import transcript_of
 
 Record = Mapping[str, Any]
@@ -215,18 +216,9 @@ def _sample_panel(sample: Record, style: str) -> Panel:
 
 def sample_lines(sample: Record) -> list[str]:
     """Question and answer on few lines, the middle of long ones left out."""
-    answer = shorten(transcript_of(sample), SAMPLE_WIDTH * (SAMPLE_LINES - 1))
+    answer = one_line(transcript_of(sample), SAMPLE_WIDTH * (SAMPLE_LINES - 1))
     pieces = [answer[i : i + SAMPLE_WIDTH] for i in range(0, len(answer), SAMPLE_WIDTH)]
-    return [shorten(sample.get("question", sample["prompt"]), SAMPLE_WIDTH), *pieces]
-
-
-def shorten(text: str, limit: int) -> str:
-    """One line, control characters shown, the middle left out when it is too long."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())
-    if len(line) <= limit:
-        return line
-    half = (limit - 5) // 2
-    return f"{line[:half]} ... {line[-half:]}"
+    return [one_line(sample.get("question", sample["prompt"]), SAMPLE_WIDTH), *pieces]
 
 
 def _reward(sample: Record) -> str:

@@ -24,7 +24,7 @@ from hostile import KINDS  # noqa: E402
 
 
 def spec(name: str) -> str:
-    return f"{FILE}:{name}"
+    return name if ":" in name else f"{FILE}:{name}"
 
 
 def settings(**changes) -> SandboxSettings:
@@ -291,7 +291,8 @@ def run_programs(sources: dict[str, str]) -> dict[str, object]:
             for name, source in sources.items()
         }
 
-    return with_pool(use, preload=(), num_workers=1, isolate=True, timeout_s=10.0)
+    preload = ("pentad.rollout.programs:print_output",)
+    return with_pool(use, preload=preload, num_workers=1, isolate=True, timeout_s=10.0)
 
 
 def test_a_program_nobody_has_read_reaches_nothing_beyond_itself():
@@ -320,7 +321,9 @@ def test_protections_are_tried_out_before_the_first_job(monkeypatch):
     allow_all = r"c.build_filter = lambda **k: b'\x06\0\0\0\0\0\xff\x7f'"
     spoilt = f"import pentad.rollout.confine as c; {allow_all}; from pentad"
     monkeypatch.setattr(sandbox, "BOOT", sandbox.BOOT.replace("from pentad", spoilt))
-    with pytest.raises(UserError, match="does not offer: processes, network, signals"):
+    with pytest.raises(
+        UserError, match="does not offer: processes, ending with its worker, memory; a job"
+    ):
         asyncio.run(Sandbox(settings(isolate=True)).start())
 
     async def use(pool):

@@ -12,6 +12,7 @@ import termios
 import pytest
 from rich.console import Console
 
+from pentad.core.text import one_line
 from pentad.telemetry.record import Rl, StepRecord
 from pentad.telemetry.screen import (
     LiveScreen,
@@ -21,7 +22,6 @@ from pentad.telemetry.screen import (
     draw,
     number,
     open_screen,
-    shorten,
     sparkline,
 )
 
@@ -224,8 +224,10 @@ def test_small_parts():
         "1:02:03",
         "1d 3h",
     ]
-    assert shorten("a\tb\x1b[31m", 50) == r"a\tb\x1b[31m", "no control character reaches a terminal"
-    assert len(shorten("x" * 500, 74)) <= 74
+    assert one_line("a\tb\x1b[31m", 50) == r"a\tb\x1b[31m", (
+        "no control character reaches a terminal"
+    )
+    assert len(one_line("x" * 500, 74)) <= 74
     assert sparkline([0, 1, 2, 7], ascii_only=True) == "_.-@"
     assert len(sparkline(list(range(1000)))) == 40
     assert sparkline([2.0, 2.0]) == chr(0x2581) * 2, "a flat curve is flat"

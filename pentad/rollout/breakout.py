@@ -1,0 +1,143 @@
+"""Break-outs that a pool tries at its start, to find the protections that this machine lacks.
+
+Each attempt is what a hostile job would do. It returns if it got through, and raises if not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentad.rollout.confine import LIBC, PR_SET_PDEATHSIG, Limits, check, prctl
+
+IN_CREATE = 0x100
+THREAD_STACK = 64 << 10
+HELD = (OSError, RuntimeError, MemoryError)
+"""What an attempt ends with where it is refused."""
+MEANING = {
+    "processes": "start processes",
+    "network": "open connections",
+    "signals": "end other processes of its user",
+    "signals by files": "end other processes of its user",
+    "limits of others": "change the limits of other processes",
+    "priorities of others": "slow other processes down",
+    "cores of others": "slow other processes down",
+    "ending with its worker": "outlive the run",
+    "reading files": "read the files of its user",
+    "writing files": "change the files of its user",
+    "names of files": "see the names of files elsewhere",
+    "memory": "take more memory than its limit",
+    "threads": "start any number of threads",
+    "total size of files": "fill the disk",
+}
+"""What a job can do where this protection is missing."""
+AMOUNTS = {"threads", "total size of files"}
+"""Without these a job reaches nothing that it should not: a pool warns, and goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bait:
+    """Things outside of a job that it must not reach."""
+
+    file: str
+    port: int
+
+
+@contextlib.contextmanager
+def bait(folder: str) -> Iterator[Bait]:
+    """A file that anybody may read and write, and a port that listens."""
+    descriptor, file = tempfile.mkstemp(dir=folder)
+    os.fchmod(descriptor, 0o666)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            yield Bait(file, listener.getsockname()[1])
+    finally:
+        os.close(descriptor)
+        Path(file).unlink()
+
+
+def missing(limits: Limits, target: Bait) -> list[str]:
+    """The protections that do not hold in this process, as keys of MEANING."""
+    if limits.allow_processes:
+        return []
+    attempts: dict[str, Callable[[], object]] = {"processes": _fork}
+    if limits.isolate:
+        attempts |= {
+            "network": lambda: socket.create_connection(("127.0.0.1", target.port), 1.0),
+            "signals": lambda: os.kill(_parent(), 0),
+            "signals by files": _signal_parent,
+            "limits of others": lambda: resource.prlimit(_parent(), resource.RLIMIT_CORE),
+            "priorities of others": _slow_parent,
+            "cores of others": lambda: os.sched_setaffinity(_parent(), os.sched_getaffinity(0)),
+            "ending with its worker": lambda: prctl(PR_SET_PDEATHSIG, 0),
+            "reading files": Path(target.file).read_text,
+            "writing files": lambda: os.truncate(target.file, 0),
+            "names of files": lambda: _watch(Path(target.file).parent),
+            "memory": lambda: os.memfd_create("more"),
+            "threads": lambda: _start_threads(limits.max_threads + 1),
+            "total size of files": lambda: _fill(limits.max_file_bytes),
+        }
+    return [name for name, attempt in attempts.items() if _gets_through(attempt)]
+
+
+def _gets_through(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except HELD:
+        return False
+    return True
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def _parent() -> int:
+    if os.getppid() == 0:
+        raise ProcessLookupError("no process outside of this namespace has a number in it")
+    return os.getppid()
+
+
+def _signal_parent() -> None:
+    """As the owner of a pipe, to whom the kernel sends a signal when it is written to."""
+    read_end, _ = os.pipe()
+    fcntl.fcntl(read_end, fcntl.F_SETOWN, _parent())
+
+
+def _slow_parent() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, _parent(), own)
+
+
+def _watch(folder: Path) -> None:
+    events = check(LIBC.inotify_init1(0))
+    check(LIBC.inotify_add_watch(events, bytes(folder), ctypes.c_uint32(IN_CREATE)))
+
+
+def _start_threads(num: int) -> None:
+    over = threading.Event()
+    old = threading.stack_size(THREAD_STACK)
+    try:
+        for _ in range(num):
+            threading.Thread(target=over.wait, daemon=True).start()
+    finally:
+        over.set()
+        threading.stack_size(old)
+
+
+def _fill(num_bytes: int) -> None:
+    """Writes half as much again as is allowed, in three files."""
+    for name in "abc":
+        file = os.open(name, os.O_CREAT | os.O_WRONLY)
+        os.posix_fallocate(file, 0, num_bytes // 2)
+        os.close(file)

@@ -1,0 +1,174 @@
+"""Programs that nobody has read reach nothing, as root and as an ordinary user, with and without
+namespaces; and a machine that lacks a protection is found out before the first job."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pentad.cli.doctor import check_isolation
+from pentad.core.errors import UserError
+from pentad.rollout import breakout, sandbox
+from pentad.rollout.breakout import AMOUNTS
+from pentad.rollout.sandbox import Sandbox, SandboxSettings, what_is_missing
+
+HERE = Path(__file__).parent
+NUM_RANDOM = 200
+USERS = ["root", "ordinary"] if os.getuid() == 0 else ["ordinary"]
+
+
+LACKING = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
+needs_namespaces = pytest.mark.skipif("namespaces are refused" in LACKING, reason=LACKING)
+
+
+def command(user: str, *arguments: str) -> list[str]:
+    lowered = [str(HERE / "as_user.py")] if user == "ordinary" and os.getuid() == 0 else []
+    return [sys.executable, *lowered, str(HERE / "attack.py"), *arguments]
+
+
+def attack(user: str, *arguments: str) -> dict[str, str]:
+    """By attack: what was reached, harmed or lost. Nothing is left out, held attacks are empty."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    out = subprocess.run(
+        command(user, *arguments), capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("user", USERS)
+def test_no_known_break_out_gets_anywhere(user):
+    assert {name: got for name, got in attack(user, "break_outs", "enclosed").items() if got} == {}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_without_namespaces_only_amounts_are_not_held(user):
+    found = attack(user, "break_outs", "refused")
+    got = {name for name, result in found.items() if result}
+    assert got <= ({"threads"} if user == "root" else set()), found
+
+
+@needs_namespaces
+@pytest.mark.parametrize("user", USERS)
+def test_random_hostile_jobs_harm_nobody_and_the_pool_stays_whole(user):
+    assert attack(user, "random", "11", str(NUM_RANDOM)) == {}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("user", USERS)
+def test_a_job_does_not_outlive_its_pool_and_worker(user):
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    pool = subprocess.Popen(
+        command(user, "outlive"), stdout=subprocess.PIPE, text=True, env=environment
+    )
+    [worker] = json.loads(pool.stdout.readline())
+    deadline = time.monotonic() + 20.0
+    while len(family := [psutil.Process(worker), *psutil.Process(worker).children(True)]) < 4:
+        assert time.monotonic() < deadline, f"no job below the worker: {family}"
+        time.sleep(0.02)
+    time.sleep(0.3)  # it has asked not to die with its parent
+    below_pool = psutil.Process(pool.pid).children(recursive=True)
+    for pid in (pool.pid, worker):
+        os.kill(pid, 9)
+    pool.wait()
+    pool.stdout.close()
+    deadline = time.monotonic() + 10.0
+    while (alive := [p for p in family if is_alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in filter(is_alive, below_pool):
+        process.kill()
+    assert alive == []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# --- what a pool finds out at its start -------------------------------------------------------
+
+FILTER_OFF = r"import pentad.rollout.confine as c; c.build_filter = lambda **k: "
+FILTER_OFF += r"b'\x06\0\0\0\0\0\xff\x7f'; "
+REFUSED = "import pentad.rollout.warden as w; "
+REFUSED += "w.enclosure.enclose = lambda limits: (_ for _ in ()).throw(OSError('not here')); "
+OLD_KERNEL = "import pentad.rollout.confine as c; c.RIGHTS_BY_ABI = {{1: (1 << {}) - 1}}; "
+SPOILT = {
+    "no filter": (FILTER_OFF, {"processes", "ending with its worker", "memory"}),
+    "Landlock 1": (REFUSED + OLD_KERNEL.format(13), {"writing files"}),
+    "Landlock 2": (REFUSED + OLD_KERNEL.format(14), {"writing files"}),
+    "no Landlock": (
+        REFUSED + "import pentad.rollout.confine as c; c._restrict_files = lambda scratch: 0; ",
+        {"reading files", "writing files"},
+    ),
+    "neither": (FILTER_OFF + REFUSED, set(breakout.MEANING) - {"reading files", "writing files"}),
+    "a scratch without end": (
+        "import pentad.rollout.enclosure as e; m = e._mount; "
+        "e._mount = lambda s, t, f, o='': m(s, t, f, 'mode=777' if 'inodes' in o else o); ",
+        {"total size of files"},
+    ),
+    "any number of threads": (
+        "import resource as r; s = r.setrlimit; "
+        "r.setrlimit = lambda k, v: s(k, v) if k != r.RLIMIT_NPROC else 0; ",
+        {"threads"},
+    ),
+}
+
+
+def spoil(monkeypatch, code: str) -> None:
+    monkeypatch.setattr(sandbox, "BOOT", sandbox.BOOT.replace("from pentad", code + "from pentad"))
+
+
+def start(**changes) -> None:
+    async def run():
+        pool = Sandbox(SandboxSettings(isolate=True, num_workers=1, **changes))
+        await pool.start()
+        await pool.close()
+
+    asyncio.run(run())
+
+
+@needs_namespaces
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_missing_protection_is_found_by_trying(monkeypatch, name):
+    code, lacking = SPOILT[name]
+    by_user = AMOUNTS if REFUSED in code else set()
+    if name == "neither":  # the kernel itself protects a parent that has more rights
+        by_user = {*by_user, "priorities of others", "cores of others"}
+    spoil(monkeypatch, code)
+    told = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
+    found = {name for name in breakout.MEANING if name in told.partition(" a job can ")[0]}
+    assert lacking - by_user <= found <= lacking | by_user, told
+    assert all(breakout.MEANING[name] in told for name in found)
+    assert ("namespaces are refused: not here" in told) == (REFUSED in code)
+    finding = check_isolation()
+    assert finding.status == "warn" and finding.text == told
+
+
+def test_a_run_is_refused_where_jobs_could_reach_something(monkeypatch, caplog):
+    spoil(monkeypatch, FILTER_OFF)
+    with pytest.raises(UserError, match="a job can start processes.*allow_weaker = true"):
+        start()
+    start(allow_weaker=True)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "does not offer: processes" in line
+
+
+def test_where_only_amounts_are_not_held_a_run_says_so_and_goes_on(monkeypatch, caplog):
+    spoil(monkeypatch, REFUSED)
+    start()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "not here" in line and "a job can" in line and "fill the disk" in line
+
+
+@needs_namespaces
+def test_doctor_says_that_programs_are_isolated():
+    assert check_isolation().status == "ok"
