@@ -561,9 +561,10 @@ class Config(Section):
     """Trainer and embedded sampler agree bit for bit on the log-prob of every token, by kernels
     that do not depend on the batch; slower. What cannot is refused. Gradients are not covered."""
     stall_warning_s: Seconds = 60.0
-    """Without progress for this long, a warning names what is stuck and why."""
+    """Without progress for this long while nothing works, a warning names what is stuck and why."""
     stall_abort_s: Seconds = 1800.0
-    """Without progress for this long, the run ends with the same sentence."""
+    """Without progress for this long (no token drawn, no microbatch trained, a rank that does not
+    run), the run ends with the same sentence; what was trained is saved if the learner answers."""
     total_train_epochs: Count = 1
     """Passes over the training prompts."""
     total_train_steps: Count | None = None

@@ -14,6 +14,7 @@ from pentad.config.algorithm_rules import sample_limit
 from pentad.config.plan import snapshot_on_host
 from pentad.config.schema import Config
 from pentad.config.unread import unread
+from pentad.core.errors import RunError
 from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
@@ -156,16 +157,9 @@ class Assembly:
         with ExitStack() as stepping:
             try:
                 evaluator = await self._train(stepping)
-            except asyncio.CancelledError:
-                reason = self.state.stop_reason
-                if not reason:
-                    raise
-                # A second signal: nothing is waited for.
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()
-                raise cut_short(reason, self.trained + 1, self.savers[0].good) from None
-            except Exception:
+            except (Exception, asyncio.CancelledError) as error:
+                if cut := self._cut_short(error):
+                    raise cut from None
                 if not self.thread.is_given_up:
                     update = self.update
                     rescue(self.savers, update.num_done, num_moved=update.num_moved)
@@ -181,6 +175,15 @@ class Assembly:
     def trained(self) -> int:
         return self.state.budget.trained
 
+    def _cut_short(self, error: BaseException) -> RunError | None:
+        """A second signal cancels this task, and nothing is waited for. A loop that was held too
+        long cancels it as well, and then what was trained is saved."""
+        reason, task = self.state.stop_reason, asyncio.current_task()
+        if not (reason and task is not None and isinstance(error, asyncio.CancelledError)):
+            return None
+        task.uncancel()
+        return cut_short(reason, self.trained + 1, self.savers[0].good)
+
     async def _train(self, stepping: ExitStack) -> Evaluator | None:
         """Everything but the last save; signals are noted in `stepping` from the first step on."""
         async with AsyncExitStack() as stack:
@@ -195,7 +198,7 @@ class Assembly:
             try:
                 await self._scheduler(reward, evaluator, stack).run()
             except asyncio.CancelledError:
-                self.thread.is_given_up = True
+                self.thread.is_given_up = bool(self.state.stop_reason)
                 raise
         return evaluator
 

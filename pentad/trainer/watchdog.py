@@ -57,7 +57,7 @@ class Watchdog:
         self.last_warning = clock()
         self.last_beat = clock()
         """When the event loop was last seen to turn."""
-        self.period_s = min(warn_s, 5.0) / 2
+        self.period_s = min(warn_s, abort_s, 5.0) / 4
 
     async def run(self) -> None:
         with self.watching_the_loop():

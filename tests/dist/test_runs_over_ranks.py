@@ -80,9 +80,11 @@ def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_pat
         task=task,
         root=tmp_path,
         trial=layout,
-        overrides=["total_train_steps=3", f"allocation_mode=archon:{layout}"],
+        # Every step is saved beside training, the last one too: it is not written again.
+        overrides=["total_train_steps=3", f"allocation_mode=archon:{layout}", "saver.freq_steps=1"],
     )
     check_equal(Path(summary["records"]), summary["model"], alone["sft"])
+    assert len(list(Path(summary["model"]).parent.iterdir())) == 3
 
 
 def test_ranks_start_from_a_megatron_folder_of_another_layout(pool, task, tmp_path, alone):

@@ -1,8 +1,11 @@
 """What was trained is on disk: saved beside training, and saved first whatever fails."""
 
+import asyncio
 import errno
 import shutil
+import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
+from pentad.infer.sampler import EmbeddedSampler
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import saver
@@ -181,6 +185,38 @@ def test_what_was_trained_before_a_failing_reward_is_exported(lab, tmp_path, cap
     num_steps = len(read_lines(next(lab.fileroot.rglob("lost/steps.jsonl"))))
     assert num_steps and saved.name.endswith(f"globalstep{num_steps - 1}") and weights_of(saved)
     assert f"({num_steps} steps) is saved in {saved}" in capsys.readouterr().err
+
+
+def test_what_was_trained_before_a_sampler_that_hangs_is_exported(lab, monkeypatch):
+    plain = EmbeddedSampler.generate
+
+    async def generate(self, *args):
+        if self.version == 2:
+            await asyncio.Event().wait()
+        return await plain(self, *args)
+
+    monkeypatch.setattr(EmbeddedSampler, "generate", generate)
+    with pytest.raises(
+        RunError, match=r"no progress for \d+ s: rollout waits for 4 running groups"
+    ):
+        lab.train("total_train_steps=4", "stall_abort_s=2", trial="hung")
+    assert exports_of(lab, "hung").keys() == {1}
+
+
+def test_what_was_trained_before_a_frozen_event_loop_is_exported(lab, monkeypatch):
+    """Stopped and continued from outside, say: the exception comes where the loop waits."""
+    plain = Recorder.step
+
+    def step(self, record, *args):
+        if record.step == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
+            time.sleep(0.5)
+        return plain(self, record, *args)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    with pytest.raises(RunError, match="nothing else could run for"):
+        lab.train("total_train_steps=4", trial="frozen")
+    assert exports_of(lab, "frozen").keys() == {1}
 
 
 def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
