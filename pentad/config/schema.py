@@ -494,7 +494,7 @@ class TelemetryConfig(Section):
     mfu_target: Annotated[float, Field(gt=0, le=1)] | None = None
     """Warns when MFU stays below it."""
     samples_per_step: NonNegativeInt = 4
-    """Samples of each step written to samples.jsonl."""
+    """Samples of each step written to samples.jsonl, TensorBoard and Weights & Biases."""
 
 
 class GuardsConfig(Section):

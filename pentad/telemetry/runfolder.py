@@ -33,7 +33,8 @@ FILES = {
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt.",
     "servers/": "Output of the vLLM or SGLang servers that the run started, a file each.",
-    "tensorboard/": "The numbers of steps.jsonl as curves, if telemetry.tensorboard is true: "
+    "tensorboard/": "The numbers of steps.jsonl as curves and samples as text, if "
+    "telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
     "run.lock": "Held by the running program, so that no second one writes here; empty otherwise.",
