@@ -134,7 +134,7 @@ async def fuzz(pool: Sandbox, victim: Victim, seed: int, num: int) -> dict[str, 
 async def outlive(pool: Sandbox, victim: Victim) -> dict[str, str]:
     """A job that will not end by itself, and asks not to end with its parent; we never return."""
     source = f"{programs.HEAD}\nlibc.prctl(1, 0)\n{programs.STUBBORN}"
-    print(json.dumps([worker.process.pid for worker in pool.workers]), flush=True)
+    print(json.dumps([pool.workers[0].process.pid, pool.folder, str(victim.file)]), flush=True)
     await run(pool, source, 600.0)
     return {}
 

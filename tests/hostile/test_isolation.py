@@ -4,6 +4,7 @@ namespaces; and a machine that lacks a protection is found out before the first 
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,7 +69,7 @@ def test_a_job_does_not_outlive_its_pool_and_worker(user):
     pool = subprocess.Popen(
         command(user, "outlive"), stdout=subprocess.PIPE, text=True, env=environment
     )
-    [worker] = json.loads(pool.stdout.readline())
+    worker, folder, file = json.loads(pool.stdout.readline())
     deadline = time.monotonic() + 20.0
     while len(family := [psutil.Process(worker), *psutil.Process(worker).children(True)]) < 4:
         assert time.monotonic() < deadline, f"no job below the worker: {family}"
@@ -84,6 +85,8 @@ def test_a_job_does_not_outlive_its_pool_and_worker(user):
         time.sleep(0.02)
     for process in filter(is_alive, below_pool):
         process.kill()
+    for left in (folder, Path(file).parent):  # nobody is left who would remove them
+        shutil.rmtree(left)
     assert alive == []
 
 
