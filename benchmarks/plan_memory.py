@@ -29,8 +29,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_smoke import DEVICE, IS_GPU, TOY, MeanNll, make_rows  # noqa: E402
 
 from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
-from pentad.config.activations import Keeping  # noqa: E402
-from pentad.config.memory import Training, training_phases  # noqa: E402
 from pentad.core.dims import dims_from_hf  # noqa: E402
 from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
@@ -39,6 +37,8 @@ from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
 from pentad.engine.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
+from pentad.planner.activations import Keeping  # noqa: E402
+from pentad.planner.memory import Training, training_phases  # noqa: E402
 
 GIB = 2**30
 LIMIT = 0.1

@@ -10,22 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from pentad.cli.reference import ROWS
+
 PACKAGE = "pentad"
 ROOT = Path(__file__).parents[1] / PACKAGE
-LAYERS = [  # a package imports only from rows above it, and from itself
-    {"core"},
-    {"config", "telemetry", "rl"},
-    {"ops", "weights"},
-    {"models", "parallel", "data", "runtime"},
-    {"engine", "infer", "sync", "checkpoint"},
-    {"rollout", "elastic"},
-    {"trainer"},
-    {"cli"},
-]
+LAYERS = [set(row.split()) for row in ROWS]
+"""A package imports only from rows above it, and from itself."""
 LEVEL = {name: row for row, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "triton", "transformers", "ray", "sglang", "vllm", "numpy"}
-LIGHT = {"config"}
-NO_CONFIG = {name for row in (0, 2, 3, 4) for name in LAYERS[row]}
+LIGHT = {"config", "planner"}
+NO_CONFIG = {name for row in (0, 2, 3, 4) for name in LAYERS[row]} - {"planner"}
 OPTIONAL = {
     *("ray", "vllm", "sglang", "boto3", "tensorboard", "wandb", "megatron", "pyarrow"),
     *("starlette", "uvicorn"),
@@ -181,6 +175,12 @@ def test_the_check_catches(tmp_path, room, code, expected):
     (root / room).mkdir(parents=True)
     (root / room / "x.py").write_text(code)
     assert any(expected in problem for problem in problems_of(root))
+
+
+def test_contributing_has_the_same_rows():
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| \d+ \| ([^|]+) \|", page, re.M)
+    assert [set(row.replace("`", "").split()) for row in rows] == LAYERS
 
 
 def test_no_empty_rooms():

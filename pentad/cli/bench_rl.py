@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_MOE_SLICE, TOY
-from pentad.config.load import prepare
 from pentad.data.toy import write_byte_model, write_task
+from pentad.planner.prepare import prepare
 from pentad.trainer.assemble import run_train
 
 SMOLLM2_135M: dict[str, Any] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from pentad.config.load import prepare
 from pentad.core.device import pick_device
 from pentad.data.toy import write_model, write_task
+from pentad.planner.prepare import prepare
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.run import RunSummary
 

@@ -1,4 +1,4 @@
-"""Prints what `pentad.config.doctor` and the reward pool found on this machine."""
+"""Prints what `pentad.planner.doctor` and the reward pool found on this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.cli.plan import make_console
-from pentad.config.doctor import Finding, examine, is_healthy
 from pentad.core.errors import UserError
+from pentad.planner.doctor import Finding, examine, is_healthy
 from pentad.rollout.sandbox import SandboxSettings, WorkerLost, what_is_missing
 
 MARKS = {

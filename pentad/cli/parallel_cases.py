@@ -11,7 +11,7 @@ from typing import Any
 
 from pentad.config.catalog import known_model
 from pentad.config.load import load_config
-from pentad.config.rules import layout_problems
+from pentad.config.rules.layout import layout_problems
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import Problem, UserError

@@ -12,10 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.config.machine import GIB, host_memory
-from pentad.config.memory import RULE_OMITS, held_params, sharded_params
-from pentad.config.model_rules import uncounted
-from pentad.config.plan import (
+from pentad.config.derived import samples
+from pentad.config.rules.layout import count_devices, layout_notes
+from pentad.config.rules.model import uncounted
+from pentad.config.rules.rule import Command
+from pentad.config.rules.start import unbuilt_problems
+from pentad.config.rules.unread import unread
+from pentad.config.schema import Config, DatasetConfig
+from pentad.core.errors import UserError
+from pentad.core.layout import parse_allocation
+from pentad.core.machine import GIB, host_memory
+from pentad.data.rows import open_rows
+from pentad.planner.memory import RULE_OMITS, held_params, sharded_params
+from pentad.planner.plan import (
     Plan,
     SamplePlan,
     TrainPlan,
@@ -23,16 +32,8 @@ from pentad.config.plan import (
     choose_device,
     thumb_of,
 )
-from pentad.config.ranks import inner_rows, span, stage_rows
-from pentad.config.remedies import Remedy, propose
-from pentad.config.rule import Command
-from pentad.config.rules import count_devices, layout_notes, samples
-from pentad.config.schema import Config, DatasetConfig
-from pentad.config.start_rules import unbuilt_problems
-from pentad.config.unread import unread
-from pentad.core.errors import UserError
-from pentad.core.layout import parse_allocation
-from pentad.data.rows import open_rows
+from pentad.planner.ranks import inner_rows, span, stage_rows
+from pentad.planner.remedies import Remedy, propose
 
 MAX_WIDTH = 120
 PLAIN_WIDTH = 100

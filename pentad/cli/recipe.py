@@ -81,7 +81,7 @@ class Recipe:
         ask_start: Callable[[Config], list[Problem | str]] | None = None,
     ) -> tuple[Config, list[str]]:
         """The resolved and checked config, with notes; raises UserError with every problem."""
-        from pentad.config.load import prepare
+        from pentad.planner.prepare import prepare
 
         try:
             config, notes = prepare(self.path, self.overrides, command, gpu_memory, ask_start)

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1]
 ROWS = (
     "core",
     "config telemetry rl",
-    "ops weights",
+    "ops weights planner",
     "models parallel data runtime",
     "engine infer sync checkpoint",
     "rollout elastic",

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pentad.cli.parallel_cases import Case, Subject, choose_cases, read_subject, shrink
 from pentad.cli.plan import make_console
-from pentad.config.start_rules import too_many_ranks
+from pentad.config.rules.start import too_many_ranks
 from pentad.core.dims import dims_from_hf
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout

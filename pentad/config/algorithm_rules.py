@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pentad.config.describe import show
-from pentad.config.rule import Rules
+from pentad.config.rules.rule import Rules
 from pentad.config.schema import (
     ALGORITHM_NAMES,
     CONSTANT_NORM,

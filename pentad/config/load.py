@@ -1,21 +1,20 @@
 """Loads a run's config from YAML and overrides, and writes it back; every mistake is reported.
 
-`load_config` reads and validates. `prepare` goes the whole way of a command: it also resolves
-what was left open and checks the rules between keys, and reports all problems in one error.
+`planner.prepare` goes on from here: it resolves what was left open and checks the rules between
+keys.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from pentad.config.checks import check, check_planned
 from pentad.config.describe import (
     choices,
     fields,
@@ -27,10 +26,6 @@ from pentad.config.describe import (
     text_keys,
 )
 from pentad.config.foreign import HALF, NOT_BUILT, hint, is_block
-from pentad.config.plan import choose_device
-from pentad.config.remedies import choose_offloading
-from pentad.config.resolve import resolve
-from pentad.config.rule import Command
 from pentad.config.schema import MAX_INT, Config
 from pentad.config.tree import Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
@@ -55,35 +50,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if reading.problems:
         raise UserError(reading.problems)
     return reading.config
-
-
-def prepare(
-    path: str | Path | None,
-    overrides: Sequence[str] = (),
-    command: Command = "plan",
-    gpu_memory: float | None = None,
-    ask_start: Callable[[Config], list[Problem | str]] | None = None,
-) -> tuple[Config, list[str]]:
-    """The resolved and checked config of a command, with notes on what was chosen.
-
-    `gpu_memory` (in GiB) plans for GPUs that need not be here. `ask_start` finds what a start would
-    refuse besides; it is asked where there are problems, since a start without any asks by itself.
-    """
-    reading = read_config(path, overrides)
-    if not reading.is_read:
-        raise UserError(reading.problems)
-    config, notes = resolve(reading.config)
-    problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
-    if command == "plan":
-        problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)
-    elif problems and ask_start is not None:
-        problems += ask_start(config)
-    if problems:
-        raise UserError(problems)
-    if command in ("train", "plan"):
-        config, said = choose_offloading(config, choose_device(config, gpu_memory), command)
-        notes += said
-    return config, notes
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:

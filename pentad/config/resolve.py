@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pentad.config.algorithm_rules import CORRECTION_DETAILS, off_policy
+from pentad.config.derived import are_apart, pipeline_size
 from pentad.config.describe import show, value_at
 from pentad.config.schema import KL_IN_REWARD, WITH_CRITIC, Config, ModelConfig
-from pentad.core.errors import UserError
-from pentad.core.layout import Allocation, parse_allocation
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
@@ -62,50 +61,6 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
         if config.critic.path is None and config.actor.path is not None:
             draft.set("critic.path", config.actor.path, "that of the actor")
     return draft.config, draft.notes
-
-
-def parsed_allocation(config: Config) -> Allocation | None:
-    """The allocation, or None while it is unset or wrong (which the layout rules report)."""
-    if config.allocation_mode is None:
-        return None
-    try:
-        return parse_allocation(config.allocation_mode)
-    except UserError:
-        return None
-
-
-def are_apart(config: Config) -> bool | None:
-    """Whether rollout and training have devices of their own; None where one is missing."""
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    actor = allocation and allocation.find("actor")
-    if not (allocation and rollout and actor):
-        return None
-    return not allocation.shares_devices(rollout, actor)
-
-
-def num_running(config: Config) -> int:
-    """Sequences that one sampler decodes together: what it is given at once, within bounds.
-
-    Fewer would wait for a place and be prefilled beside others' decoding, which runs without
-    captured graphs; more make room for logits (rows x vocabulary) that no load here needs.
-    """
-    if config.rollout.max_running is not None:
-        return config.rollout.max_running
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    groups = config.rollout.max_concurrent_groups
-    groups = groups or config.train_dataset.batch_size * (config.max_staleness + 1)
-    replicas = rollout.size("d") if rollout else 1
-    wanted = max(256, min(1024, -(-groups * config.gconfig.n_samples // replicas)))
-    return min(wanted, config.rollout.max_batch_tokens)
-
-
-def pipeline_size(config: Config, role: str) -> int:
-    """Pipeline ranks of a role; a critic without devices of its own stands on the actor's."""
-    allocation = parsed_allocation(config)
-    component = allocation and (allocation.find(role) or allocation.find("actor"))
-    return component.size("p") if component else 1
 
 
 class _Draft:
@@ -177,7 +132,7 @@ def _choose_mode(draft: _Draft) -> None:
 
 
 def _choose_offloading(draft: _Draft) -> None:
-    """What colocation does depends on the memory of the device (`remedies.choose_offloading`)."""
+    """What colocation does depends on the memory of the device (`planner.remedies`)."""
     if draft.config.offload_train is None:
         draft.set("offload_train", False)
     if draft.config.offload_rollout is None and draft.config.mode in ("hybrid", "async"):

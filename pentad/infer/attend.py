@@ -70,12 +70,6 @@ class KVCache:
             self.routes[targets] = self.routes[sources]
 
 
-def block_bytes(dims: ModelDims, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block in all layers, keys and values."""
-    values = dims.num_layers * block_size * dims.num_kv_heads * dims.head_dim
-    return 2 * values * dtype.itemsize
-
-
 class Bucket:
     """Sequences of one step with similar numbers of queries and blocks."""
 

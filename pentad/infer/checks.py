@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.sizes import MIN_TEMPERATURE
 from pentad.core.types import Request, SamplingParams
 
-MIN_TEMPERATURE = 1e-3
-"""Logits divided by less may leave the range of fp32, and one such request would fail them all."""
 MIN_TOP_P = 1e-6
 """Less may be 0 in fp32, which keeps no token."""
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from pentad.core.digest import digest_of
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Installed
+from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes
 from pentad.core.types import FinishReason, Request, TopTokens
-from pentad.infer.attend import block_bytes
 from pentad.infer.blocks import BlockPool
 from pentad.infer.checks import Limits
 from pentad.infer.runner import Runner
@@ -27,9 +27,6 @@ from pentad.infer.sequence import Sequence, Table
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import install_hf, iter_hf
-
-DEFAULT_CPU_BYTES = 1 << 30
-DEFAULT_GPU_SHARE = 0.5
 
 Decode = Callable[[list[int]], str]
 
@@ -260,15 +257,15 @@ class Engine:
 def count_blocks(model: Decoder, settings: SamplerSettings, max_context: int) -> int:
     """Blocks of the pool, the scratch block included."""
     weight, size = model.head_weight, settings.block_size
-    bytes_each = block_bytes(model.dims, size, weight.dtype)
+    bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize)
     if settings.kv_cache_tokens is not None:
         usable = settings.kv_cache_tokens // size
     elif settings.kv_cache_bytes is not None:
         usable = settings.kv_cache_bytes // bytes_each - 1
     else:
-        memory = DEFAULT_CPU_BYTES
+        memory = EMBEDDED_CPU_BYTES
         if weight.device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(weight.device)[0] * DEFAULT_GPU_SHARE)
+            memory = int(torch.cuda.mem_get_info(weight.device)[0] * EMBEDDED_SHARE)
         wanted = settings.max_running * -(-max_context // size)
         usable = min(wanted, memory // bytes_each - 1)
     if usable < 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.sizes import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class SamplerSettings:
     """Most tokens in one forward pass; longer prompts are prefilled in chunks."""
     max_context: int | None = None
     """Most tokens of one sequence, prompt included. None: what the model's positions allow."""
-    block_size: int = 16
+    block_size: int = BLOCK_TOKENS
     """Tokens in one block of the key-value cache."""
     kv_cache_bytes: int | None = None
     """Memory of the key-value cache. None: enough for `max_running` sequences of `max_context`

@@ -17,17 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentad.core.sizes import CHUNK_BYTES, LOGIT_COPIES
+
 try:
     from pentad.ops import logprob_kernels as kernels
 except ImportError:
     HAS_TRITON = False
 else:
     HAS_TRITON = True
-
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
-"""Room for the logits of one chunk, their exponentials and their gradient, by device type."""
-LOGIT_COPIES = 3
-"""How many arrays of the size of the logits a chunk makes room for; the kernels need half of it."""
 
 
 def _same(x: Tensor) -> Tensor:

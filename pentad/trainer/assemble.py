@@ -11,9 +11,9 @@ from dataclasses import asdict
 import torch
 
 from pentad.config.algorithm_rules import sample_limit
-from pentad.config.plan import snapshot_on_host
+from pentad.config.derived import snapshot_on_host
+from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
-from pentad.config.unread import unread
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed

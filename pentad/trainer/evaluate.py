@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pentad.config.model_rules import stop_ids_are_words
+from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.dims import ModelDims

@@ -8,17 +8,17 @@ from typing import TypeVar
 
 import torch
 
-from pentad.config.model_rules import stop_ids_are_words
-from pentad.config.plan import DeviceKind
-from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
-from pentad.config.start_rules import (
+from pentad.config.rules.model import stop_ids_are_words
+from pentad.config.rules.start import (
     cache_problems,
     device_problems,
     disk_problems,
     unbuilt_problems,
 )
+from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.rl.settings import AlgorithmSettings

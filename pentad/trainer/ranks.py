@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from pentad.config.resolve import parsed_allocation
-from pentad.config.rules import known_dims
+from pentad.config.derived import known_dims, parsed_allocation
+from pentad.config.rules.start import cache_problems, process_problems
 from pentad.config.schema import Config
-from pentad.config.start_rules import cache_problems, process_problems
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError
 from pentad.core.layout import Layout

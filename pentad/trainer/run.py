@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from pentad.config.derived import compute_bytes
 from pentad.config.load import dump_config
-from pentad.config.memory import export_bytes
-from pentad.config.plan import compute_bytes
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
 from pentad.core.roles import Learner
+from pentad.core.sizes import export_bytes
 from pentad.engine.flops import detect_peak_tflops
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import NOTICE, log_to

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from pentad.config.plan import COLOCATED_SHARE
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
+from pentad.core.sizes import COLOCATED_SHARE
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model

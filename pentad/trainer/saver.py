@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentad.config.machine import GIB, host_memory
 from pentad.core.errors import RunError
+from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency

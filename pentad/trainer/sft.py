@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
-from pentad.config.unread import unread
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner

@@ -7,14 +7,13 @@ import os
 import torch
 
 from pentad.config.algorithm_rules import sample_limit
-from pentad.config.memory import default_microbatch_tokens
-from pentad.config.plan import reshards
-from pentad.config.resolve import num_running
+from pentad.config.derived import num_running, reshards
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.seeds import derive_seed
+from pentad.core.sizes import default_microbatch_tokens
 from pentad.core.types import SamplingParams
 from pentad.data.render import Columns, DataSettings
 from pentad.data.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows
 
-from pentad.config.load import prepare
+from pentad.planner.prepare import prepare
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import build_engine

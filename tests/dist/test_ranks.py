@@ -13,8 +13,8 @@ from parity_cases import (
     train_step,
 )
 
-from pentad.config.activations import Keeping
-from pentad.config.memory import Training, num_snapshots, snapshot_bytes, training_phases
+from pentad.planner.activations import Keeping
+from pentad.planner.memory import Training, num_snapshots, snapshot_bytes, training_phases
 from pentad.core.digest import digest_of
 from pentad.core.dims import dims_from_hf
 from pentad.core.layout import Layout

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from closeness import ROUNDING
 
-from pentad.config.load import prepare
+from pentad.planner.prepare import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train

@@ -8,7 +8,7 @@ from run_lab import FLOAT32, steps_of, values_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pentad.config.load import prepare
+from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_train
 

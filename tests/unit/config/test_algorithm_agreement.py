@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pentad.config.algorithm_rules import NEUTRAL, READERS
-from pentad.config.checks import check
 from pentad.config.resolve import resolve
+from pentad.config.rules.check import check
 from pentad.config.schema import (
     ALGORITHM_NAMES,
     CONSTANT_NORM,

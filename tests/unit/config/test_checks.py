@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from pentad.config import checks
-from pentad.config.checks import all_rules, check
-from pentad.config.load import prepare
 from pentad.config.resolve import resolve
+from pentad.config.rules import check as checks
+from pentad.config.rules.check import all_rules, check
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
 from pentad.infer import checks as infer_checks
+from pentad.planner.prepare import prepare
 
 QWEN3 = {
     "model_type": "qwen3",

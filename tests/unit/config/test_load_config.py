@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, given, settings
 
 from pentad.config.describe import fields, nearest_keys, section_of, takes
 from pentad.config.foreign import NOT_BUILT, SPELLED
-from pentad.config.load import dump_config, load_config, prepare, read_config
+from pentad.config.load import dump_config, load_config, read_config
 from pentad.config.resolve import resolve
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
+from pentad.planner.prepare import prepare
 
 LEAVES = [key for key, field in fields().items() if section_of(field.annotation) is None]
 

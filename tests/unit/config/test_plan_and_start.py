@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pentad.config.load import prepare, read_config
+from pentad.config.derived import samples
+from pentad.config.load import read_config
 from pentad.config.resolve import resolve
-from pentad.config.rules import samples
-from pentad.config.start_rules import unbuilt_problems
+from pentad.config.rules.start import unbuilt_problems
 from pentad.core.errors import UserError
 from pentad.core.fit import check_fit
 from pentad.data.toy import write_byte_model
@@ -23,6 +23,7 @@ from pentad.engine.engine import check_balance
 from pentad.engine.wrap import check_strict
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
+from pentad.planner.prepare import prepare
 from pentad.trainer.preflight import check_train
 from pentad.trainer.ranks import layout_of, rank_problems
 from pentad.trainer.sft import check_sft

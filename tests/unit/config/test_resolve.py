@@ -1,7 +1,9 @@
 import pytest
 
-from pentad.config.load import dump_config, load_config, prepare
-from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, num_running, resolve
+from pentad.config.derived import num_running
+from pentad.config.load import dump_config, load_config
+from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
+from pentad.planner.prepare import prepare
 
 MODEL = "actor.path=Qwen/Qwen3-8B"
 

@@ -6,12 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
-from pentad.config import plan, start_rules
-from pentad.config.load import load_config, prepare
-from pentad.config.machine import GIB
-from pentad.config.model_rules import check_layout
+from pentad.config.load import load_config
 from pentad.config.resolve import resolve
-from pentad.config.start_rules import (
+from pentad.config.rules import start as start_rules
+from pentad.config.rules.model import check_layout
+from pentad.config.rules.start import (
     cache_problems,
     device_problems,
     disk_problems,
@@ -21,6 +20,9 @@ from pentad.config.start_rules import (
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.families import has_model_file, no_such_family, own_families
+from pentad.core.machine import GIB
+from pentad.planner import plan
+from pentad.planner.prepare import prepare
 
 QWEN = "actor.path=Qwen/Qwen3-0.6B"
 TINY = ModelDims(

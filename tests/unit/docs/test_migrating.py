@@ -9,11 +9,12 @@ import yaml
 from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
 from pentad.config.foreign import NOT_BUILT, REMARKED, SPELLED, TRL, VERL
-from pentad.config.load import prepare, read_config
-from pentad.config.start_rules import unbuilt_problems
+from pentad.config.load import read_config
+from pentad.config.rules.start import unbuilt_problems
 from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
 from pentad.models.families import known_families
+from pentad.planner.prepare import prepare
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "migrating.md").read_text()

@@ -17,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
-from pentad.config.load import prepare
 from pentad.data.toy import write_byte_model
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
+from pentad.planner.prepare import prepare
 from pentad.rl.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[3]

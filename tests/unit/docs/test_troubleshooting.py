@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from pentad.cli.recipe import read_recipe
-from pentad.config.load import prepare
-from pentad.config.plan import build_plan, choose_device
 from pentad.core.errors import RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, Row
@@ -23,6 +21,8 @@ from pentad.data.store import Store
 from pentad.data.toy import write_byte_model, write_model
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.planner.plan import build_plan, choose_device
+from pentad.planner.prepare import prepare
 from pentad.rl.health import WINDOW, find_alarms
 from pentad.rl.losses import SftLoss
 from pentad.rollout.failures import DataFailure

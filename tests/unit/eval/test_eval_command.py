@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from pentad.cli import main as cli
-from pentad.config.load import prepare
 from pentad.data.rows import open_rows
 from pentad.data.toy import write_byte_model, write_model, write_task
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
+from pentad.planner.prepare import prepare
 from pentad.trainer.assemble import run_train
 
 

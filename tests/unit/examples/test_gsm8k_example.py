@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pentad.config.load import prepare
 from pentad.data.toy import write_byte_model
+from pentad.planner.prepare import prepare
 from pentad.rollout.verifiers import gsm8k
 from pentad.telemetry.steps import read_lines
 

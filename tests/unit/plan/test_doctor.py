@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from pentad.cli.doctor import run_doctor
-from pentad.config import doctor, machine
-from pentad.config.doctor import examine, is_healthy
-from pentad.config.machine import GIB, Gpu, GpuQueryError
+from pentad.core import machine
+from pentad.core.machine import GIB, Gpu, GpuQueryError
+from pentad.planner import doctor
+from pentad.planner.doctor import examine, is_healthy
 
 H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, "580.1", "9.0")
 

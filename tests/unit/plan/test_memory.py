@@ -8,10 +8,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pentad.config import memory
-from pentad.config.activations import Keeping, ends_bytes, kept_bytes
 from pentad.config.catalog import MODELS
-from pentad.config.memory import (
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Layout
+from pentad.engine.settings import EngineSettings
+from pentad.engine.wrap import wrap_model
+from pentad.models.decoder import Decoder
+from pentad.ops import logprob
+from pentad.ops.attention import build_attend
+from pentad.planner import memory
+from pentad.planner.activations import Keeping, ends_bytes, kept_bytes
+from pentad.planner.memory import (
     Sampling,
     Training,
     gathered_weights,
@@ -24,13 +31,6 @@ from pentad.config.memory import (
     stage_layers,
     training_phases,
 )
-from pentad.core.dims import ModelDims
-from pentad.core.layout import Layout
-from pentad.engine.settings import EngineSettings
-from pentad.engine.wrap import wrap_model
-from pentad.models.decoder import Decoder
-from pentad.ops import logprob
-from pentad.ops.attention import build_attend
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_SEQUENCES = 512, 4
@@ -147,7 +147,7 @@ def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode
 
 
 def test_logit_room_is_that_of_the_kernel():
-    assert memory.LOGIT_BYTES == logprob.CHUNK_BYTES
+    assert memory.CHUNK_BYTES == logprob.CHUNK_BYTES
     assert memory.LOGIT_COPIES == logprob.LOGIT_COPIES
 
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from pentad.cli import plan as cli
-from pentad.config.load import prepare, read_config
-from pentad.config.rules import layout_problems
+from pentad.config.load import read_config
+from pentad.config.rules.layout import layout_problems
+from pentad.planner.prepare import prepare
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pentad.cli import plan as cli
-from pentad.config.load import prepare
-from pentad.config.machine import GIB, Gpu
-from pentad.config.memory import PHASES, kv_token_bytes
-from pentad.config.plan import (
+from pentad.core.errors import UserError
+from pentad.core.layout import Layout, parse_allocation
+from pentad.core.machine import GIB, Gpu
+from pentad.infer import engine
+from pentad.planner.memory import PHASES, kv_token_bytes
+from pentad.planner.plan import (
     EMBEDDED_CPU_BYTES,
     EMBEDDED_SHARE,
     Device,
@@ -24,11 +26,9 @@ from pentad.config.plan import (
     build_plan,
     choose_device,
 )
-from pentad.config.ranks import MAX_ROWS, inner_rows, span
-from pentad.config.remedies import propose
-from pentad.core.errors import UserError
-from pentad.core.layout import Layout, parse_allocation
-from pentad.infer import engine
+from pentad.planner.prepare import prepare
+from pentad.planner.ranks import MAX_ROWS, inner_rows, span
+from pentad.planner.remedies import propose
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = {
@@ -46,7 +46,7 @@ def plan_of(*overrides: str, device: Device = H100, recipe: str | None = None, *
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_tutorials_examples_plan_unmodified(name, monkeypatch, capsys):
-    monkeypatch.setattr("pentad.config.plan.find_gpus", lambda: ())
+    monkeypatch.setattr("pentad.planner.plan.find_gpus", lambda: ())
     monkeypatch.setenv("COLUMNS", "100")
     config, notes = prepare(ROOT / "examples" / name, [], "plan")
     assert cli.run_plan(config, notes) == 0
@@ -203,8 +203,8 @@ def test_offloading_left_open_is_chosen_by_what_fits():
 
 
 def test_the_embedded_cache_takes_what_the_engine_takes():
-    assert EMBEDDED_SHARE == engine.DEFAULT_GPU_SHARE
-    assert EMBEDDED_CPU_BYTES == engine.DEFAULT_CPU_BYTES
+    assert EMBEDDED_SHARE == engine.EMBEDDED_SHARE
+    assert EMBEDDED_CPU_BYTES == engine.EMBEDDED_CPU_BYTES
     sampler = plan_of("actor.path=Qwen/Qwen3-0.6B").samplers[0]
     load = plan_of("actor.path=Qwen/Qwen3-0.6B").trainers[0].phases[0]["load"].device_bytes
     assert sampler.kv_bytes == pytest.approx((80 * GIB - load - sampler.weights_bytes) / 2)
@@ -281,7 +281,7 @@ def test_files_count_every_export():
 
 
 def test_a_full_disk_is_a_lack_only_on_the_machine_of_the_run(monkeypatch):
-    monkeypatch.setattr("pentad.config.plan.free_disk", lambda folder: (GIB, "/x"))
+    monkeypatch.setattr("pentad.planner.plan.free_disk", lambda folder: (GIB, "/x"))
     key = "actor.path=Qwen/Qwen3-0.6B"
     here = plan_of(key, "actor.mb_spec.n_mbs=64", device=Device("cuda", 80 * GIB, ""))
     assert here.lacks == ["1.1 GiB of exports, 1.0 GiB free at /x"]
@@ -292,13 +292,13 @@ def test_a_full_disk_is_a_lack_only_on_the_machine_of_the_run(monkeypatch):
 def test_which_device_is_planned_for(monkeypatch):
     config, _ = prepare(None, ["actor.path=Qwen/Qwen3-0.6B"], "plan")
     cluster, _ = prepare(ROOT / "examples" / "archon_qwen3_8b.yaml", [], "plan")
-    monkeypatch.setattr("pentad.config.plan.find_gpus", lambda: ())
+    monkeypatch.setattr("pentad.planner.plan.find_gpus", lambda: ())
     assert choose_device(config).kind == "cpu"
     assert choose_device(config, 24.0).memory_bytes == 24 * GIB
     assumed = choose_device(cluster)
     assert assumed.memory_bytes == 80 * GIB and not assumed.is_here
     gpus = (Gpu("A", 40 * GIB, 40 * GIB, "1", "8.0"), Gpu("B", 24 * GIB, 9, "1", "8.0"))
-    monkeypatch.setattr("pentad.config.plan.find_gpus", lambda: gpus)
+    monkeypatch.setattr("pentad.planner.plan.find_gpus", lambda: gpus)
     assert choose_device(cluster).memory_bytes == 24 * GIB
     assert choose_device(config).source == "2 x B found"
 

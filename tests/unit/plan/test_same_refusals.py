@@ -7,7 +7,7 @@ import torch
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
-from pentad.config.rules import layout_problems
+from pentad.config.rules.layout import layout_problems
 from pentad.core.dims import ModelDims, dims_from_hf
 from pentad.core.errors import UserError
 from pentad.core.fit import balance_problems, check_fit
@@ -117,7 +117,7 @@ def test_config_and_engine_refuse_the_same_layouts():
             continue
         archon = config.actor.archon
         if archon.ac_mode == "memory_budget" and archon.enable_compile is False:
-            continue  # a rule between keys (config.checks), not of the layout
+            continue  # a rule between keys (config.rules.check), not of the layout
         refused = engine_refuses(config, dims)
         what = f"{allocation} {options} {dims}\nconfig: {said}\nengine: {refused}"
         assert bool(said) == bool(refused), what

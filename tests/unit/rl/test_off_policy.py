@@ -7,10 +7,10 @@ import pytest
 import torch
 from ragged_batches import ListSegments
 
-from pentad.config.load import prepare
 from pentad.config.schema import ALGORITHM_NAMES
 from pentad.core.errors import UserError
 from pentad.core.types import TokenOutputs
+from pentad.planner.prepare import prepare
 from pentad.rl.algorithms import build_policy_loss, settings_for
 from pentad.trainer.translate import algorithm_settings
 

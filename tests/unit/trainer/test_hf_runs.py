@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
-from pentad.config.load import prepare
 from pentad.core.errors import UserError
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
@@ -17,6 +16,7 @@ from pentad.data.toy import write_model, write_task
 from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings
 from pentad.models.hf.config import dims_of_hf
+from pentad.planner.prepare import prepare
 from pentad.rollout.servers.sampler import check_weights
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from pentad.config.load import prepare
 from pentad.core.errors import UserError
 from pentad.data.toy import write_model, write_task
 from pentad.models import families
+from pentad.planner.prepare import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pentad.config.load import prepare
-from pentad.config.rules import layout_notes
+from pentad.config.rules.layout import layout_notes
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.data.toy import write_model
+from pentad.planner.prepare import prepare
 from pentad.rollout.servers import sglang, vllm
 from pentad.rollout.servers.process import server_environment, server_python
 from pentad.trainer.samplers import capability_problems, server_problems, server_settings

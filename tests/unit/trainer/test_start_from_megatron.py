@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from pentad.config.load import prepare
 from pentad.core.errors import UserError
 from pentad.data.toy import write_model, write_task
 from pentad.models.conversion import Conversion, convert
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
+from pentad.planner.prepare import prepare
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pentad.config.load import load_config
-from pentad.config.memory import default_microbatch_tokens
 from pentad.config.resolve import resolve
+from pentad.core.sizes import default_microbatch_tokens
 from pentad.trainer.translate import algorithm_settings, engine_settings
 
 

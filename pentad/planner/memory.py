@@ -12,7 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pentad.config.activations import (
+from pentad.core import sizes
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Layout
+from pentad.core.machine import GIB
+from pentad.core.sizes import CHUNK_BYTES, LOGIT_COPIES, PROCESS_BYTES
+from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
+from pentad.planner.activations import (
     Keeping,
     ends_bytes,
     flowing_bytes,
@@ -20,31 +26,14 @@ from pentad.config.activations import (
     kept_bytes,
     rebuilt_bytes,
 )
-from pentad.config.machine import GIB
-from pentad.core.dims import ModelDims
-from pentad.core.layout import Layout
-from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
 
 OPTIMIZER_STATES = 2
 """AdamW: first and second moment, in the dtype of the master weights."""
-OVERHEAD_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
-"""CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""
 NCCL_BYTES = int(0.75 * GIB)
 """Buffers of the communicators once there is more than one rank."""
 HOST_BYTES_PER_RANK = int(3.0 * GIB)
 """Host memory of a process that uses CUDA: libraries, pinned buffers, the program."""
-LOGIT_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-"""Room for logits: they are made chunk by chunk (ops.logprob.CHUNK_BYTES)."""
-LOGIT_COPIES = 3
-"""How many arrays of logits that room is cut for (ops.logprob.LOGIT_COPIES)."""
-DEFAULT_MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
-"""Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
 PHASES = ("load", "rollout", "log-prob", "backward", "optimizer", "publish")
-
-
-def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
-    """Largest microbatch where none is given: about as many are in flight as there are stages."""
-    return max(longest, DEFAULT_MICROBATCH_TOKENS[device] // num_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +180,7 @@ def logit_bytes(training: Training) -> float:
     one more array in float32."""
     dims, layout, c = training.dims, training.layout, training.compute_bytes
     vocab = dims.vocab_size / layout.tp
-    chunk = LOGIT_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
+    chunk = CHUNK_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
     tokens = min(training.microbatch_tokens / layout.cp, max(chunk, 1.0))
     if training.device == "cuda":
         return tokens * vocab * (4 + c)
@@ -314,7 +303,7 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
 
     after_load = PHASES[1:]
     many = training.layout.world > 1 and training.device == "cuda"
-    put(PHASES, "device", "overhead", OVERHEAD_BYTES[training.device] + many * NCCL_BYTES)
+    put(PHASES, "device", "overhead", PROCESS_BYTES[training.device] + many * NCCL_BYTES)
     put(PHASES, where, "weights", p * shard)
     if training.device == "cuda":
         put(PHASES, "host", "process", HOST_BYTES_PER_RANK)
@@ -401,10 +390,8 @@ def sampler_weights(sampling: Sampling) -> float:
 
 def kv_token_bytes(sampling: Sampling) -> float:
     """Keys and values of one token on one device; kv heads are repeated beyond their number."""
-    dims = sampling.dims
-    heads = max(dims.num_kv_heads / sampling.tp, 1.0)
-    layers = dims.num_layers / sampling.pp
-    return 2 * layers * heads * dims.head_dim * sampling.weight_bytes
+    whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes)
+    return whole / (min(sampling.tp, sampling.dims.num_kv_heads) * sampling.pp)
 
 
 def kv_wanted(sampling: Sampling) -> float:
@@ -431,8 +418,3 @@ RULE_OMITS = (
     "it divides parameters and optimizer by neither pp nor cp and dense weights by ep, and leaves "
     "out fp32 masters, gathered weights, what layers keep besides their input, logits, overhead"
 )
-
-
-def export_bytes(dims: ModelDims, weight_bytes: int) -> float:
-    """One HF folder; tied weights are written once."""
-    return float(weight_bytes * dims.num_params)

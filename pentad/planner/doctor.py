@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pentad.config.machine import (
+from pentad.core.machine import (
     GIB,
     GpuQueryError,
     find_gpus,

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.machine import GIB, free_disk, host_memory, num_cores
-from pentad.config.memory import OVERHEAD_BYTES, Sampling, export_bytes, kv_token_bytes
-from pentad.config.plan import DeviceKind, compute_bytes
-from pentad.config.resolve import parsed_allocation
+from pentad.config.derived import compute_bytes, parsed_allocation
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation, Component
+from pentad.core.machine import GIB, free_disk, host_memory, num_cores
+from pentad.core.sizes import BLOCK_TOKENS, PROCESS_BYTES, DeviceKind, export_bytes, kv_token_bytes
 
 RANKS_PER_CORE = 16
 """A rank takes 5 s of a core to start; so many take over a minute and then crawl."""
-BLOCK_TOKENS = 16
-"""Of the embedded sampler's cache (infer.settings)."""
 
 
 def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
@@ -111,7 +108,7 @@ def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
 def too_many_ranks(world: int) -> str | None:
     """Why this machine cannot hold so many processes that compute on its cores; None if it can."""
     cores, (memory_bytes, _) = num_cores(), host_memory()
-    most = max(1, min(RANKS_PER_CORE * cores, memory_bytes // OVERHEAD_BYTES["cpu"]))
+    most = max(1, min(RANKS_PER_CORE * cores, memory_bytes // PROCESS_BYTES["cpu"]))
     if world <= most:
         return None
     room = f"{cores} cores with {memory_bytes / GIB:.0f} GiB"
@@ -138,13 +135,7 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = min(prompt + config.gconfig.max_new_tokens, dims.max_position)
-    sampling = Sampling(
-        dims=dims,
-        weight_bytes=compute_bytes(config.actor, kind),
-        sequence_tokens=longest,
-        num_sequences=1,
-    )
-    block_bytes = BLOCK_TOKENS * kv_token_bytes(sampling)
+    block_bytes = BLOCK_TOKENS * kv_token_bytes(dims, compute_bytes(config.actor, kind))
     num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
     needed = -(-longest // BLOCK_TOKENS)
     if num_blocks >= needed:

@@ -7,43 +7,47 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
-from pentad.config.activations import Keeping
 from pentad.config.catalog import dims_of
-from pentad.config.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
-from pentad.config.memory import (
+from pentad.config.derived import (
+    compute_bytes,
+    num_running,
+    reshards,
+    rows_per_step,
+    snapshot_on_host,
+)
+from pentad.config.rules.layout import Case, cases
+from pentad.config.schema import WITH_CRITIC, Config
+from pentad.core.dims import ModelDims
+from pentad.core.layout import Allocation, Component, Layout, parse_allocation
+from pentad.core.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
+from pentad.core.sizes import (
+    COLOCATED_SHARE,
+    DTYPE_BYTES,
+    EMBEDDED_CPU_BYTES,
+    EMBEDDED_SHARE,
+    PROCESS_BYTES,
+    SERVER_SHARE,
+    DeviceKind,
+    default_microbatch_tokens,
+    export_bytes,
+)
+from pentad.core.stages import is_interleaved
+from pentad.planner.activations import Keeping
+from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
-    OVERHEAD_BYTES,
     PHASES,
     Phase,
     Sampling,
     Training,
-    default_microbatch_tokens,
-    export_bytes,
     kv_token_bytes,
     rule_of_thumb,
     sampler_weights,
     training_phases,
 )
-from pentad.config.resolve import num_running
-from pentad.config.rules import Case, cases, rows_per_step
-from pentad.config.schema import WITH_CRITIC, ArchonConfig, Config, ModelConfig
-from pentad.core.dims import ModelDims
-from pentad.core.layout import Allocation, Component, Layout, parse_allocation
-from pentad.core.stages import is_interleaved
 
-DeviceKind = Literal["cuda", "cpu"]
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
-BYTES = {"float32": 4, "bfloat16": 2}
-SERVER_SHARE = 0.9
-"""Share of a device that vLLM and SGLang take for themselves by default."""
-COLOCATED_SHARE = 0.4
-"""And where the trainer lives, too, unless rollout.server.gpu_memory_share says otherwise."""
-EMBEDDED_SHARE = 0.5
-"""Share of the free memory the embedded sampler gives its cache (infer.engine)."""
-EMBEDDED_CPU_BYTES = 1 * GIB
 TIGHT = 0.9
 """Above this share of the device a plan is called tight: the estimate is no better than that."""
 
@@ -133,7 +137,7 @@ class SamplePlan:
 
     @property
     def device_bytes(self) -> float:
-        return OVERHEAD_BYTES[self.sampling.device] + self.weights_bytes + self.kv_bytes
+        return PROCESS_BYTES[self.sampling.device] + self.weights_bytes + self.kv_bytes
 
     @property
     def needed_bytes(self) -> float:
@@ -301,13 +305,6 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
     )
 
 
-def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
-    """Of one number as it is computed with, sampled from and saved."""
-    if model.dtype == "auto":
-        return 2 if kind == "cuda" else 4
-    return BYTES[model.dtype]
-
-
 def microbatches(case: Case, layout: Layout, batch: Batch, device: Device) -> tuple[int, int]:
     """(number, tokens of the largest) that one data-parallel rank runs in one accumulate call."""
     config, spec = case.config, case.model.mb_spec
@@ -347,8 +344,8 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
         stages_per_rank=case.stages_per_rank,
         num_microbatches=number,
         microbatch_tokens=tokens,
-        param_bytes=BYTES[model.param_dtype],
-        reduce_bytes=BYTES[model.reduce_dtype],
+        param_bytes=DTYPE_BYTES[model.param_dtype],
+        reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
         reshard=reshards(archon, layout.pp, layout.world),
         offload=archon.offload_params,
         num_tags=num_tags(config, allocation) if case.key == "actor" else 0,
@@ -365,24 +362,6 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
     devices = allocation.devices(component)
     per_rank = batch.tokens / config.updates_per_batch / layout.dp
     return TrainPlan(role, component, devices, training, per_rank, phases)
-
-
-def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
-    """Whether weights that several GPUs hold are gathered in host memory for a publish: always,
-    unless they go to servers straight from a GPU."""
-    assert config.allocation_mode is not None, "resolved before"
-    allocation = parse_allocation(config.allocation_mode)
-    rollout, actor = allocation.find("rollout"), allocation.find("actor")
-    if kind == "cpu" or rollout is None or actor is None or actor.world == 1:
-        return False
-    return rollout.backend == "embedded" or config.rollout.server.weight_transport == "disk"
-
-
-def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
-    """A pipeline would gather too often; one rank has nothing to gather but from the host."""
-    policy = archon.reshard_after_forward_policy
-    gathers = world > 1 or archon.offload_params
-    return pp == 1 and gathers if policy == "default" else policy == "always"
 
 
 def num_tags(config: Config, allocation: Allocation) -> int:
@@ -418,7 +397,7 @@ def plan_sampler(
         share = config.rollout.server.gpu_memory_share or (
             COLOCATED_SHARE if near else SERVER_SHARE
         )
-        cache = share * device.memory_bytes - weights - OVERHEAD_BYTES[device.kind]
+        cache = share * device.memory_bytes - weights - PROCESS_BYTES[device.kind]
     devices = allocation.devices(component)
     return SamplePlan(component, devices, sampling, weights, max(cache, 0.0), not near)
 
@@ -432,7 +411,7 @@ def embedded_cache(
         return min(wanted, EMBEDDED_CPU_BYTES)
     # It is built when weights are loaded and the optimizer has no state yet.
     loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
-    free = device.memory_bytes - max(loaded, OVERHEAD_BYTES["cuda"]) - sampler_weights(sampling)
+    free = device.memory_bytes - max(loaded, PROCESS_BYTES["cuda"]) - sampler_weights(sampling)
     return min(wanted, EMBEDDED_SHARE * max(free, 0.0))
 
 

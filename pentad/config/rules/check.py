@@ -8,28 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config import algorithm_rules, megatron_rules, needs
-from pentad.config.model_rules import check_layout
-from pentad.config.plan import DeviceKind
-from pentad.config.resolve import are_apart, num_running, parsed_allocation, pipeline_size
-from pentad.config.rule import Command, Rule, Rules
-from pentad.config.rules import known_dims, samples
-from pentad.config.schema import GROUP_RELATIVE, WITH_CRITIC, Config, ModelConfig
-from pentad.config.start_rules import (
+from pentad.config import algorithm_rules
+from pentad.config.derived import (
+    are_apart,
+    known_dims,
+    num_running,
+    parsed_allocation,
+    pipeline_size,
+    samples,
+)
+from pentad.config.rules import inputs, megatron
+from pentad.config.rules.model import check_layout
+from pentad.config.rules.rule import Command, Rule, Rules
+from pentad.config.rules.start import (
     cache_problems,
     device_problems,
     process_problems,
 )
+from pentad.config.schema import GROUP_RELATIVE, WITH_CRITIC, Config, ModelConfig
 from pentad.core.errors import Problem
+from pentad.core.sizes import MIN_TEMPERATURE, DeviceKind
 from pentad.core.stages import splits_backward
 
 RULES = Rules()
-MIN_TEMPERATURE = 1e-3
-"""Of samples that are drawn (infer.checks)."""
 
 
 def all_rules() -> list[Rule]:
-    return [*needs.RULES.all, *megatron_rules.RULES.all, *RULES.all, *algorithm_rules.RULES.all]
+    return [*inputs.RULES.all, *megatron.RULES.all, *RULES.all, *algorithm_rules.RULES.all]
 
 
 def check(
@@ -57,7 +62,7 @@ def check(
 def check_planned(config: Config, kind: DeviceKind, skip: frozenset[str]) -> list[Problem]:
     """What a start on such a device would refuse; where it is a GPU, its number is the cluster's.
 
-    What is not built is no problem of a plan: it is noted there (`start_rules.unbuilt_problems`).
+    What is not built is no problem of a plan: it is noted there (`rules.start.unbuilt_problems`).
     """
     problems = [
         *device_problems(config, kind, samples=samples(config)),

@@ -7,14 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pentad.config.catalog import dims_of, model_type
-from pentad.config.rules import (
-    count_devices,
-    known_dims,
-    layout_problems,
-    problems_of,
-    read_allocation,
-    samples,
-)
+from pentad.config.derived import known_dims, samples
+from pentad.config.rules.layout import count_devices, layout_problems, problems_of, read_allocation
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError

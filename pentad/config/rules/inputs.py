@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
-from pentad.config.rule import Rules
+from pentad.config.rules.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WITH_CRITIC, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from pentad.config.memory import held_params, stage_layers
-from pentad.config.plan import TrainPlan
 from pentad.core.layout import Coords, Layout
 from pentad.core.stages import stages_of_rank
+from pentad.planner.memory import held_params, stage_layers
+from pentad.planner.plan import TrainPlan
 
 MAX_ROWS = 16
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pentad.config.derived import parsed_allocation, pipeline_size
 from pentad.config.describe import fields, show
-from pentad.config.resolve import parsed_allocation, pipeline_size
-from pentad.config.rule import Command
+from pentad.config.rules.rule import Command
 from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig, Section
 
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.machine import GIB
-from pentad.config.model_rules import uncounted
-from pentad.config.plan import Device, Plan, build_plan
-from pentad.config.resolve import parsed_allocation
-from pentad.config.rule import Command
-from pentad.config.rules import cases, count_devices, known_dims, layout_problems, rows_per_step
+from pentad.config.derived import known_dims, parsed_allocation, rows_per_step
+from pentad.config.rules.layout import cases, count_devices, layout_problems
+from pentad.config.rules.model import uncounted
+from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Dims, parse_allocation
+from pentad.core.machine import GIB
 from pentad.core.stages import splits_backward
+from pentad.planner.plan import Device, Plan, build_plan
 
 MAX_TP = 64
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pentad.config.catalog import dims_of
-from pentad.config.machine import GpuQueryError, find_gpus
+from pentad.config.derived import known_dims, rows_per_step
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -23,6 +22,7 @@ from pentad.core.fit import (
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors, parse_allocation
+from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.stages import (
     SCHEDULES,
     default_stages_per_rank,
@@ -117,14 +117,6 @@ def cases(config: Config, allocation: Allocation, dims: ModelDims | None) -> lis
         known = dims if same else known_dims(config.critic.path)
         found.append(Case(config, actor, known, "critic", config.critic))
     return found
-
-
-def known_dims(path: str | None) -> ModelDims | None:
-    """None also of a model that the rules on models refuse."""
-    try:
-        return dims_of(path) if path else None
-    except UserError:
-        return None
 
 
 # Devices and roles.
@@ -412,17 +404,6 @@ def layout_notes(
         if actor and is_server and min(allocation.devices(actor)) > 0:
             notes.append(f"{component}: on one machine training has the first GPUs all the same")
     return notes
-
-
-def rows_per_step(config: Config) -> int:
-    """Sequences a batch trains on; where nobody samples, the rows of the dataset themselves."""
-    return config.train_dataset.batch_size * (config.gconfig.n_samples if samples(config) else 1)
-
-
-def samples(config: Config) -> bool:
-    """Whether the layout has a sampler, as far as it can be read."""
-    allocation, _ = read_allocation(config)
-    return allocation is None or allocation.find("rollout") is not None
 
 
 def component_notes(case: Case) -> Iterator[str]:

@@ -1,0 +1,98 @@
+"""What follows from a config: asked by its rules, by a plan and by a run alike."""
+
+from __future__ import annotations
+
+from pentad.config.catalog import dims_of
+from pentad.config.schema import ArchonConfig, Config, ModelConfig
+from pentad.core.dims import ModelDims
+from pentad.core.errors import UserError
+from pentad.core.layout import Allocation, parse_allocation
+from pentad.core.sizes import DTYPE_BYTES, DeviceKind
+
+
+def parsed_allocation(config: Config) -> Allocation | None:
+    """The allocation, or None while it is unset or wrong (which the layout rules report)."""
+    if config.allocation_mode is None:
+        return None
+    try:
+        return parse_allocation(config.allocation_mode)
+    except UserError:
+        return None
+
+
+def are_apart(config: Config) -> bool | None:
+    """Whether rollout and training have devices of their own; None where one is missing."""
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    actor = allocation and allocation.find("actor")
+    if not (allocation and rollout and actor):
+        return None
+    return not allocation.shares_devices(rollout, actor)
+
+
+def num_running(config: Config) -> int:
+    """Sequences that one sampler decodes together: what it is given at once, within bounds.
+
+    Fewer would wait for a place and be prefilled beside others' decoding, which runs without
+    captured graphs; more make room for logits (rows x vocabulary) that no load here needs.
+    """
+    if config.rollout.max_running is not None:
+        return config.rollout.max_running
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    groups = config.rollout.max_concurrent_groups
+    groups = groups or config.train_dataset.batch_size * (config.max_staleness + 1)
+    replicas = rollout.size("d") if rollout else 1
+    wanted = max(256, min(1024, -(-groups * config.gconfig.n_samples // replicas)))
+    return min(wanted, config.rollout.max_batch_tokens)
+
+
+def pipeline_size(config: Config, role: str) -> int:
+    """Pipeline ranks of a role; a critic without devices of its own stands on the actor's."""
+    allocation = parsed_allocation(config)
+    component = allocation and (allocation.find(role) or allocation.find("actor"))
+    return component.size("p") if component else 1
+
+
+def rows_per_step(config: Config) -> int:
+    """Sequences a batch trains on; where nobody samples, the rows of the dataset themselves."""
+    return config.train_dataset.batch_size * (config.gconfig.n_samples if samples(config) else 1)
+
+
+def samples(config: Config) -> bool:
+    """Whether the layout has a sampler, as far as it can be read."""
+    allocation = parsed_allocation(config)
+    return allocation is None or allocation.find("rollout") is not None
+
+
+def known_dims(path: str | None) -> ModelDims | None:
+    """None also of a model that the rules on models refuse."""
+    try:
+        return dims_of(path) if path else None
+    except UserError:
+        return None
+
+
+def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
+    """Of one number as it is computed with, sampled from and saved."""
+    if model.dtype == "auto":
+        return 2 if kind == "cuda" else 4
+    return DTYPE_BYTES[model.dtype]
+
+
+def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
+    """Whether weights that several GPUs hold are gathered in host memory for a publish: always,
+    unless they go to servers straight from a GPU."""
+    allocation = parsed_allocation(config)
+    assert allocation is not None, "resolved before"
+    rollout, actor = allocation.find("rollout"), allocation.find("actor")
+    if kind == "cpu" or rollout is None or actor is None or actor.world == 1:
+        return False
+    return rollout.backend == "embedded" or config.rollout.server.weight_transport == "disk"
+
+
+def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
+    """A pipeline would gather too often; one rank has nothing to gather but from the host."""
+    policy = archon.reshard_after_forward_policy
+    gathers = world > 1 or archon.offload_params
+    return pp == 1 and gathers if policy == "default" else policy == "always"

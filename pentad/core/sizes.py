@@ -1,0 +1,48 @@
+"""Sizes that a run takes where none is given, and that a plan counts with: no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pentad.core.dims import ModelDims
+from pentad.core.machine import GIB
+
+DeviceKind = Literal["cuda", "cpu"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+PROCESS_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
+"""CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""
+
+MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
+"""Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
+"""Room for the logits of one chunk, their exponentials and their gradient, by device type."""
+LOGIT_COPIES = 3
+"""How many arrays of the size of the logits a chunk makes room for; the kernels need half of it."""
+
+BLOCK_TOKENS = 16
+"""Tokens in one block of the embedded sampler's cache."""
+EMBEDDED_SHARE = 0.5
+"""Share of the free GPU memory that the embedded sampler gives its cache."""
+EMBEDDED_CPU_BYTES = 1 * GIB
+"""And what it gives it on a CPU."""
+SERVER_SHARE = 0.9
+"""Share of a device that vLLM and SGLang take for themselves by default."""
+COLOCATED_SHARE = 0.4
+"""And where the trainer lives, too, unless rollout.server.gpu_memory_share says otherwise."""
+MIN_TEMPERATURE = 1e-3
+"""Logits divided by less may leave the range of fp32, and one such request would fail them all."""
+
+
+def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
+    """Largest microbatch where none is given: about as many are in flight as there are stages."""
+    return max(longest, MICROBATCH_TOKENS[device] // num_stages)
+
+
+def kv_token_bytes(dims: ModelDims, weight_bytes: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * weight_bytes
+
+
+def export_bytes(dims: ModelDims, weight_bytes: int) -> float:
+    """One HF folder; tied weights are written once."""
+    return float(weight_bytes * dims.num_params)

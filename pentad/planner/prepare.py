@@ -1,0 +1,44 @@
+"""The way of a command from a recipe to the config it runs: read, resolved, checked, fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
+from pentad.config.rules.check import check, check_planned
+from pentad.config.rules.rule import Command
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.planner.plan import choose_device
+from pentad.planner.remedies import choose_offloading
+
+
+def prepare(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    command: Command = "plan",
+    gpu_memory: float | None = None,
+    ask_start: Callable[[Config], list[Problem | str]] | None = None,
+) -> tuple[Config, list[str]]:
+    """The resolved and checked config of a command, with notes on what was chosen.
+
+    `gpu_memory` (in GiB) plans for GPUs that need not be here. `ask_start` finds what a start would
+    refuse besides; it is asked where there are problems, since a start without any asks by itself.
+    """
+    reading = read_config(path, overrides)
+    if not reading.is_read:
+        raise UserError(reading.problems)
+    config, notes = resolve(reading.config)
+    problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
+    if command == "plan":
+        problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)
+    elif problems and ask_start is not None:
+        problems += ask_start(config)
+    if problems:
+        raise UserError(problems)
+    if command in ("train", "plan"):
+        config, said = choose_offloading(config, choose_device(config, gpu_memory), command)
+        notes += said
+    return config, notes
