@@ -6,10 +6,8 @@ Each attempt is what a hostile job would do. It returns if it got through, and r
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
-import resource
 import socket
 import tempfile
 import threading
@@ -17,24 +15,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentad.rollout.confine import LIBC, PR_SET_PDEATHSIG, Limits, check, prctl
+from pentad.rollout.confine import PR_SET_PDEATHSIG, Limits, prctl
 
-IN_CREATE = 0x100
 THREAD_STACK = 64 << 10
 HELD = (OSError, RuntimeError, MemoryError)
 """What an attempt ends with where it is refused."""
 MEANING = {
     "processes": "start processes",
     "network": "open connections",
-    "signals": "end other processes of its user",
-    "signals by files": "end other processes of its user",
-    "limits of others": "change the limits of other processes",
-    "priorities of others": "slow other processes down",
-    "cores of others": "slow other processes down",
+    "isolation from other processes": "end, limit and slow down other processes of its user",
     "ending with its worker": "outlive the run",
     "reading files": "read the files of its user",
     "writing files": "change the files of its user",
-    "names of files": "see the names of files elsewhere",
     "memory": "take more memory than its limit",
     "threads": "start any number of threads",
     "total size of files": "fill the disk",
@@ -73,15 +65,10 @@ def missing(limits: Limits, target: Bait) -> list[str]:
     if limits.isolate:
         attempts |= {
             "network": lambda: socket.create_connection(("127.0.0.1", target.port), 1.0),
-            "signals": lambda: os.kill(_parent(), 0),
-            "signals by files": _signal_parent,
-            "limits of others": lambda: resource.prlimit(_parent(), resource.RLIMIT_CORE),
-            "priorities of others": _slow_parent,
-            "cores of others": lambda: os.sched_setaffinity(_parent(), os.sched_getaffinity(0)),
+            "isolation from other processes": _signal_parent,
             "ending with its worker": lambda: prctl(PR_SET_PDEATHSIG, 0),
             "reading files": Path(target.file).read_text,
             "writing files": lambda: os.truncate(target.file, 0),
-            "names of files": lambda: _watch(Path(target.file).parent),
             "memory": lambda: os.memfd_create("more"),
             "threads": lambda: _start_threads(limits.max_threads + 1),
             "total size of files": lambda: _fill(limits.max_file_bytes),
@@ -102,26 +89,12 @@ def _fork() -> None:
         os._exit(0)
 
 
-def _parent() -> int:
-    if os.getppid() == 0:
-        raise ProcessLookupError("no process outside of this namespace has a number in it")
-    return os.getppid()
-
-
 def _signal_parent() -> None:
     """As the owner of a pipe, to whom the kernel sends a signal when it is written to."""
     read_end, _ = os.pipe()
-    fcntl.fcntl(read_end, fcntl.F_SETOWN, _parent())
-
-
-def _slow_parent() -> None:
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, _parent(), own)
-
-
-def _watch(folder: Path) -> None:
-    events = check(LIBC.inotify_init1(0))
-    check(LIBC.inotify_add_watch(events, bytes(folder), ctypes.c_uint32(IN_CREATE)))
+    if os.getppid() == 0:
+        raise ProcessLookupError("no process outside of this namespace has a number in it")
+    fcntl.fcntl(read_end, fcntl.F_SETOWN, os.getppid())
 
 
 def _start_threads(num: int) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import programs
 
 from pentad.rollout import sandbox, seccomp
+from pentad.rollout.confine import LIBC, check
 from pentad.rollout.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
 
 RUN, CALL = (f"pentad.rollout.programs:{name}" for name in ("print_output", "call"))
@@ -31,7 +32,7 @@ CONTENT = "the file of somebody else"
 
 
 class Victim:
-    """A process, a file and two listeners of this user, which no job may touch."""
+    """A process, a file, sockets and a memory segment of this user, which no job may touch."""
 
     def __init__(self, folder: str) -> None:
         self.file = Path(folder, "precious")
@@ -41,6 +42,13 @@ class Victim:
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind(f"\0pentad-{self.port}")
         self.unix.listen()
+        self.datagrams = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+        for open_to, name in zip(
+            self.datagrams, (f"\0pentad-datagrams-{self.port}", f"{folder}/socket"), strict=True
+        ):
+            open_to.bind(name)
+            open_to.setblocking(False)
+        self.segment = check(LIBC.shmget(0, 4096, 0o1600))
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
         self.process = subprocess.Popen(command, start_new_session=True)
         self.library = Path(os.__file__).stat()
@@ -69,11 +77,13 @@ class Victim:
 
     def program(self, source: str) -> str:
         given = f"VICTIM, FILE, PORT = {self.process.pid}, {str(self.file)!r}, {self.port}\n"
+        given += f"SEGMENT = {self.segment}\n"
         return f"{given}NUMBERS = {NUMBERS}\n{source}"
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        LIBC.shmctl(self.segment, 0, None)
 
 
 async def run(pool: Sandbox, source: str, timeout_s: float) -> object:

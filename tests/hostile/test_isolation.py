@@ -144,8 +144,6 @@ def start(**changes) -> None:
 def test_a_missing_protection_is_found_by_trying(monkeypatch, name):
     code, lacking = SPOILT[name]
     by_user = AMOUNTS if REFUSED in code else set()
-    if name == "neither":  # the kernel itself protects a parent that has more rights
-        by_user = {*by_user, "priorities of others", "cores of others"}
     spoil(monkeypatch, code)
     told = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
     found = {name for name in breakout.MEANING if name in told.partition(" a job can ")[0]}
