@@ -12,7 +12,7 @@ from rich.text import Text
 from pentad.cli.plan import make_console
 from pentad.core.errors import UserError
 from pentad.planner.doctor import Finding, examine, is_healthy
-from pentad.rollout.sandbox import SandboxSettings, WorkerLost, what_is_missing
+from pentad.rewards.sandbox import SandboxSettings, WorkerLost, what_is_missing
 
 MARKS = {
     "ok": ("ok", "green"),

@@ -17,6 +17,7 @@ ROWS = (
     "ops weights planner",
     "models parallel data runtime",
     "engine infer sync checkpoint",
+    "samplers rewards serve",
     "rollout elastic",
     "trainer",
     "cli",

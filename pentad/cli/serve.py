@@ -25,17 +25,17 @@ from pentad.models.families import dims_of, register
 from pentad.trainer.preflight import vocabulary_problems
 
 try:
-    from pentad.rollout.serving.app import Face
-    from pentad.rollout.serving.connections import raise_file_limit
-    from pentad.rollout.serving.guard import Guard
-    from pentad.rollout.serving.limits import ServeLimits
-    from pentad.rollout.serving.server import bind, serve
+    from pentad.serve.app import Face
+    from pentad.serve.connections import raise_file_limit
+    from pentad.serve.guard import Guard
+    from pentad.serve.limits import ServeLimits
+    from pentad.serve.server import bind, serve
 except ModuleNotFoundError as error:
     remedy = "pip install 'pentad[serve]'"
     raise UserError(
         Problem("pentad serve", f"needs {(error.name or '').partition('.')[0]}", remedy)
     ) from error
-from pentad.rollout.serving.service import Service
+from pentad.serve.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -6,6 +6,7 @@ adds them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from pentad.data.rows import Format, Rows, open_rows
 from pentad.data.tokenizer import Messages, Tokenizer
 
 ChatTemplate = Literal["auto"] | bool
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+"""A call of a tool in an answer, as Hermes and Qwen templates have it."""
 
 
 class BadRow(ValueError):

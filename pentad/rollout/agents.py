@@ -16,11 +16,10 @@ from numbers import Real
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.failures import DataFailure
+from pentad.core.specs import load
 from pentad.core.types import Prompt, Sample
-from pentad.rollout.failures import DataFailure
 from pentad.rollout.proxy import MODEL, Episode, Proxy
-from pentad.rollout.serving.threads import in_thread
-from pentad.rollout.specs import load
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
     Context,
@@ -28,6 +27,7 @@ from pentad.rollout.workflows import (
     OwnPrompts,
     contained,
 )
+from pentad.serve.threads import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.types import Generation, Prompt, Request, Sample
-from pentad.rollout.failures import InfraFailure
-
-LOGPROB_ROUNDING = 1e-3
-"""A log-prob above 0 by at most this is a sure token in low precision, more is an error."""
+from pentad.samplers.answers import flaw_of
 
 
 def check_generations(request: Request, answers: Sequence[Generation], vocab_size: int) -> None:
@@ -27,31 +25,6 @@ def check_generations(request: Request, answers: Sequence[Generation], vocab_siz
             wrong = f"routes of {len(answer.routes)} tokens came for {num_tokens}"
         if wrong:
             raise InfraFailure(f"generation {index}: {wrong}")
-
-
-def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | None:
-    num = len(answer.ids)
-    if answer.finish == "abort":
-        return f"aborted after {num} tokens"
-    if answer.finish not in ("stop", "length"):
-        return f"finish = {answer.finish!r} is none of stop, length, abort"
-    if not num == len(answer.logprobs) == len(answer.versions):
-        counts = f"{len(answer.logprobs)} log-probs and {len(answer.versions)} versions"
-        return f"{counts} came for {num} ids"
-    if not 1 <= num <= max_new_tokens:
-        return f"{num} tokens came where 1 to {max_new_tokens} were asked for"
-    ids, logprobs, versions = map(np.array, (answer.ids, answer.logprobs, answer.versions))
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(outside):
-        t = outside[0]
-        return f"token {t}: id {ids[t]} is outside the vocabulary of {vocab_size}"
-    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)))
-    if len(wrong):
-        t = wrong[0]
-        return f"token {t}: log-prob {logprobs[t]} is not a finite number of at most 0"
-    if versions[0] < 0 or (np.diff(versions) < 0).any():
-        return f"weight versions {sorted(set(answer.versions))} go backwards or below 0"
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pentad.core.errors import Problem, UserError
-from pentad.rollout.failures import DataFailure, InfraFailure
+from pentad.core.failures import DataFailure, InfraFailure
+from pentad.data.render import TOOL_CALL
 
 
 class Tokenizer(Protocol):
@@ -100,8 +100,6 @@ def following_ids(
 
 Tool = Callable[..., Awaitable[str]]
 """An async function of keyword arguments that returns what the policy shall read."""
-
-TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolEnvironment:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pentad.core.errors import RunError
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rollout.estimators import interval95, majority_is_correct, mean, pass_at_k
 from pentad.rollout.executor import Executor
-from pentad.rollout.failures import DataFailure, InfraFailure
 
 log = logging.getLogger(__name__)
 

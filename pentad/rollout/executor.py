@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.failures import DataFailure, InfraFailure, first_in
 from pentad.core.roles import Sampler, Scorer
 from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import Tokenizer
-from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
 from pentad.rollout.workflows import Context, OwnPrompts, Workflow, contained
 
@@ -136,7 +136,7 @@ class Executor:
             async with asyncio.timeout(self.settings.deadline_s) as deadline:
                 samples = await contained(self.workflow.run(prompt, sampler, context))
         except Exception as failure:
-            cause = first_cause(failure)
+            cause = first_in(failure)
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__
             if deadline.expired():
@@ -173,10 +173,3 @@ class Executor:
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
             return group
         return await self.reward.score(group)
-
-
-def first_cause(failure: BaseException) -> BaseException:
-    """The first exception inside groups of them, as TaskGroup raises."""
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure

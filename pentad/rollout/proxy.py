@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pentad.core.errors import Problem
+from pentad.core.failures import InfraFailure
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Request, Sample
 from pentad.data.tokenizer import Tokenizer, find_prefix
 from pentad.rollout.environments import following_ids
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.serving.answers import Answer
-from pentad.rollout.serving.app import (
+from pentad.rollout.workflows import Context, Generator, Transcript
+from pentad.serve.answers import Answer
+from pentad.serve.app import (
     App,
     HttpRequest,
     HttpResponse,
@@ -39,26 +40,25 @@ from pentad.rollout.serving.app import (
     read_body,
     read_object,
 )
-from pentad.rollout.serving.conversation import (
+from pentad.serve.conversation import (
     Conversation,
     chat_ids,
     read_conversation,
     with_calls,
 )
-from pentad.rollout.serving.guard import Guard, check_key
-from pentad.rollout.serving.jobs import Job, chat_limit, prompt_ids
-from pentad.rollout.serving.limits import ServeLimits
-from pentad.rollout.serving.server import bind, serve
-from pentad.rollout.serving.service import BYTES_A_TOKEN, as_json, end, while_connected
-from pentad.rollout.serving.threads import TextWork
-from pentad.rollout.serving.wire import (
+from pentad.serve.guard import Guard, check_key
+from pentad.serve.jobs import Job, chat_limit, prompt_ids
+from pentad.serve.limits import ServeLimits
+from pentad.serve.server import bind, serve
+from pentad.serve.service import BYTES_A_TOKEN, as_json, end, while_connected
+from pentad.serve.threads import TextWork
+from pentad.serve.wire import (
     ApiError,
     ChatBody,
     CompletionBody,
     read_chat,
     read_completion,
 )
-from pentad.rollout.workflows import Context, Generator, Transcript
 
 log = logging.getLogger(__name__)
 

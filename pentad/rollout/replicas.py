@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pentad.core.errors import UserError
+from pentad.core.failures import InfraFailure, is_cancelled
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
 from pentad.rollout.checks import Drawn, check_generations
-from pentad.rollout.failures import InfraFailure, is_cancelled
 
 log = logging.getLogger(__name__)
 

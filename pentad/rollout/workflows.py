@@ -7,19 +7,16 @@ rendered and encoded once, as a suffix, and masked; nothing sampled is ever enco
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.failures import DataFailure, is_cancelled
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.rollout.environments import Environment, Tokenizer, observation_ids
-from pentad.rollout.failures import DataFailure, is_cancelled
-from pentad.rollout.specs import load
 
 T = TypeVar("T")
 
@@ -238,32 +235,3 @@ async def contained(work: Coroutine[Any, Any, T]) -> T:
         if is_cancelled():
             raise
         raise RuntimeError("it awaited something that was cancelled") from failure
-
-
-def load_workflow(spec: str, agent: str | None = None) -> Workflow:
-    """`single_turn`, `agent` with the function that `agent` names, or a class or function of no
-    arguments that makes a workflow of your own."""
-    if spec == "single_turn":
-        return SingleTurn()
-    if spec == "agent":
-        try:
-            from pentad.rollout.agents import load_agent
-        except ImportError as error:
-            rule = f"agents are given an address, which needs a web server ({error})"
-            remedy = "pip install 'pentad[serve]'"
-            raise UserError(Problem("rollout.workflow = agent", rule, remedy)) from error
-        return load_agent(agent)
-    where = f"rollout.workflow = {spec}"
-    if ":" not in spec:
-        remedy = "use single_turn, agent, package.module:Class or path/to/file.py:Class"
-        raise UserError(Problem(where, "there is no built-in workflow of that name", remedy))
-    try:
-        workflow = load(spec)()
-    except (Exception, SystemExit) as failure:
-        rule = f"it cannot be made ({type(failure).__name__}: {failure})"
-        raise UserError(Problem(where, rule)) from failure
-    run = getattr(workflow, "run", None)
-    if not inspect.iscoroutinefunction(run):
-        rule = f"{type(workflow).__name__} has no coroutine `run`"
-        raise UserError(Problem(where, rule, "write async def run(self, prompt, sampler, context)"))
-    return cast(Workflow, workflow)

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,7 +143,8 @@ def build_sinks(
             from pentad.telemetry.wandb_sink import WandbSink
         except ImportError as error:
             raise _missing(f"telemetry.wandb.project = {wandb.project}", "wandb") from error
-        sinks.append(BackgroundSink("wandb", lambda: WandbSink(wandb, folder, run_name)))
+        given = asdict(wandb)
+        sinks.append(BackgroundSink("wandb", lambda: WandbSink(folder, run_name, **given)))
     return sinks
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import wandb
 
 from pentad.telemetry.samples import transcript_of
-from pentad.telemetry.sinks import WandbSettings
 
 
 class WandbSink:
@@ -18,12 +17,14 @@ class WandbSink:
     since evaluations come at steps that wandb's own counter has passed.
     """
 
-    def __init__(self, settings: WandbSettings, folder: Path, name: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, project: str, entity: str | None, mode: str
+    ) -> None:
         path = str(folder.resolve()).encode()
         self.run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            mode=settings.mode,
+            project=project,
+            entity=entity,
+            mode=mode,
             id=hashlib.blake2b(path, digest_size=8).hexdigest(),
             name=name or folder.name,
             dir=str(folder),

@@ -21,12 +21,12 @@ from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
 from pentad.data.store import Store
 from pentad.engine.engine import build_engine
+from pentad.rewards.scorer import RewardScorer
 from pentad.rl.bounds import Bounds
 from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
-from pentad.rollout.rewards import RewardScorer
 from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.log import announced

@@ -21,11 +21,12 @@ from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.families import dims_of
+from pentad.rewards.scorer import RewardScorer
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
 from pentad.rollout.executor import Executor
-from pentad.rollout.rewards import RewardScorer
-from pentad.rollout.servers import completions
-from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.rollout.registry import load_workflow
+from pentad.rollout.workflows import Workflow
+from pentad.samplers import completions
 from pentad.trainer.preflight import (
     Collector,
     answer_problems,

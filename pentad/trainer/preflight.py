@@ -22,7 +22,8 @@ from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.rl.settings import AlgorithmSettings
-from pentad.rollout.workflows import Workflow, load_workflow
+from pentad.rollout.registry import load_workflow
+from pentad.rollout.workflows import Workflow
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start, trained_dims

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 
 from pentad.core.errors import RunError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Learner, Sampler
 from pentad.rl.bounds import Bounds
-from pentad.rollout.failures import InfraFailure
 from pentad.trainer.selftest import draw_probes, probe_differences
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from pentad.core.roles import Scored
 from pentad.core.types import Prompt, Sample
 from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.data.tokenizer import Tokenizer
-from pentad.rollout.rewards import RewardScorer, RewardSettings
-from pentad.rollout.sandbox import JobFailed
+from pentad.rewards.sandbox import JobFailed
+from pentad.rewards.scorer import RewardScorer, RewardSettings
 from pentad.trainer.translate import reward_settings
 
 ROWS_TRIED = 4

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 
 from pentad.core.errors import RunError
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.types import Group
 from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.rollout.executor import Executor
-from pentad.rollout.failures import DataFailure, InfraFailure
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.state import RunState
 

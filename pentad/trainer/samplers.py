@@ -21,10 +21,10 @@ from pentad.core.sizes import COLOCATED_SHARE
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
-from pentad.rollout.servers import sglang, vllm
-from pentad.rollout.servers.process import check_installed, server_python
-from pentad.rollout.servers.sampler import ServerSampler
-from pentad.rollout.servers.settings import ServerSettings
+from pentad.samplers import sglang, vllm
+from pentad.samplers.process import check_installed, server_python
+from pentad.samplers.server_sampler import ServerSampler
+from pentad.samplers.settings import ServerSettings
 from pentad.trainer.translate import (
     allocation_of,
     component_of,

@@ -21,12 +21,12 @@ from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
 from pentad.infer.settings import SamplerSettings
 from pentad.models.balance import BalanceSettings
 from pentad.models.families import register
+from pentad.rewards.sandbox import SandboxSettings
+from pentad.rewards.scorer import RewardSettings
 from pentad.rl.algorithms import settings_for
 from pentad.rl.bounds import Bounds, BoundSettings
 from pentad.rl.settings import AlgorithmSettings, run_problems
 from pentad.rollout.executor import ExecutorSettings
-from pentad.rollout.rewards import RewardSettings
-from pentad.rollout.sandbox import SandboxSettings
 
 
 def allocation_of(config: Config) -> Allocation:

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import (
 from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.rollout.servers.group import broadcast
+from pentad.sync.group import broadcast
 
 
 class Body(BaseModel):

@@ -20,8 +20,8 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import iter_hf
 from pentad.models.registry import create_model
-from pentad.rollout.servers import sglang, vllm
-from pentad.rollout.servers.settings import ServerSettings
+from pentad.samplers import sglang, vllm
+from pentad.samplers.settings import ServerSettings
 
 DIMS = ModelDims(
     family="qwen3",

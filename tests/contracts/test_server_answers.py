@@ -16,12 +16,12 @@ from subjects import DIMS, attached, embedded, policy, server_settings
 
 from pentad.core.digest import digest_of
 from pentad.core.errors import RunError, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.types import Prompt, Request, SamplingParams
 from pentad.models.exchange import iter_hf
 from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers import sglang, vllm
 from pentad.rollout.workflows import SingleTurn
+from pentad.samplers import sglang, vllm
 
 GENERATE = "/inference/v1/generate"
 WEIGHTS = list(iter_hf(policy(1)))

@@ -14,7 +14,7 @@ from pentad.models.decoder import causal_attend
 from pentad.models.exchange import iter_hf
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model
-from pentad.rollout.servers import vllm
+from pentad.samplers import vllm
 
 VLLM = os.environ.get("PENTAD_TEST_VLLM", "")
 pytestmark = [

@@ -9,8 +9,8 @@ import stat
 import sys
 from pathlib import Path
 
-from pentad.rollout.confine import LIBC, check
-from pentad.rollout.enclosure import BIND, NEWNS, NOBODY, PRIVATE, RECURSIVE, _mount
+from pentad.rewards.confine import LIBC, check
+from pentad.rewards.enclosure import BIND, NEWNS, NOBODY, PRIVATE, RECURSIVE, _mount
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import programs
 
-from pentad.rollout import sandbox, seccomp
-from pentad.rollout.confine import LIBC, check
-from pentad.rollout.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
+from pentad.rewards import sandbox, seccomp
+from pentad.rewards.confine import LIBC, check
+from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
 
-RUN, CALL = (f"pentad.rollout.programs:{name}" for name in ("print_output", "call"))
-REFUSE = "import pentad.rollout.enclosure as e; e.LIBC = type('Refusing', (), "
+RUN, CALL = (f"pentad.rewards.programs:{name}" for name in ("print_output", "call"))
+REFUSE = "import pentad.rewards.enclosure as e; e.LIBC = type('Refusing', (), "
 REFUSE += "{'unshare': lambda *a: -1, '__getattr__': lambda s, n: getattr(l, n)})(); "
 COLUMN, _ = seccomp.ARCHITECTURES[os.uname().machine]
 NUMBERS = seccomp.numbers(seccomp.REACH_OUT + seccomp.ARGUED, COLUMN)
@@ -152,7 +152,7 @@ async def outlive(pool: Sandbox, victim: Victim) -> dict[str, str]:
 async def main() -> None:
     kind, *rest = sys.argv[1:]
     if rest == ["refused"]:
-        refusal = "import pentad.rollout.confine as c; l = c.LIBC; " + REFUSE
+        refusal = "import pentad.rewards.confine as c; l = c.LIBC; " + REFUSE
         sandbox.BOOT = sandbox.BOOT.replace("from pentad", refusal + "from pentad")
     limits = {"max_memory_bytes": 512 * MIB, "isolate": True, "num_workers": 1}
     settings = SandboxSettings(**limits, allow_weaker=rest == ["refused"])

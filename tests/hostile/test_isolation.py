@@ -15,9 +15,9 @@ import pytest
 
 from pentad.cli.doctor import check_isolation
 from pentad.core.errors import UserError
-from pentad.rollout import breakout, sandbox
-from pentad.rollout.breakout import AMOUNTS
-from pentad.rollout.sandbox import Sandbox, SandboxSettings, what_is_missing
+from pentad.rewards import breakout, sandbox
+from pentad.rewards.breakout import AMOUNTS
+from pentad.rewards.sandbox import Sandbox, SandboxSettings, what_is_missing
 
 HERE = Path(__file__).parent
 NUM_RANDOM = 200
@@ -99,22 +99,22 @@ def is_alive(process: psutil.Process) -> bool:
 
 # --- what a pool finds out at its start -------------------------------------------------------
 
-FILTER_OFF = r"import pentad.rollout.confine as c; c.build_filter = lambda **k: "
+FILTER_OFF = r"import pentad.rewards.confine as c; c.build_filter = lambda **k: "
 FILTER_OFF += r"b'\x06\0\0\0\0\0\xff\x7f'; "
-REFUSED = "import pentad.rollout.warden as w; "
+REFUSED = "import pentad.rewards.warden as w; "
 REFUSED += "w.enclosure.enclose = lambda limits: (_ for _ in ()).throw(OSError('not here')); "
-OLD_KERNEL = "import pentad.rollout.confine as c; c.RIGHTS_BY_ABI = {{1: (1 << {}) - 1}}; "
+OLD_KERNEL = "import pentad.rewards.confine as c; c.RIGHTS_BY_ABI = {{1: (1 << {}) - 1}}; "
 SPOILT = {
     "no filter": (FILTER_OFF, {"processes", "ending with its worker", "memory"}),
     "Landlock 1": (REFUSED + OLD_KERNEL.format(13), {"writing files"}),
     "Landlock 2": (REFUSED + OLD_KERNEL.format(14), {"writing files"}),
     "no Landlock": (
-        REFUSED + "import pentad.rollout.confine as c; c._restrict_files = lambda scratch: 0; ",
+        REFUSED + "import pentad.rewards.confine as c; c._restrict_files = lambda scratch: 0; ",
         {"reading files", "writing files"},
     ),
     "neither": (FILTER_OFF + REFUSED, set(breakout.MEANING) - {"reading files", "writing files"}),
     "a scratch without end": (
-        "import pentad.rollout.enclosure as e; m = e._mount; "
+        "import pentad.rewards.enclosure as e; m = e._mount; "
         "e._mount = lambda s, t, f, o='': m(s, t, f, 'mode=777' if 'inodes' in o else o); ",
         {"total size of files"},
     ),

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pentad.core.failures import DataFailure
 from pentad.core.roles import Scored
 from pentad.core.text import one_line, visible
 from pentad.core.types import Group, Prompt, Sample
-from pentad.rollout.code_tests import same_value
-from pentad.rollout.failures import DataFailure
-from pentad.rollout.reward_functions import as_scored
-from pentad.rollout.rewards import RewardScorer, RewardSettings
-from pentad.rollout.sandbox import JobFailed, SandboxSettings, _value_of
+from pentad.rewards.code_tests import same_value
+from pentad.rewards.functions import as_scored
+from pentad.rewards.sandbox import JobFailed, SandboxSettings, _value_of
+from pentad.rewards.scorer import RewardScorer, RewardSettings
 from pentad.telemetry.log import log_to
 
 sys.path.append(str(Path(__file__).parent))

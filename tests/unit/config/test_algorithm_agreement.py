@@ -20,9 +20,9 @@ from pentad.config.schema import (
     Config,
 )
 from pentad.core.errors import UserError
+from pentad.rewards.functions import BUILT_IN
 from pentad.rl import settings as rl
 from pentad.rl.algorithms import ALGORITHMS, settings_for, unused_settings
-from pentad.rollout.reward_functions import BUILT_IN
 
 
 def test_the_names_are_those_of_the_table():

@@ -14,6 +14,7 @@ import torch
 
 from pentad.cli.recipe import read_recipe
 from pentad.core.errors import RunError, UserError
+from pentad.core.failures import DataFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, Row
 from pentad.data.ledger import Ledger
@@ -23,11 +24,10 @@ from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.planner.plan import build_plan, choose_device
 from pentad.planner.prepare import prepare
+from pentad.rewards.functions import check_columns, read_signature
+from pentad.rewards.sandbox import Signature
 from pentad.rl.health import WINDOW, find_alarms
 from pentad.rl.losses import SftLoss
-from pentad.rollout.failures import DataFailure
-from pentad.rollout.reward_functions import check_columns, read_signature
-from pentad.rollout.sandbox import Signature
 from pentad.runtime.rank import name_rank
 from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot

@@ -7,8 +7,8 @@ import pytest
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
+from pentad.rewards.scorer import RewardScorer, RewardSettings
 from pentad.rollout.evaluation import Answered, summarise
-from pentad.rollout.rewards import RewardScorer, RewardSettings
 
 
 def sample(text="", reward=0.0, correct=None, length=3, finish="stop"):

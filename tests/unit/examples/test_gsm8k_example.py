@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pentad.data.toy import write_byte_model
 from pentad.planner.prepare import prepare
-from pentad.rollout.verifiers import gsm8k
+from pentad.rewards.verifiers import gsm8k
 from pentad.telemetry.steps import read_lines
 
 ROOT = Path(__file__).parents[3]

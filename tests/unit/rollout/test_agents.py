@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from pentad.core.errors import UserError
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.agents import AgentWorkflow
 from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.failures import DataFailure, InfraFailure
 
 END = "<|im_end|>"
 

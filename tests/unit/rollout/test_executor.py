@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Group, Prompt, SamplingParams
+from pentad.rewards.scorer import RewardScorer, RewardSettings
 from pentad.rollout.environments import Step
 from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.failures import DataFailure, InfraFailure
-from pentad.rollout.rewards import RewardScorer, RewardSettings
 from pentad.rollout.workflows import MultiTurn, SingleTurn, Transcript
 
 VOCAB = 40

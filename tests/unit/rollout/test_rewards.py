@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.core.errors import UserError
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.types import Group, Prompt, Sample
-from pentad.rollout import verifiers
-from pentad.rollout.code_tests import program_in, read_tests, same_output, same_value
-from pentad.rollout.failures import DataFailure, InfraFailure
-from pentad.rollout.reward_functions import BUILT_IN, as_scored
-from pentad.rollout.rewards import RewardScorer, RewardSettings
-from pentad.rollout.sandbox import MIB, JobFailed, SandboxSettings
+from pentad.rewards import verifiers
+from pentad.rewards.code_tests import program_in, read_tests, same_output, same_value
+from pentad.rewards.functions import BUILT_IN, as_scored
+from pentad.rewards.sandbox import MIB, JobFailed, SandboxSettings
+from pentad.rewards.scorer import RewardScorer, RewardSettings
 
 
 def group_of(texts, answer="42", **fields) -> Group:

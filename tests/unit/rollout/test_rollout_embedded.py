@@ -9,6 +9,7 @@ import torch
 from closeness import assert_logprobs
 
 from pentad.core.dims import ModelDims
+from pentad.core.failures import InfraFailure
 from pentad.core.types import Group, Prompt, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
@@ -16,7 +17,6 @@ from pentad.models.decoder import causal_attend
 from pentad.models.registry import create_model
 from pentad.rollout.environments import Step
 from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.failures import InfraFailure
 from pentad.rollout.workflows import MultiTurn, SingleTurn
 
 

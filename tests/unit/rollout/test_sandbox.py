@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.rollout import sandbox
-from pentad.rollout.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
+from pentad.rewards import sandbox
+from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
 
 FILE = Path(__file__).with_name("hostile.py")
 sys.path.append(str(FILE.parent))
@@ -171,7 +171,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path):
 def test_workers_and_jobs_end_with_a_parent_that_is_killed(tmp_path):
     code = f"""
 import asyncio
-from pentad.rollout.sandbox import Sandbox, SandboxSettings
+from pentad.rewards.sandbox import Sandbox, SandboxSettings
 async def main():
     pool = Sandbox(SandboxSettings(num_workers=1, allow_processes=True), [{spec("fine")!r}])
     await pool.start()
@@ -241,7 +241,7 @@ def test_settings_that_contradict_or_make_no_sense_are_refused():
 
 
 def test_a_worker_imports_nothing_heavy():
-    code = "import sys, json, pentad.rollout.warden, pentad.rollout.programs\n"
+    code = "import sys, json, pentad.rewards.warden, pentad.rewards.programs\n"
     code += "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "transformers"} & set(json.loads(out.stdout))
@@ -285,13 +285,13 @@ ALLOWED = {
 
 def run_programs(sources: dict[str, str]) -> dict[str, object]:
     async def use(pool):
-        run, job = "pentad.rollout.programs:print_output", {"stdin": "1 2\n"}
+        run, job = "pentad.rewards.programs:print_output", {"stdin": "1 2\n"}
         return {
             name: await pool.run(run, job | {"source": source}, capture="stdout")
             for name, source in sources.items()
         }
 
-    preload = ("pentad.rollout.programs:print_output",)
+    preload = ("pentad.rewards.programs:print_output",)
     return with_pool(use, preload=preload, num_workers=1, isolate=True, timeout_s=10.0)
 
 
@@ -319,7 +319,7 @@ def test_a_program_sees_none_of_the_runs_secrets(monkeypatch):
 def test_protections_are_tried_out_before_the_first_job(monkeypatch):
     """A worker whose filter lets everything pass is found out by its effect."""
     allow_all = r"c.build_filter = lambda **k: b'\x06\0\0\0\0\0\xff\x7f'"
-    spoilt = f"import pentad.rollout.confine as c; {allow_all}; from pentad"
+    spoilt = f"import pentad.rewards.confine as c; {allow_all}; from pentad"
     monkeypatch.setattr(sandbox, "BOOT", sandbox.BOOT.replace("from pentad", spoilt))
     with pytest.raises(UserError, match="does not offer: processes.* a job can start processes"):
         asyncio.run(Sandbox(settings(isolate=True)).start())

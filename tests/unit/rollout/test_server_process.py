@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pentad.core.errors import RunError
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers.process import ServerProcess
+from pentad.core.failures import InfraFailure
+from pentad.samplers.process import ServerProcess
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
     code = f"""
         import os, sys, time
         from pathlib import Path
-        from pentad.rollout.servers.process import ServerProcess
+        from pentad.samplers.process import ServerProcess
         command = [sys.executable, "-c", "import time; time.sleep(60)"]
         process = ServerProcess("s", command, dict(os.environ), Path({str(tmp_path / "log")!r}))
         time.sleep(1)

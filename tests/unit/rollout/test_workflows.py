@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.core.errors import UserError
+from pentad.core.failures import DataFailure
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.environments import Step, ToolEnvironment, observation_ids
-from pentad.rollout.failures import DataFailure
-from pentad.rollout.workflows import Context, MultiTurn, SingleTurn, load_workflow
+from pentad.rollout.registry import load_workflow
+from pentad.rollout.workflows import Context, MultiTurn, SingleTurn
 
 
 def context_for(tokenizer, num_samples=1, **changes) -> Context:

@@ -17,11 +17,11 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model
-from pentad.rollout.serving.app import Face
-from pentad.rollout.serving.guard import Guard
-from pentad.rollout.serving.limits import ServeLimits
-from pentad.rollout.serving.server import bind, serve
-from pentad.rollout.serving.service import Service
+from pentad.serve.app import Face
+from pentad.serve.guard import Guard
+from pentad.serve.limits import ServeLimits
+from pentad.serve.server import bind, serve
+from pentad.serve.service import Service
 
 CONTEXT = 4096
 

@@ -22,7 +22,7 @@ from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
-from pentad.rollout.serving.server import bind
+from pentad.serve.server import bind
 
 LONG = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

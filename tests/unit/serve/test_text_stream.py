@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.rollout.serving.text import MAX_WINDOW, TextStream
+from pentad.serve.text import MAX_WINDOW, TextStream
 
 
 def utf8(ids):

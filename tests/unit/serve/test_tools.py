@@ -9,9 +9,9 @@ import pytest
 
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.data.tokenizer import load_tokenizer
-from pentad.rollout.serving.answers import Answer
-from pentad.rollout.serving.conversation import read_calls
-from pentad.rollout.serving.jobs import Job
+from pentad.serve.answers import Answer
+from pentad.serve.conversation import read_calls
+from pentad.serve.jobs import Job
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n"

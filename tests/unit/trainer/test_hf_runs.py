@@ -17,7 +17,7 @@ from pentad.engine.engine import build_engine
 from pentad.engine.settings import EngineSettings
 from pentad.models.hf.config import dims_of_hf
 from pentad.planner.prepare import prepare
-from pentad.rollout.servers.sampler import check_weights
+from pentad.samplers.server_sampler import check_weights
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.start import trained_dims

@@ -11,8 +11,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.data.toy import write_model
 from pentad.planner.prepare import prepare
-from pentad.rollout.servers import sglang, vllm
-from pentad.rollout.servers.process import server_environment, server_python
+from pentad.samplers import sglang, vllm
+from pentad.samplers.process import server_environment, server_python
 from pentad.trainer.samplers import capability_problems, server_problems, server_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

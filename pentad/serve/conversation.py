@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.core.errors import Problem
-from pentad.data.render import BadRow, Columns, encode_prompts, messages_of, render
+from pentad.data.render import TOOL_CALL, BadRow, Columns, encode_prompts, messages_of, render
 from pentad.data.tokenizer import Tokenizer
-from pentad.rollout.environments import TOOL_CALL
-from pentad.rollout.serving.wire import ApiError, ChatBody, shown
+from pentad.serve.wire import ApiError, ChatBody, shown
 
 CHAT = Columns(key="messages", messages_key="messages")
 ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pentad.core.roles import Scored
-from pentad.rollout.sandbox import JobFailed, Sandbox
+from pentad.rewards.sandbox import JobFailed, Sandbox
 
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute, for printed decimals: programs sum in different orders."""
-RUN, CALL, ASSERT = (f"pentad.rollout.programs:{f}" for f in ("print_output", "call", "asserts"))
+RUN, CALL, ASSERT = (f"pentad.rewards.programs:{f}" for f in ("print_output", "call", "asserts"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import pentad
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers.wire import Wire
+from pentad.core.failures import InfraFailure
+from pentad.samplers.wire import Wire
 
 STOP_PATIENCE_S = 15.0
 PROBE_INTERVAL_S = 0.5

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pentad.rollout.specs import load
+from pentad.core.specs import load
 
 MAX_TEXT = 1000
 EACH, BATCH = (f"{__name__}:{name}" for name in ("each", "batch"))

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from pentad.rollout.confine import (
+from pentad.rewards.confine import (
     LIBC,
     Limits,
     check,

@@ -30,8 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from pentad.rollout import breakout, confine, enclosure
-from pentad.rollout.specs import describe, load
+from pentad.core.specs import describe, load
+from pentad.rewards import breakout, confine, enclosure
 
 FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0

@@ -19,16 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.infer.checks import Limits
-from pentad.rollout.serving.jobs import Job, chat_job, completion_job
-from pentad.rollout.serving.limits import ServeLimits, check_body, check_sizes
-from pentad.rollout.serving.service import (
+from pentad.serve.jobs import Job, chat_job, completion_job
+from pentad.serve.limits import ServeLimits, check_body, check_sizes
+from pentad.serve.service import (
     ClientGone,
     Emit,
     Service,
     as_json,
     while_connected,
 )
-from pentad.rollout.serving.wire import (
+from pentad.serve.wire import (
     ApiError,
     as_api_error,
     read_chat,

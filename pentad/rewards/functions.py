@@ -17,11 +17,11 @@ from typing import Any
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Scored
+from pentad.core.specs import absolute
 from pentad.core.types import Prompt, Sample
-from pentad.rollout import code_tests, verifiers
-from pentad.rollout.reward_calls import BATCH, EACH
-from pentad.rollout.sandbox import JobFailed, Sandbox, Signature
-from pentad.rollout.specs import absolute
+from pentad.rewards import code_tests, verifiers
+from pentad.rewards.calls import BATCH, EACH
+from pentad.rewards.sandbox import JobFailed, Sandbox, Signature
 
 PARAMETERS = {
     "completion": "the sampled text",
@@ -49,7 +49,7 @@ INLINE: dict[str, Callable[[str, object], Scored]] = {
     "sort_digits": verifiers.sort_digits,
 }
 """Trusted, linear in time, and so run where they are called."""
-POOLED = {"math": "pentad.rollout.mathematics:math"}
+POOLED = {"math": "pentad.rewards.mathematics:math"}
 BUILT_IN = (*INLINE, *POOLED, "code")
 
 JOB_S = 0.1

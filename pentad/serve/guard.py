@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pentad.core.errors import Problem
-from pentad.rollout.serving.app import refuse
-from pentad.rollout.serving.wire import ApiError
+from pentad.serve.app import refuse
+from pentad.serve.wire import ApiError
 
 Application = Callable[..., Awaitable[None]]
 """Of ASGI: scope, receive, send."""

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.text import one_line
-from pentad.rollout import breakout, confine
-from pentad.rollout.warden import FRAME, remove
+from pentad.rewards import breakout, confine
+from pentad.rewards.warden import FRAME, remove
 
 log = logging.getLogger(__name__)
 FailureKind = Literal[
@@ -38,7 +38,7 @@ GRACE_S = 10.0
 CLOSE_PATIENCE_S = 2.0
 CLEANING_S = 60.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-BOOT += "from pentad.rollout.warden import main; main()"
+BOOT += "from pentad.rewards.warden import main; main()"
 WHERE_PYTHON_IS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
 MIB = 1 << 20
 FOLDER_PREFIX = "pentad-jobs-"

@@ -26,22 +26,22 @@ from torch import Tensor
 
 from pentad.core.digest import digest_of
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers.answers import Span, dotted, finish_of, release, versions_of
-from pentad.rollout.servers.group import Group, send_all, weight_group
-from pentad.rollout.servers.process import (
+from pentad.samplers.answers import Span, dotted, finish_of, release, versions_of
+from pentad.samplers.process import (
     ServerProcess,
     check_installed,
     free_port,
     server_environment,
     server_python,
 )
-from pentad.rollout.servers.sampler import MEMORIES, Call, ServerSampler
-from pentad.rollout.servers.settings import ServerSettings
-from pentad.rollout.servers.transport import own_host, together, write_weights
-from pentad.rollout.servers.wire import Wire
+from pentad.samplers.server_sampler import MEMORIES, Call, ServerSampler
+from pentad.samplers.settings import ServerSettings
+from pentad.samplers.wire import Wire
+from pentad.sync.group import Group, send_all, weight_group
+from pentad.sync.transport import own_host, together, write_weights
 
 log = logging.getLogger(__name__)
 

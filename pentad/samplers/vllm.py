@@ -18,28 +18,28 @@ from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers.answers import Span, dotted, finish_of, release, versions_of
-from pentad.rollout.servers.process import (
+from pentad.samplers.answers import Span, dotted, finish_of, release, versions_of
+from pentad.samplers.process import (
     ServerProcess,
     check_installed,
     free_port,
     server_environment,
     server_python,
 )
-from pentad.rollout.servers.sampler import Call, ServerSampler
-from pentad.rollout.servers.settings import ServerSettings
-from pentad.rollout.servers.transport import Broadcast, CudaIpc, Disk, Transport
-from pentad.rollout.servers.wire import Wire
+from pentad.samplers.server_sampler import Call, ServerSampler
+from pentad.samplers.settings import ServerSettings
+from pentad.samplers.wire import Wire
+from pentad.sync.transport import Broadcast, CudaIpc, Disk, Transport
 
 log = logging.getLogger(__name__)
 
 OLDEST = (0, 32)
 """The first whose answers are known to say which weights drew each token."""
 TRIED = (0, 32)
-EXTENSION = "pentad.rollout.servers.vllm_worker.WeightReceiver"
+EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
 PROTOCOL = 1
 """That of `vllm_worker`, which cannot be imported here."""
 GENERATE = "/inference/v1/generate"

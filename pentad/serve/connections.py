@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pentad.rollout.serving.limits import ServeLimits
+from pentad.serve.limits import ServeLimits
 
 Phase = Literal["head", "body", "answer", "writing", "closing"]
 

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pentad.core.errors import RunError
+from pentad.core.failures import first_in
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.rollout.executor import first_cause
-from pentad.rollout.serving.answers import Answer
-from pentad.rollout.serving.jobs import Job
-from pentad.rollout.serving.threads import TextWork
+from pentad.serve.answers import Answer
+from pentad.serve.jobs import Job
+from pentad.serve.threads import TextWork
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
@@ -93,7 +93,7 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(*pair)) for pair in enumerate(job.requests)]
         except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+            raise first_in(failures) from failures
         generations = [generation for task in tasks for generation in task.result()]
         if any(generation.finish == "abort" for generation in generations):
             raise RunError("the request was aborted")

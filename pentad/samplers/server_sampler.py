@@ -18,15 +18,15 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.failures import InfraFailure, is_cancelled
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.checks import Limits, check_request
 from pentad.models.exchange import native_shards
 from pentad.models.families import map_of
 from pentad.models.registry import create_model
-from pentad.rollout.checks import flaw_of
-from pentad.rollout.failures import InfraFailure, is_cancelled
-from pentad.rollout.servers.process import ServerProcess
+from pentad.samplers.answers import flaw_of
+from pentad.samplers.process import ServerProcess
 from pentad.weights import flow
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.rollout.serving.connections import ACCEPTED_AT_ONCE, Connections, Phase
-from pentad.rollout.serving.limits import ServeLimits
-from pentad.rollout.serving.wire import ApiError
+from pentad.serve.connections import ACCEPTED_AT_ONCE, Connections, Phase
+from pentad.serve.limits import ServeLimits
+from pentad.serve.wire import ApiError
 
 BACKLOG = 2048
 LAST_WORDS_S = 1.0

@@ -13,8 +13,8 @@ from pentad.core.types import Request, SamplingParams
 from pentad.data.render import Columns, encode_prompts
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.checks import Limits, check_request
-from pentad.rollout.serving.conversation import chat_ids, check_unicode, read_conversation
-from pentad.rollout.serving.wire import (
+from pentad.serve.conversation import chat_ids, check_unicode, read_conversation
+from pentad.serve.wire import (
     MAX_CHOICES,
     ApiError,
     ChatBody,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
-from pentad.rollout.serving.wire import ApiError
+from pentad.serve.wire import ApiError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers.answers import finish_of
-from pentad.rollout.servers.sampler import Call, ServerSampler
-from pentad.rollout.servers.wire import Wire
+from pentad.samplers.answers import finish_of
+from pentad.samplers.server_sampler import Call, ServerSampler
+from pentad.samplers.wire import Wire
 
 PATH = "/v1/completions"
 

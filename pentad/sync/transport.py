@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from pentad.rollout.failures import InfraFailure
-from pentad.rollout.servers.group import Group, send_all, weight_group
+from pentad.core.failures import InfraFailure
+from pentad.sync.group import Group, send_all, weight_group
 from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import write_file
 

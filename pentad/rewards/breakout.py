@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentad.rollout.confine import PR_SET_PDEATHSIG, Limits, prctl
+from pentad.rewards.confine import PR_SET_PDEATHSIG, Limits, prctl
 
 THREAD_STACK = 64 << 10
 HELD = (OSError, RuntimeError, MemoryError)

@@ -11,9 +11,9 @@ from typing import Any
 from pentad import __version__
 from pentad.core.types import Generation, TopTokens
 from pentad.data.tokenizer import Tokenizer
-from pentad.rollout.serving.conversation import CALL_START, read_calls
-from pentad.rollout.serving.jobs import Job
-from pentad.rollout.serving.text import BROKEN, TextStream
+from pentad.serve.conversation import CALL_START, read_calls
+from pentad.serve.jobs import Job
+from pentad.serve.text import BROKEN, TextStream
 
 
 @dataclass(frozen=True, slots=True)

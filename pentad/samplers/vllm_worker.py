@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from pentad.core.digest import WeightDigest, digest_of
-from pentad.rollout.servers.group import Group, broadcast, weight_group
+from pentad.sync.group import Group, broadcast, weight_group
 
 PROTOCOL = 1
 """Counts the meanings these calls have had; both sides must have the same."""

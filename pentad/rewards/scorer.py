@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.roles import Scored
 from pentad.core.types import Group, Prompt, Sample
-from pentad.rollout import code_tests, verifiers
-from pentad.rollout.failures import DataFailure, InfraFailure
-from pentad.rollout.reward_calls import EACH
-from pentad.rollout.reward_functions import (
+from pentad.rewards import code_tests, verifiers
+from pentad.rewards.calls import EACH
+from pentad.rewards.functions import (
     BUILT_IN,
     POOLED,
     RewardFunction,
@@ -29,7 +29,7 @@ from pentad.rollout.reward_functions import (
     check_columns,
     read_signature,
 )
-from pentad.rollout.sandbox import JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sandbox import JobFailed, Sandbox, SandboxSettings
 
 RESULTS: dict[str, Callable[[str], object]] = {
     "exact_match": str.strip,
@@ -38,7 +38,7 @@ RESULTS: dict[str, Callable[[str], object]] = {
     "sort_digits": str.strip,
 }
 """What a completion comes to under these rewards: equal results are judged alike."""
-POOLED_RESULTS = {"math": "pentad.rollout.mathematics:result_of"}
+POOLED_RESULTS = {"math": "pentad.rewards.mathematics:result_of"}
 CORRECT = "correct"
 """The part that evaluation counts as accuracy."""
 
