@@ -37,7 +37,7 @@ from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
 from pentad.engine.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
-from pentad.planner.activations import Keeping  # noqa: E402
+from pentad.planner.activations import Checkpointing  # noqa: E402
 from pentad.planner.memory import Training, training_phases  # noqa: E402
 
 GIB = 2**30
@@ -93,7 +93,7 @@ class Found:
 
 
 def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
-    keeping = Keeping(
+    keeping = Checkpointing(
         **MODES[case.mode], is_compiled=case.compile, compute_bytes=2 if IS_GPU else 4
     )
     training = Training(

@@ -25,7 +25,7 @@ from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
 from pentad.planner.memory import RULE_OMITS, held_params, sharded_params
 from pentad.planner.plan import (
-    Plan,
+    RunPlan,
     SamplePlan,
     TrainPlan,
     build_plan,
@@ -146,7 +146,7 @@ def billions(count: float) -> str:
 class Page:
     """One plan on paper."""
 
-    def __init__(self, plan: Plan, remedies: list[Remedy], console: Console) -> None:
+    def __init__(self, plan: RunPlan, remedies: list[Remedy], console: Console) -> None:
         self.plan = plan
         self.remedies = remedies
         self.console = console
@@ -348,7 +348,7 @@ def describe_sampler(sampler: SamplePlan) -> str:
     return text + f"{sampler.sampling.sequence_tokens:,} tokens; {wanted} wanted at once"
 
 
-def describe_steps(plan: Plan) -> str:
+def describe_steps(plan: RunPlan) -> str:
     batch = plan.batch
     if batch.steps_per_epoch is None:
         total = f"{batch.total_steps} steps" if batch.total_steps else "steps an epoch not known"
@@ -359,7 +359,7 @@ def describe_steps(plan: Plan) -> str:
     return f"{text}, {batch.total_steps:,} in all"
 
 
-def as_dict(plan: Plan, remedies: list[Remedy]) -> dict[str, Any]:
+def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
     """The same figures for programs; sizes in bytes."""
     return {
         "fits": plan.fits,

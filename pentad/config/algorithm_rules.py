@@ -21,7 +21,7 @@ from pentad.config.schema import (
 )
 from pentad.core.errors import Problem
 
-RULES = Rules()
+RULES: Rules[[Config]] = Rules()
 
 
 @RULES.add("use_kl_loss", "algorithm.kl_coef", "algorithm.kl_in", "algorithm.name")

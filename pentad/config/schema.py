@@ -2,7 +2,7 @@
 
 YAML recipes, `dotted.key=value` overrides and docs/configuration.md are all read off these
 classes. A value of null means "unset": `pentad.config.resolve` or the part that reads the key
-chooses, and says so. Rules between keys are in `pentad.config.rules.check`.
+chooses, and says so. Rules between keys are in `pentad.config.rules`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ INDEX_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class Checkpointing:
     """What is kept for backward: the checkpointing mode and how the layers are run."""
 
     mode: AcMode = "selective"
@@ -44,7 +44,7 @@ class Keeping:
         return self.mode == "full"
 
 
-def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """Bytes a layer keeps until its backward, per token of the microbatch on this rank."""
     full = layer_input(dims, layout, keeping)
     if keeping.is_recomputed(layer):
@@ -57,12 +57,12 @@ def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) ->
     return none
 
 
-def layer_input(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+def layer_input(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
     """c * h: the residual stream between two layers."""
     return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
 
 
-def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """Everything the layer's backward reads: what is kept without checkpointing."""
     if keeping.is_compiled:
         # The compiler keeps nothing in float32, but what its products and the core read.
@@ -73,7 +73,7 @@ def whole_layer(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -
     return attention_kept(dims, layout, keeping) + ffn(dims, layout, keeping)
 
 
-def products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def products(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """Selective op: the input, and the result of each matrix product and of attention."""
     c, tp = keeping.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
@@ -87,7 +87,7 @@ def products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> f
     return (kept + (c * rows + WIDE * dims.num_experts) / tp) / layout.cp
 
 
-def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """The two normed inputs, rotated q and k, and what `down` reads; of a mixture also its rows."""
     c, tp, h = keeping.compute_bytes, layout.tp, dims.hidden_size
     kept = c * (dims.q_dim / tp + kv_width(dims, tp) + h)
@@ -97,14 +97,14 @@ def read_by_products(dims: ModelDims, layer: int, layout: Layout, keeping: Keepi
     return (kept + c * (h + dims.intermediate_size / tp)) / layout.cp
 
 
-def unread(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def unread(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """Of the products of a dense layer backward does not read the last, the result of `down`."""
     if dims.is_moe(layer):
         return 0.0
     return keeping.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
 
 
-def attention_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+def attention_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
     """First half of a layer: norm, projections, head norms, core."""
     c, tp = keeping.compute_bytes, layout.tp
     q, k = dims.q_dim / tp, kv_width(dims, tp)
@@ -117,7 +117,7 @@ def attention_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
     return (kept + statistics_bytes(dims, tp)) / layout.cp
 
 
-def mlp_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+def mlp_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
     """Second half of a dense layer: norm, gate and up, silu(gate), their product."""
     c, tp = keeping.compute_bytes, layout.tp
     kept = norm_kept(dims.hidden_size / tp, c)
@@ -126,7 +126,7 @@ def mlp_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
     return kept / layout.cp
 
 
-def experts_kept(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+def experts_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
     """Second half of a mixture layer: norm, router, K copies of each token through experts.
 
     Experts see the tokens of this rank only (1/tp of them, sequence parallelism); routing is
@@ -160,14 +160,14 @@ def kv_width(dims: ModelDims, tp: int) -> float:
     return dims.head_dim * max(dims.num_kv_heads / tp, 1.0)
 
 
-def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def rebuilt_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """What running this layer backward computes again, beyond what it kept."""
     missing = whole_layer(dims, layer, layout, keeping) - kept_bytes(dims, layer, layout, keeping)
     is_op = keeping.mode == "selective" and keeping.selective == "op"
     return max(missing, 0.0) + (unread(dims, layer, layout, keeping) if is_op else 0.0)
 
 
-def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """Gradients under way in a layer's backward: its widest tensor and the residual stream.
 
     Kept tensors are freed one by one as gradients are made, so not more of them coexist.
@@ -179,7 +179,7 @@ def flowing_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping)
     return c * (dims.intermediate_size / layout.tp + 2 * h) / layout.cp
 
 
-def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping) -> float:
+def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:
     """A layer that keeps nothing, while its ffn runs: gate and up, silu, and the stream."""
     c, h = keeping.compute_bytes, dims.hidden_size
     if dims.is_moe(layer):
@@ -188,7 +188,7 @@ def forward_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Keeping)
     return c * (4 * dims.intermediate_size / layout.tp + 3 * h) / layout.cp
 
 
-def ends_bytes(dims: ModelDims, layout: Layout, keeping: Keeping) -> float:
+def ends_bytes(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
     """Kept outside the layers: final norm, hidden states the head reads, rotary tables."""
     c, h = keeping.compute_bytes, dims.hidden_size
     return (norm_kept(h / layout.tp, c) + c * h + 2 * c * dims.turned_dim) / layout.cp

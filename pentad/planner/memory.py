@@ -19,7 +19,7 @@ from pentad.core.machine import GIB
 from pentad.core.sizes import CHUNK_BYTES, LOGIT_COPIES, PROCESS_BYTES
 from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
 from pentad.planner.activations import (
-    Keeping,
+    Checkpointing,
     ends_bytes,
     flowing_bytes,
     forward_bytes,
@@ -42,7 +42,7 @@ class Training:
 
     dims: ModelDims
     layout: Layout
-    keeping: Keeping
+    keeping: Checkpointing
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     num_microbatches: int = 1
@@ -77,7 +77,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParams:
     """Parameters a pipeline rank holds after tp, ep and etp cut them, before FSDP shards them."""
 
     dense: int
@@ -122,7 +122,7 @@ def stage_layers(training: Training, pp_rank: int) -> list[range]:
     return [stages[stage] for stage in stages_of_rank(*args)]
 
 
-def held_params(training: Training, pp_rank: int) -> Held:
+def held_params(training: Training, pp_rank: int) -> HeldParams:
     dims, layout = training.dims, training.layout
     layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
     is_first, is_last = 0 in layers, dims.num_layers - 1 in layers
@@ -134,7 +134,7 @@ def held_params(training: Training, pp_rank: int) -> Held:
     experts = [layer_experts(dims, i, layout) for i in layers]
     block = max(a + b for a, b in zip(dense, experts, strict=True))
     head = (table + dims.hidden_size) * is_last
-    return Held(sum(dense) + root, sum(experts), root, head, block)
+    return HeldParams(sum(dense) + root, sum(experts), root, head, block)
 
 
 def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
@@ -150,7 +150,7 @@ def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:
     return part.expert * (part.num_experts // layout.ep) // layout.etp
 
 
-def sharded_params(training: Training, held: Held) -> float:
+def sharded_params(training: Training, held: HeldParams) -> float:
     """S: dense weights are sharded over dp_shard and cp, experts over efsdp."""
     layout = training.layout
     return held.dense / (layout.dp_shard * layout.cp) + held.experts / layout.efsdp
@@ -163,7 +163,7 @@ def is_wrapped(training: Training) -> bool:
     return is_sharded or training.compute_bytes != training.param_bytes
 
 
-def gathered_weights(training: Training, held: Held) -> float:
+def gathered_weights(training: Training, held: HeldParams) -> float:
     """Weights in compute dtype, whole on this rank.
 
     With resharding: embedding and head, the layer at work and the one fetched ahead.
@@ -221,7 +221,9 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
     return moments
 
 
-def _gradients(training: Training, held: Held, *, done: float, reducing: int) -> dict[str, float]:
+def _gradients(
+    training: Training, held: HeldParams, *, done: float, reducing: int
+) -> dict[str, float]:
     """Gradients when this share of the layers is through; `reducing` parameters are being summed.
 
     A step's first microbatch finds none, every later one all of them.
@@ -238,7 +240,7 @@ def _gradients(training: Training, held: Held, *, done: float, reducing: int) ->
     return found
 
 
-def _pipeline_moment(training: Training, pp_rank: int, held: Held) -> dict[str, float]:
+def _pipeline_moment(training: Training, pp_rank: int, held: HeldParams) -> dict[str, float]:
     """Under a pipeline everything meets: sets in flight, whole gradients, the head's chunk."""
     args = (training.dims, training.layout, training.keeping)
     tokens = training.microbatch_tokens

@@ -16,7 +16,7 @@ from pentad.config.derived import (
     rows_per_step,
     snapshot_on_host,
 )
-from pentad.config.rules.layout import Case, cases
+from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
@@ -33,7 +33,7 @@ from pentad.core.sizes import (
     export_bytes,
 )
 from pentad.core.stages import is_interleaved
-from pentad.planner.activations import Keeping
+from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
     PHASES,
@@ -161,7 +161,7 @@ class Files:
 
 
 @dataclass(slots=True)
-class Plan:
+class RunPlan:
     """Everything `pentad plan` says."""
 
     config: Config
@@ -241,22 +241,22 @@ def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device
     return Device("cuda", int(DEFAULT_GPU_GIB * GIB), source, False)
 
 
-def build_plan(config: Config, device: Device, num_rows: int | None = None) -> Plan:
+def build_plan(config: Config, device: Device, num_rows: int | None = None) -> RunPlan:
     """The plan of a config that passed all checks; `num_rows` of its dataset, if known."""
     assert config.actor.path is not None and config.allocation_mode is not None, "checked before"
     dims = dims_of(config.actor.path)
     allocation = parse_allocation(config.allocation_mode).as_run()
     batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
-    found = cases(config, allocation, dims)
+    found = placed_components(config, allocation, dims)
     trainers = [
-        plan_trainer(case, allocation, batch, device)
-        for case in found
-        if not case.component.is_inference
+        plan_trainer(part, allocation, batch, device)
+        for part in found
+        if not part.component.is_inference
     ]
     samplers = [
-        plan_sampler(case, allocation, trainers, batch, device)
-        for case in found
-        if case.component.is_inference
+        plan_sampler(part, allocation, trainers, batch, device)
+        for part in found
+        if part.component.is_inference
     ]
     leaves = [resident(trainer.phases, "rollout") for trainer in trainers]
     for index, trainer in enumerate(trainers):
@@ -268,7 +268,7 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> P
         add_neighbours(trainer, sum(others), samplers, config)
     files = plan_files(config, dims, batch, device)
     hosts = host_phases(config, trainers, samplers, device)
-    plan = Plan(config, allocation, dims, device, batch, trainers, samplers, files, hosts)
+    plan = RunPlan(config, allocation, dims, device, batch, trainers, samplers, files, hosts)
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
         plan.notes.append(
@@ -305,35 +305,35 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
     )
 
 
-def microbatches(case: Case, layout: Layout, batch: Batch, device: Device) -> tuple[int, int]:
+def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> tuple[int, int]:
     """(number, tokens of the largest) that one data-parallel rank runs in one accumulate call."""
-    config, spec = case.config, case.model.mb_spec
+    config, spec = part.config, part.model.mb_spec
     calls = config.updates_per_batch * config.num_iters_per_train_update
     rows = math.ceil(batch.samples / calls / layout.dp)
     length = batch.sequence_tokens
-    stages = layout.pp * case.stages_per_rank if layout.pp > 1 else 1
+    stages = layout.pp * part.stages_per_rank if layout.pp > 1 else 1
     budget = spec.max_tokens_per_mb or default_microbatch_tokens(length, device.kind, stages)
     each = min(max(1, budget // length), math.ceil(rows / spec.n_mbs))
-    is_padded = case.model.pad_to_maximum is True
+    is_padded = part.model.pad_to_maximum is True
     number = max(math.ceil(rows / each), spec.n_mbs)
-    if layout.pp > 1 and is_interleaved(case.model.archon.pp_schedule):
+    if layout.pp > 1 and is_interleaved(part.model.archon.pp_schedule):
         number = -(-number // layout.pp) * layout.pp
     return number, max(budget, length) if is_padded else each * length
 
 
-def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Device) -> TrainPlan:
-    config, model, component = case.config, case.model, case.component
-    assert case.dims is not None, "unknown models are refused before"
+def plan_trainer(part: Placed, allocation: Allocation, batch: Batch, device: Device) -> TrainPlan:
+    config, model, component = part.config, part.model, part.component
+    assert part.dims is not None, "unknown models are refused before"
     archon = model.archon
     layout = component.layout(archon.dp_replicate)
-    number, tokens = microbatches(case, layout, batch, device)
+    number, tokens = microbatches(part, layout, batch, device)
     compiles = archon.enable_compile is True or archon.enable_compile == "auto"
-    trains = case.key == "critic" or component.role in ("actor", "critic")
+    trains = part.key == "critic" or component.role in ("actor", "critic")
     has_sampler = allocation.find("rollout") is not None
     training = Training(
-        dims=case.dims,
+        dims=part.dims,
         layout=layout,
-        keeping=Keeping(
+        keeping=Checkpointing(
             mode=archon.ac_mode if archon.ac_mode != "auto" else "selective",
             selective=archon.ac_selective or "op",
             budget=archon.ac_memory_budget,
@@ -341,24 +341,24 @@ def plan_trainer(case: Case, allocation: Allocation, batch: Batch, device: Devic
             compute_bytes=compute_bytes(model, device.kind),
         ),
         schedule=archon.pp_schedule,
-        stages_per_rank=case.stages_per_rank,
+        stages_per_rank=part.stages_per_rank,
         num_microbatches=number,
         microbatch_tokens=tokens,
         param_bytes=DTYPE_BYTES[model.param_dtype],
         reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
         reshard=reshards(archon, layout.pp, layout.world),
         offload=archon.offload_params,
-        num_tags=num_tags(config, allocation) if case.key == "actor" else 0,
+        num_tags=num_tags(config, allocation) if part.key == "actor" else 0,
         tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
         device=device.kind,
         with_optimizer=trains,
-        publishes=component.role == "actor" and case.key == "actor" and has_sampler,
+        publishes=component.role == "actor" and part.key == "actor" and has_sampler,
         overlaps=config.mode in ("hybrid", "async"),
         max_staleness=config.max_staleness,
         snapshot_on_host=snapshot_on_host(config, device.kind),
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
-    role = "critic" if case.key == "critic" else component.role
+    role = "critic" if part.key == "critic" else component.role
     devices = allocation.devices(component)
     per_rank = batch.tokens / config.updates_per_batch / layout.dp
     return TrainPlan(role, component, devices, training, per_rank, phases)
@@ -371,14 +371,14 @@ def num_tags(config: Config, allocation: Allocation) -> int:
 
 
 def plan_sampler(
-    case: Case, allocation: Allocation, trainers: list[TrainPlan], batch: Batch, device: Device
+    part: Placed, allocation: Allocation, trainers: list[TrainPlan], batch: Batch, device: Device
 ) -> SamplePlan:
-    config, component = case.config, case.component
-    assert case.dims is not None, "unknown models are refused before"
+    config, component = part.config, part.component
+    assert part.dims is not None, "unknown models are refused before"
     given = config.rollout.kv_cache_gb
     replicas = component.size("d")
     sampling = Sampling(
-        dims=case.dims,
+        dims=part.dims,
         tp=component.size("t"),
         pp=component.size("p"),
         weight_bytes=compute_bytes(config.actor, device.kind),

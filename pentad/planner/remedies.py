@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.config.derived import known_dims, parsed_allocation, rows_per_step
-from pentad.config.rules.layout import cases, count_devices, layout_problems
+from pentad.config.rules.layout import count_devices, layout_problems, placed_components
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
@@ -19,7 +19,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Dims, parse_allocation
 from pentad.core.machine import GIB
 from pentad.core.stages import splits_backward
-from pentad.planner.plan import Device, Plan, build_plan
+from pentad.planner.plan import Device, RunPlan, build_plan
 
 MAX_TP = 64
 
@@ -34,7 +34,7 @@ class Remedy:
     num_devices: int
 
 
-def propose(plan: Plan) -> list[Remedy]:
+def propose(plan: RunPlan) -> list[Remedy]:
     """Steps until it fits or none is left; empty when the memory of the devices is not the lack."""
     found: list[Remedy] = []
     config, best = plan.config, plan.peak_bytes
@@ -54,7 +54,7 @@ Changes = dict[str, Any]
 
 
 def _best_of(
-    candidates: Iterator[Changes], config: Config, plan: Plan, best: float
+    candidates: Iterator[Changes], config: Config, plan: RunPlan, best: float
 ) -> tuple[Changes, Config, Remedy] | None:
     """The first candidate that fits, else the one that needs least; None if none helps."""
     winner: tuple[Changes, Config, Remedy] | None = None
@@ -103,7 +103,7 @@ def _is_counted(config: Config) -> bool:
     allocation, dims = parsed_allocation(config), known_dims(config.actor.path)
     if allocation is None or uncounted(config):
         return False
-    return all(case.dims is not None for case in cases(config, allocation, dims))
+    return all(part.dims is not None for part in placed_components(config, allocation, dims))
 
 
 def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:

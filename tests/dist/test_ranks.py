@@ -13,7 +13,7 @@ from parity_cases import (
     train_step,
 )
 
-from pentad.planner.activations import Keeping
+from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import Training, num_snapshots, snapshot_bytes, training_phases
 from pentad.core.digest import digest_of
 from pentad.core.dims import dims_from_hf
@@ -168,7 +168,7 @@ def test_a_publish_holds_the_bytes_that_a_plan_counts(pool, layout, dtype, copy)
     training = Training(
         dims=dims_from_hf(CONFIGS["moe"]),
         layout=layout,
-        keeping=Keeping(compute_bytes={"float32": 4, "bfloat16": 2}[dtype]),
+        keeping=Checkpointing(compute_bytes={"float32": 4, "bfloat16": 2}[dtype]),
         microbatch_tokens=8,
         publishes=True,
         overlaps=copy,

@@ -11,7 +11,7 @@ from pentad.config.rules.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WITH_CRITIC, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem
 
-RULES = Rules()
+RULES: Rules[[Config]] = Rules()
 MAX_NAME_BYTES = 255
 """Of one folder, on every usual file system."""
 

@@ -1,16 +1,16 @@
 """The rules of a layout: what devices, model, schedule and memory settings allow together.
 
-Each rule is a function from a `Case` to the problems it finds; every rule is asked, so all
-problems come at once, and each lists values that would work. `layout_notes` holds what is lawful
-and worth a second look.
+Rules on a component look at it with its settings (`Placed`); each problem lists values that would
+work. `layout_notes` holds what is lawful and worth a second look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentad.config.derived import known_dims, rows_per_step
+from pentad.config.rules.rule import Rules
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -37,7 +37,7 @@ ROLES = (*TRAINING_ROLES, "rollout")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Placed:
     """One component of a run with the settings that apply to it."""
 
     config: Config
@@ -58,7 +58,8 @@ class Case:
         return archon.stages_per_rank or default_stages_per_rank(archon.pp_schedule)
 
 
-Rule = Callable[[Case], Iterator[Problem]]
+SAMPLING: Rules[[Placed]] = Rules()
+TRAINING: Rules[[Placed]] = Rules()
 
 
 def layout_problems(
@@ -70,9 +71,9 @@ def layout_problems(
         return problems
     problems += cluster_size(config, allocation, num_devices)
     problems += roles(config, allocation)
-    for case in cases(config, allocation, dims):
-        rules = INFERENCE_RULES if case.component.is_inference else TRAINING_RULES
-        problems += [problem for rule in rules for problem in rule(case)]
+    for part in placed_components(config, allocation, dims):
+        rules = SAMPLING if part.component.is_inference else TRAINING
+        problems += rules.problems(part)
     return problems
 
 
@@ -100,8 +101,10 @@ def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
         return None, problems_of(error)
 
 
-def cases(config: Config, allocation: Allocation, dims: ModelDims | None) -> list[Case]:
-    """One case a component; a critic without devices of its own stands on the actor's."""
+def placed_components(
+    config: Config, allocation: Allocation, dims: ModelDims | None
+) -> list[Placed]:
+    """One for each component; a critic without devices of its own stands on the actor's."""
     found = []
     for component in allocation:
         critic = component.role == "critic"
@@ -110,12 +113,12 @@ def cases(config: Config, allocation: Allocation, dims: ModelDims | None) -> lis
         other = config.teacher.path if component.role == "teacher" else other
         same = other is None or other == config.actor.path
         known = dims if same else known_dims(other)
-        found.append(Case(config, component, known, "critic" if critic else "actor", model))
+        found.append(Placed(config, component, known, "critic" if critic else "actor", model))
     actor = allocation.find("actor")
     if config.algorithm.name in WITH_CRITIC and actor and allocation.find("critic") is None:
         same = config.critic.path in (None, config.actor.path)
         known = dims if same else known_dims(config.critic.path)
-        found.append(Case(config, actor, known, "critic", config.critic))
+        found.append(Placed(config, actor, known, "critic", config.critic))
     return found
 
 
@@ -158,54 +161,61 @@ def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
 # What samples.
 
 
-def embedded_is_whole(case: Case) -> Iterator[Problem]:
-    component = case.component
+@SAMPLING.add()
+def embedded_is_whole(part: Placed) -> Iterator[Problem]:
+    component = part.component
     if component.backend != "embedded":
         return
     for letter in "tp":
         if component.size(letter) > 1:
             rule = f"{letter}{component.size(letter)}: the embedded sampler is not cut over devices"
             fix = f"embedded:d{component.world}"
-            yield Problem(case.where, rule, f"use {fix}, or vllm or sglang")
+            yield Problem(part.where, rule, f"use {fix}, or vllm or sglang")
 
 
-def sampler_heads(case: Case) -> Iterator[Problem]:
-    tp = case.component.size("t")
-    if case.component.backend == "embedded":
+@SAMPLING.add()
+def sampler_heads(part: Placed) -> Iterator[Problem]:
+    tp = part.component.size("t")
+    if part.component.backend == "embedded":
         return
-    if case.dims is not None and case.dims.num_heads % tp:
-        rule = f"t{tp} of {case.component.backend} must divide num_heads = {case.dims.num_heads}"
-        yield Problem(case.where, rule, f"t can be {list_of(divisors(case.dims.num_heads))}")
+    if part.dims is not None and part.dims.num_heads % tp:
+        rule = f"t{tp} of {part.component.backend} must divide num_heads = {part.dims.num_heads}"
+        yield Problem(part.where, rule, f"t can be {list_of(divisors(part.dims.num_heads))}")
 
 
-def sampler_layers(case: Case) -> Iterator[Problem]:
-    pp = case.component.size("p")
-    if case.dims is not None and pp > case.dims.num_layers:
-        rule = f"p{pp} of {case.component.backend} exceeds num_layers = {case.dims.num_layers}"
-        yield Problem(case.where, rule, f"p can be at most {case.dims.num_layers}")
+@SAMPLING.add()
+def sampler_layers(part: Placed) -> Iterator[Problem]:
+    pp = part.component.size("p")
+    if part.dims is not None and pp > part.dims.num_layers:
+        rule = f"p{pp} of {part.component.backend} exceeds num_layers = {part.dims.num_layers}"
+        yield Problem(part.where, rule, f"p can be at most {part.dims.num_layers}")
 
 
 # What trains.
 
 
-def megatron_is_not_built(case: Case) -> Iterator[Problem]:
-    if case.component.backend == "megatron":
-        text = str(case.component).replace("megatron", "archon", 1)
-        yield Problem(case.where, "training on Megatron-Core is not built", f"use {text}")
+@TRAINING.add()
+def megatron_is_not_built(part: Placed) -> Iterator[Problem]:
+    if part.component.backend == "megatron":
+        text = str(part.component).replace("megatron", "archon", 1)
+        yield Problem(part.where, "training on Megatron-Core is not built", f"use {text}")
 
 
-def heads_divide(case: Case) -> Iterator[Problem]:
-    if case.dims is not None:
-        yield from head_problems(case.component.layout(), case.dims, case.where)
+@TRAINING.add()
+def heads_divide(part: Placed) -> Iterator[Problem]:
+    if part.dims is not None:
+        yield from head_problems(part.component.layout(), part.dims, part.where)
 
 
-def widths_divide(case: Case) -> Iterator[Problem]:
-    if case.dims is not None:
-        yield from width_problems(case.component.layout(), case.dims, case.where)
+@TRAINING.add()
+def widths_divide(part: Placed) -> Iterator[Problem]:
+    if part.dims is not None:
+        yield from width_problems(part.component.layout(), part.dims, part.where)
 
 
-def experts_divide(case: Case) -> Iterator[Problem]:
-    component, dims = case.component, case.dims
+@TRAINING.add()
+def experts_divide(part: Placed) -> Iterator[Problem]:
+    component, dims = part.component, part.dims
     if dims is None:
         return
     ep = component.layout().ep
@@ -214,19 +224,20 @@ def experts_divide(case: Case) -> Iterator[Problem]:
             said = "an ffn side" if component.ffn is not None else f"e{ep}"
             plain = "".join(f"{x}{size}" for x, size in component.dims if x != "e")
             rule = f"{said} needs experts, and the model of the {component.role} has none"
-            yield Problem(case.where, rule, f"use {component.backend}:{plain or 'd1'}")
+            yield Problem(part.where, rule, f"use {component.backend}:{plain or 'd1'}")
     else:
-        yield from expert_problems(component.layout(), dims, case.where)
+        yield from expert_problems(component.layout(), dims, part.where)
 
 
-def replicas_divide(case: Case) -> Iterator[Problem]:
-    replicas, d = case.model.archon.dp_replicate, case.component.size("d")
-    where = f"{case.key}.archon.dp_replicate = {replicas}"
+@TRAINING.add()
+def replicas_divide(part: Placed) -> Iterator[Problem]:
+    replicas, d = part.model.archon.dp_replicate, part.component.size("d")
+    where = f"{part.key}.archon.dp_replicate = {replicas}"
     if d % replicas:
-        rule = f"must divide d{d} of {case.component}"
+        rule = f"must divide d{d} of {part.component}"
         yield Problem(where, rule, f"it can be {list_of(divisors(d))}")
         return
-    layout = case.component.layout()
+    layout = part.component.layout()
     cell = layout.ep * layout.etp
     if layout.stage_world // replicas % cell:
         rule = f"leaves {layout.stage_world // replicas} ranks a replica, e*t of ffn = {cell}"
@@ -234,110 +245,64 @@ def replicas_divide(case: Case) -> Iterator[Problem]:
         yield Problem(where, rule, f"it can be {list_of(fits)}")
 
 
-def stages_have_layers(case: Case) -> Iterator[Problem]:
-    pp = case.component.size("p")
-    if case.dims is None or pp == 1:
+@TRAINING.add()
+def stages_have_layers(part: Placed) -> Iterator[Problem]:
+    pp = part.component.size("p")
+    if part.dims is None or pp == 1:
         return
-    stages = pp * case.stages_per_rank
-    if stages > case.dims.num_layers:
-        schedule = case.model.archon.pp_schedule
-        rule = f"p{pp} x {case.stages_per_rank} stages a rank ({schedule}) = {stages} stages"
-        rule += f", and the model has {case.dims.num_layers} layers"
-        most = case.dims.num_layers // case.stages_per_rank
-        yield Problem(case.where, rule, f"p can be at most {most}")
+    stages = pp * part.stages_per_rank
+    if stages > part.dims.num_layers:
+        schedule = part.model.archon.pp_schedule
+        rule = f"p{pp} x {part.stages_per_rank} stages a rank ({schedule}) = {stages} stages"
+        rule += f", and the model has {part.dims.num_layers} layers"
+        most = part.dims.num_layers // part.stages_per_rank
+        yield Problem(part.where, rule, f"p can be at most {most}")
 
 
-def given_layers_are_all(case: Case) -> Iterator[Problem]:
-    given = case.model.archon.layers_per_stage
-    pp = case.component.size("p")
+@TRAINING.add()
+def given_layers_are_all(part: Placed) -> Iterator[Problem]:
+    given = part.model.archon.layers_per_stage
+    pp = part.component.size("p")
     if given is None or pp == 1:
         return
-    where = f"{case.key}.archon.layers_per_stage = {list(given)}"
-    stages = pp * case.stages_per_rank
+    where = f"{part.key}.archon.layers_per_stage = {list(given)}"
+    stages = pp * part.stages_per_rank
     if len(given) != stages:
-        rule = f"{len(given)} numbers for p{pp} x {case.stages_per_rank} stages a rank = {stages}"
+        rule = f"{len(given)} numbers for p{pp} x {part.stages_per_rank} stages a rank = {stages}"
         yield Problem(where, rule, "give one for each stage, or leave it out")
-    elif case.dims is not None and sum(given) != case.dims.num_layers:
-        rule = f"sums to {sum(given)}, and the model has {case.dims.num_layers} layers"
+    elif part.dims is not None and sum(given) != part.dims.num_layers:
+        rule = f"sums to {sum(given)}, and the model has {part.dims.num_layers} layers"
         yield Problem(where, rule, "leave it out to have them balanced")
 
 
-def kept_products_meet_experts(case: Case) -> Iterator[Problem]:
-    """Experts are gathered within their block, in backward but not in every forward."""
-    archon, has_experts = case.model.archon, case.dims is not None and case.dims.num_experts > 0
-    if case.component.size("p") == 1 or splits_backward(archon.pp_schedule) or not has_experts:
-        return
-    is_op = archon.ac_mode == "selective" and archon.ac_selective in ("op", None)
-    if archon.reshard_after_forward_policy == "always" and is_op:
-        where = f"{case.key}.archon.reshard_after_forward_policy = always"
-        rule = "experts of a pipeline would be gathered anew, which ac_selective = op cannot replay"
-        yield Problem(where, rule, "leave it out, or use ac_selective: 2 or ac_mode: full")
-
-
-def experts_are_balanced(case: Case) -> Iterator[Problem]:
-    archon = case.model.archon
-    if case.dims is None or case.component.role not in ("actor", "critic"):
-        return
-    if case.component.backend == "fsdp":
-        return
-    given = {
-        f"{case.key}.archon.moe_aux_loss_coef": archon.moe_aux_loss_coef,
-        f"{case.key}.archon.moe_z_loss_coef": archon.moe_z_loss_coef,
-    }
-    key = f"{case.key}.archon.moe_bias_rate"
-    yield from balance_problems(case.dims, given, (key, archon.moe_bias_rate))
-
-
-def transformers_own_models(case: Case) -> Iterator[Problem]:
-    """What the fsdp backend cannot do with models that have no model file."""
-    if case.component.backend != "fsdp":
-        return
-    archon, tp = case.model.archon, case.component.size("t")
-    given = {
-        "moe_aux_loss_coef": archon.moe_aux_loss_coef,
-        "moe_z_loss_coef": archon.moe_z_loss_coef,
-        "moe_bias_rate": archon.moe_bias_rate,
-    }
-    for key, value in given.items():
-        if value and case.component.role in ("actor", "critic"):
-            rule = "the fsdp backend does not balance experts: that needs a model file"
-            where = f"{case.key}.archon.{key} = {value:g}"
-            yield Problem(where, rule, "leave it out, or use archon")
-    if case.dims is not None and case.dims.num_experts and tp > 1:
-        rule = f"t{tp} of fsdp would cut experts, for which transformers' plan is not built"
-        yield Problem(case.where, rule, "use t1, or archon")
-    elif case.dims is not None and case.dims.num_kv_heads % tp and case.dims.num_heads % tp == 0:
-        rule = f"t{tp} of fsdp must divide num_kv_heads = {case.dims.num_kv_heads}"
-        fits = list_of(divisors(case.dims.num_kv_heads))
-        yield Problem(case.where, rule, f"t can be {fits}, or use archon")
-
-
-def schedule_takes_stages(case: Case) -> Iterator[Problem]:
-    archon = case.model.archon
+@TRAINING.add()
+def schedule_takes_stages(part: Placed) -> Iterator[Problem]:
+    archon = part.model.archon
     given = archon.stages_per_rank
-    if case.component.size("p") == 1 or given is None:
+    if part.component.size("p") == 1 or given is None:
         return
     if not takes_stages_per_rank(archon.pp_schedule, given):
         want = {"1F1B": "exactly 1", "ZBVZeroBubble": "exactly 2"}.get(archon.pp_schedule)
         others = [name for name in SCHEDULES if takes_stages_per_rank(name, given)]
-        where = f"{case.key}.archon.stages_per_rank = {given}"
+        where = f"{part.key}.archon.stages_per_rank = {given}"
         rule = f"pp_schedule = {archon.pp_schedule} takes {want or 'at least 2'}"
         yield Problem(where, rule, f"or use {', '.join(others)}")
 
 
-def zero_bubble_rules(case: Case) -> Iterator[Problem]:
+@TRAINING.add()
+def zero_bubble_rules(part: Placed) -> Iterator[Problem]:
     """A backward in two parts keeps its graph in between: what frees or replays it conflicts."""
-    archon = case.model.archon
-    if case.component.size("p") == 1 or not splits_backward(archon.pp_schedule):
+    archon = part.model.archon
+    if part.component.size("p") == 1 or not splits_backward(archon.pp_schedule):
         return
     other = "use pp_schedule: Interleaved1F1B"
     schedule = f"pp_schedule = {archon.pp_schedule}"
-    key = f"{case.key}.archon"
+    key = f"{part.key}.archon"
     if archon.enable_compile is True:
         rule = f"{schedule} splits backward, which compiled blocks do not support"
         remedy = f"leave enable_compile out, or {other}"
         yield Problem(f"{key}.enable_compile = true", rule, remedy)
-    checkpoints = case.model.gradient_checkpointing
+    checkpoints = part.model.gradient_checkpointing
     if checkpoints and archon.ac_mode == "selective" and archon.ac_selective == "op":
         rule = f"{schedule} needs the kept results twice, and they are dropped after the first use"
         remedy = f"use ac_selective: 2 or ac_mode: full, or {other}"
@@ -351,34 +316,73 @@ def zero_bubble_rules(case: Case) -> Iterator[Problem]:
         yield Problem(f"{key}.reshard_after_forward_policy = always", rule, remedy)
 
 
-def microbatches_fit_rounds(case: Case) -> Iterator[Problem]:
-    schedule, pp = case.model.archon.pp_schedule, case.component.size("p")
-    count = case.model.mb_spec.n_mbs
-    if pp == 1 or not is_interleaved(schedule) or count < pp * case.stages_per_rank:
+@TRAINING.add()
+def kept_products_meet_experts(part: Placed) -> Iterator[Problem]:
+    """Experts are gathered within their block, in backward but not in every forward."""
+    archon, has_experts = (
+        part.model.archon,
+        part.dims is not None and part.dims.num_experts > 0,
+    )
+    if part.component.size("p") == 1 or splits_backward(archon.pp_schedule) or not has_experts:
+        return
+    is_op = archon.ac_mode == "selective" and archon.ac_selective in ("op", None)
+    if archon.reshard_after_forward_policy == "always" and is_op:
+        where = f"{part.key}.archon.reshard_after_forward_policy = always"
+        rule = "experts of a pipeline would be gathered anew, which ac_selective = op cannot replay"
+        yield Problem(where, rule, "leave it out, or use ac_selective: 2 or ac_mode: full")
+
+
+@TRAINING.add()
+def experts_are_balanced(part: Placed) -> Iterator[Problem]:
+    archon = part.model.archon
+    if part.dims is None or part.component.role not in ("actor", "critic"):
+        return
+    if part.component.backend == "fsdp":
+        return
+    given = {
+        f"{part.key}.archon.moe_aux_loss_coef": archon.moe_aux_loss_coef,
+        f"{part.key}.archon.moe_z_loss_coef": archon.moe_z_loss_coef,
+    }
+    key = f"{part.key}.archon.moe_bias_rate"
+    yield from balance_problems(part.dims, given, (key, archon.moe_bias_rate))
+
+
+@TRAINING.add()
+def transformers_own_models(part: Placed) -> Iterator[Problem]:
+    """What the fsdp backend cannot do with models that have no model file."""
+    if part.component.backend != "fsdp":
+        return
+    archon, tp = part.model.archon, part.component.size("t")
+    given = {
+        "moe_aux_loss_coef": archon.moe_aux_loss_coef,
+        "moe_z_loss_coef": archon.moe_z_loss_coef,
+        "moe_bias_rate": archon.moe_bias_rate,
+    }
+    for key, value in given.items():
+        if value and part.component.role in ("actor", "critic"):
+            rule = "the fsdp backend does not balance experts: that needs a model file"
+            where = f"{part.key}.archon.{key} = {value:g}"
+            yield Problem(where, rule, "leave it out, or use archon")
+    if part.dims is not None and part.dims.num_experts and tp > 1:
+        rule = f"t{tp} of fsdp would cut experts, for which transformers' plan is not built"
+        yield Problem(part.where, rule, "use t1, or archon")
+    elif part.dims is not None and part.dims.num_kv_heads % tp and part.dims.num_heads % tp == 0:
+        rule = f"t{tp} of fsdp must divide num_kv_heads = {part.dims.num_kv_heads}"
+        fits = list_of(divisors(part.dims.num_kv_heads))
+        yield Problem(part.where, rule, f"t can be {fits}, or use archon")
+
+
+@TRAINING.add()
+def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
+    schedule, pp = part.model.archon.pp_schedule, part.component.size("p")
+    count = part.model.mb_spec.n_mbs
+    if pp == 1 or not is_interleaved(schedule) or count < pp * part.stages_per_rank:
         return
     if not takes_microbatches(schedule, pp, count):
         rule = f"{schedule} runs in rounds of p{pp} microbatches"
         below = count // pp * pp
-        where = f"{case.key}.mb_spec.n_mbs = {count}"
+        where = f"{part.key}.mb_spec.n_mbs = {count}"
         yield Problem(where, rule, f"use {below} or {below + pp}")
-
-
-INFERENCE_RULES: tuple[Rule, ...] = (embedded_is_whole, sampler_heads, sampler_layers)
-TRAINING_RULES: tuple[Rule, ...] = (
-    megatron_is_not_built,
-    heads_divide,
-    widths_divide,
-    experts_divide,
-    replicas_divide,
-    stages_have_layers,
-    given_layers_are_all,
-    schedule_takes_stages,
-    zero_bubble_rules,
-    kept_products_meet_experts,
-    experts_are_balanced,
-    transformers_own_models,
-    microbatches_fit_rounds,
-)
 
 
 def layout_notes(
@@ -396,8 +400,8 @@ def layout_notes(
     if num_devices is not None and allocation.num_devices < num_devices:
         used = allocation.num_devices
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
-    for case in cases(config, allocation, dims):
-        notes += component_notes(case)
+    for part in placed_components(config, allocation, dims):
+        notes += component_notes(part)
     actor = allocation.find("actor")
     for component in allocation:
         is_server = component.backend in ("vllm", "sglang")
@@ -406,19 +410,19 @@ def layout_notes(
     return notes
 
 
-def component_notes(case: Case) -> Iterator[str]:
-    component, config = case.component, case.config
+def component_notes(part: Placed) -> Iterator[str]:
+    component, config = part.component, part.config
     tp, cp = component.size("t"), component.size("c")
     per_node = config.cluster.n_gpus_per_node
     if per_node and tp > per_node:
         yield f"{component}: t{tp} spans nodes of {per_node} devices, which is slow"
     if component.is_inference:
         return
-    if case.dims is not None and tp * cp > case.dims.num_kv_heads:
-        repeats = tp * cp // case.dims.num_kv_heads
+    if part.dims is not None and tp * cp > part.dims.num_kv_heads:
+        repeats = tp * cp // part.dims.num_kv_heads
         yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
     rows = rows_per_step(config) // config.updates_per_batch
-    needed = component.size("d") * case.model.mb_spec.n_mbs
+    needed = component.size("d") * part.model.mb_spec.n_mbs
     if rows < needed:
         yield (
             f"{component}: a step has {rows} samples for d * n_mbs = {needed} microbatches, "

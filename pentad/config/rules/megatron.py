@@ -8,7 +8,7 @@ from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem
 
-RULES = Rules()
+RULES: Rules[[Config]] = Rules()
 
 
 @RULES.add(

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from pentad.config.catalog import dims_of, model_type
-from pentad.config.derived import known_dims, samples
-from pentad.config.rules.layout import count_devices, layout_problems, problems_of, read_allocation
+from pentad.config.derived import known_dims
+from pentad.config.rules.layout import problems_of, read_allocation
+from pentad.config.rules.rule import Rules
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.families import has_model_file, no_such_family, own_families
 
+RULES: Rules[[Config, ModelDims]] = Rules()
 COUNTED_WITHOUT_FILE = ("mistral",)
 """Families without a model file of which `ModelDims` tells all there is."""
-
-
-def check_layout(
-    config: Config, command: str = "plan", skip: frozenset[str] = frozenset()
-) -> list[Problem]:
-    """The layout rules for a command, the model and the machine looked up; `skip`: bad keys."""
-    problems = unknown_families(config, command, skip)
-    dims: ModelDims | None = None
-    is_sampled = command != "sft" and samples(config)
-    if config.actor.path is not None and "actor.path" not in skip and not problems:
-        try:
-            dims = dims_of(config.actor.path)
-            if is_sampled and (Path(config.actor.path) / "config.json").is_file():
-                problems += context_fits(config, dims)
-                problems += routes_exist(config, dims)
-                problems += stop_ids_are_words(config, dims)
-        except UserError as error:
-            # A run complains about a missing folder by itself.
-            if command == "plan" and uncounted(config) is None:
-                problems += problems_of(error)
-    if command == "plan":
-        problems += unknown_models(config, skip)
-    if is_sampled and dims is not None and not skip & {"ref.path", "teacher.path"}:
-        problems += tags_are_alike(config, dims)
-    if "allocation_mode" in skip:
-        return problems
-    if command == "train" and not samples(config):
-        where = f"allocation_mode = {config.allocation_mode}"
-        remedy = f"use for instance embedded:d1|{config.allocation_mode}"
-        problems.append(Problem(where, "there is no sampler, and train needs one", remedy))
-    return problems + layout_problems(config, dims, count_devices(config))
 
 
 def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list[Problem]:
@@ -107,6 +77,7 @@ def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
     return problems
 
 
+@RULES.add()
 def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
     """The longest sequence a run can meet lies within the model's positions."""
     limit = dims.max_position
@@ -123,12 +94,14 @@ def context_fits(config: Config, dims: ModelDims) -> Iterator[Problem]:
             yield Problem(where, rule, f"use at most {max(limit - least, 1)}")
 
 
+@RULES.add()
 def routes_exist(config: Config, dims: ModelDims) -> Iterator[Problem]:
     if config.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
         rule = f"the model in {config.actor.path} has no mixture of experts"
         yield Problem("rollout.replay_routes = true", rule, "leave it out")
 
 
+@RULES.add()
 def stop_ids_are_words(config: Config, dims: ModelDims) -> Iterator[Problem]:
     ids = config.gconfig.stop_token_ids
     outside = [token for token in ids if token >= dims.vocab_size]

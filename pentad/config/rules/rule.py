@@ -1,25 +1,27 @@
-"""What a rule between keys is: a small function that returns the problems it finds.
+"""What a rule is: a function that returns the problems it finds, and when it is asked.
 
-Rules look at a resolved config. Each names the keys it reads, so that it is left out when one of
-them is already known to be wrong: a second complaint about the same mistake helps nobody.
+Rules look at a resolved config, or at what was read off it. Each names the keys it reads, so that
+it is left out when one of them is already known to be wrong: a second complaint about the same
+mistake helps nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, ParamSpec, TypeVar
 
-from pentad.config.schema import Config
 from pentad.core.errors import Problem
 
 Command = Literal["train", "sft", "plan", "eval", "reward"]
-Check = Callable[[Config], Problem | list[Problem] | None]
+P = ParamSpec("P")
+Found = Problem | Iterable[Problem] | None
+F = TypeVar("F", bound=Problem | Iterable[Problem] | None)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    check: Check
+class Rule(Generic[P]):
+    check: Callable[P, Found]
     keys: tuple[str, ...]
     """Dotted keys it reads; a block stands for everything in it."""
     commands: tuple[Command, ...]
@@ -27,23 +29,40 @@ class Rule:
     """Whether each problem is about the one key it names, so that another key of a block that the
     rule reads may be wrong."""
 
+    def is_skipped(self, bad: frozenset[str]) -> bool:
+        """Whether a key that it reads, a block that key is in, or a key in it is a bad one."""
+        for key in self.keys:
+            if any(key == other or key.startswith(f"{other}.") for other in bad):
+                return True
+            if not self.is_by_key and any(other.startswith(f"{key}.") for other in bad):
+                return True
+        return False
+
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules of one module, in the order written."""
+class Rules(Generic[P]):
+    """Rules that look at the same things, in the order written."""
 
-    all: list[Rule] = field(default_factory=list)
+    all: list[Rule[P]] = field(default_factory=list)
 
     def add(
         self,
         *keys: str,
         commands: tuple[Command, ...] = ("train", "plan"),
         is_by_key: bool = False,
-    ) -> Callable[[Check], Check]:
+    ) -> Callable[[Callable[P, F]], Callable[P, F]]:
         """Decorates a check with the keys it reads and the commands it matters to."""
 
-        def register(check: Check) -> Check:
+        def register(check: Callable[P, F]) -> Callable[P, F]:
             self.all.append(Rule(check, keys, commands, is_by_key))
             return check
 
         return register
+
+    def problems(self, *args: P.args, **kwargs: P.kwargs) -> list[Problem]:
+        """What every rule finds, whatever the command."""
+        return [problem for rule in self.all for problem in listed(rule.check(*args, **kwargs))]
+
+
+def listed(found: Found) -> list[Problem]:
+    return [found] if isinstance(found, Problem) else list(found or ())

@@ -18,7 +18,7 @@ from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class KeyUse:
     """When some keys are read."""
 
     keys: tuple[str, ...]
@@ -41,7 +41,7 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
     ):
         readers += dataset_readers(key, data)
     if command == "sft":
-        readers.append(Reader(OF_ROLLOUT, lambda _: False, "sft does not sample"))
+        readers.append(KeyUse(OF_ROLLOUT, lambda _: False, "sft does not sample"))
     found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
     for reader in readers:
         if not reader.reads(config):
@@ -72,78 +72,78 @@ def samples_with(config: Config, *backends: str) -> bool:
     return not rollout or rollout.backend in backends
 
 
-def model_readers(role: str, model: ModelConfig) -> list[Reader]:
+def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
     archon, key = model.archon, f"{role}.archon"
     keeps = archon.ac_mode if model.gradient_checkpointing else "none"
     return [
-        Reader(
+        KeyUse(
             (f"{key}.pp_schedule", f"{key}.stages_per_rank", f"{key}.layers_per_stage"),
             lambda config: pipeline_size(config, role) > 1,
             "the layout has no pipeline (p1)",
         ),
-        Reader(
+        KeyUse(
             (f"{key}.ac_selective",),
             lambda _: keeps in ("selective", "auto"),
             f"{key}.ac_mode = {archon.ac_mode} does not select",
         ),
-        Reader(
+        KeyUse(
             (f"{key}.ac_memory_budget",),
             lambda _: keeps == "memory_budget",
             f"{key}.ac_mode = {archon.ac_mode} has no budget",
         ),
-        Reader(
+        KeyUse(
             (f"{role}.optimizer.min_lr_ratio",),
             lambda _: model.optimizer.lr_scheduler_type != "constant",
             f"{role}.optimizer.lr_scheduler_type = constant does not fall",
         ),
-        Reader((f"{role}.enable_tree_training",), lambda _: False, "tree training is not built"),
+        KeyUse((f"{role}.enable_tree_training",), lambda _: False, "tree training is not built"),
     ]
 
 
-def dataset_readers(key: str, data: DatasetConfig | None) -> list[Reader]:
+def dataset_readers(key: str, data: DatasetConfig | None) -> list[KeyUse]:
     if data is None:
         return []
     has_messages = data.messages_key is not None
     why = f"{key}.messages_key = {data.messages_key} takes its place"
-    return [Reader((f"{key}.prompt_key",), lambda _: not has_messages, why)]
+    return [KeyUse((f"{key}.prompt_key",), lambda _: not has_messages, why)]
 
 
 READERS = (
-    Reader(
+    KeyUse(
         ("critic",),
         lambda config: config.algorithm.name in WITH_CRITIC,
         "the algorithm has no critic",
     ),
-    Reader(("ref.path",), lambda config: config.algorithm.kl_coef, "there is no KL term"),
-    Reader(
+    KeyUse(("ref.path",), lambda config: config.algorithm.kl_coef, "there is no KL term"),
+    KeyUse(
         ("teacher.path",),
         lambda config: config.algorithm.name == "distill",
         "only algorithm.name = distill has a teacher",
     ),
-    Reader(
+    KeyUse(
         ("megatron.ckpt_convertor.use_gpu_num", "megatron.ckpt_convertor.use_gpu_index"),
         lambda _: False,
         "converting is copying and done on the CPU",
     ),
-    Reader(
+    KeyUse(
         ("megatron.ckpt_convertor",),
         lambda config: config.megatron.use_hf_ckpt,
         "megatron.use_hf_ckpt = false converts nothing",
     ),
-    Reader(("num_data_storage_units",), lambda _: False, "groups stay in memory"),
-    Reader(
+    KeyUse(("num_data_storage_units",), lambda _: False, "groups stay in memory"),
+    KeyUse(
         ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
         lambda config: config.valid_dataset is not None,
         "there is no valid_dataset",
     ),
-    Reader(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
-    Reader(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
-    Reader(
+    KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
+    KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
+    KeyUse(
         ("rollout.kv_cache_gb", "rollout.max_batch_tokens"),
         lambda config: samples_with(config, "embedded", "vllm"),
         "SGLang chooses it; rollout.server.args can say otherwise",
     ),
-    Reader(
+    KeyUse(
         (
             *("rollout.kv_cache_gb", "rollout.max_batch_tokens", "rollout.max_running"),
             *("rollout.server.python", "rollout.server.args", "rollout.server.start_timeout_s"),
@@ -152,7 +152,7 @@ READERS = (
         lambda config: not config.rollout.server.addresses,
         "the servers of rollout.server.addresses run already",
     ),
-    Reader(
+    KeyUse(
         ("rollout.server.transfer_folder",),
         lambda config: config.rollout.server.weight_transport == "disk",
         "only rollout.server.weight_transport = disk writes there",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pentad.config.resolve import resolve
-from pentad.config.rules import check as checks
+from pentad.config.rules import sampling
 from pentad.config.rules.check import all_rules, check
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
@@ -723,4 +723,4 @@ def test_a_temperature_that_the_sampler_refuses_is_refused_before():
     with pytest.raises(UserError, match="gconfig.temperature = 0.0001: below 0.001"):
         prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-4"])
     prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-3"])
-    assert infer_checks.MIN_TEMPERATURE == checks.MIN_TEMPERATURE
+    assert infer_checks.MIN_TEMPERATURE == sampling.MIN_TEMPERATURE

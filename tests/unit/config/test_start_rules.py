@@ -9,7 +9,7 @@ from pentad.cli.main import app
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.config.rules import start as start_rules
-from pentad.config.rules.model import check_layout
+from pentad.config.rules.check import check_layout
 from pentad.config.rules.start import (
     cache_problems,
     device_problems,

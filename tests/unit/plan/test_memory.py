@@ -17,7 +17,7 @@ from pentad.models.decoder import Decoder
 from pentad.ops import logprob
 from pentad.ops.attention import build_attend
 from pentad.planner import memory
-from pentad.planner.activations import Keeping, ends_bytes, kept_bytes
+from pentad.planner.activations import Checkpointing, ends_bytes, kept_bytes
 from pentad.planner.memory import (
     Sampling,
     Training,
@@ -127,7 +127,7 @@ def measure(dims: ModelDims, mode: str, selective: str | int) -> tuple[int, int]
 )
 def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode, selective):
     dims = tiny(vocab_size, **extra)
-    keeping = Keeping(mode=mode, selective=selective, compute_bytes=4)
+    keeping = Checkpointing(mode=mode, selective=selective, compute_bytes=4)
     training = Training(
         dims=dims,
         layout=Layout(),
@@ -152,7 +152,7 @@ def test_logit_room_is_that_of_the_kernel():
 
 
 def training_of(name: str, layout: Layout, **extra) -> Training:
-    keeping = extra.pop("keeping", Keeping())
+    keeping = extra.pop("keeping", Checkpointing())
     return Training(
         dims=MODELS[name],
         layout=layout,
@@ -225,9 +225,9 @@ def test_less_is_kept_the_more_is_recomputed():
     kept = [
         training_phases(training_of("Qwen3-8B", layout, keeping=keeping), 0)["backward"]
         for keeping in (
-            Keeping(mode="none"),
-            Keeping(mode="memory_budget", budget=0.5, is_compiled=True),
-            Keeping(mode="full"),
+            Checkpointing(mode="none"),
+            Checkpointing(mode="memory_budget", budget=0.5, is_compiled=True),
+            Checkpointing(mode="full"),
         )
     ]
     sizes = [phase.device_bytes for phase in kept]

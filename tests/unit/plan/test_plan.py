@@ -22,7 +22,7 @@ from pentad.planner.plan import (
     EMBEDDED_CPU_BYTES,
     EMBEDDED_SHARE,
     Device,
-    Plan,
+    RunPlan,
     build_plan,
     choose_device,
 )
@@ -38,7 +38,7 @@ EXAMPLES = {
 H100 = Device("cuda", 80 * GIB, "a test", False)
 
 
-def plan_of(*overrides: str, device: Device = H100, recipe: str | None = None, **extra) -> Plan:
+def plan_of(*overrides: str, device: Device = H100, recipe: str | None = None, **extra) -> RunPlan:
     path = ROOT / "examples" / recipe if recipe else None
     config, _ = prepare(path, list(overrides), "plan")
     return build_plan(config, device, **extra)

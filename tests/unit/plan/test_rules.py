@@ -7,8 +7,8 @@ import pytest
 from pentad.config.catalog import MODELS
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
+from pentad.config.rules.check import check_layout
 from pentad.config.rules.layout import layout_notes, layout_problems
-from pentad.config.rules.model import check_layout
 from pentad.core.dims import ModelDims
 
 DENSE = MODELS["Qwen3-8B"]  # 32 heads, 8 kv heads, 36 layers, width 12288

@@ -1,0 +1,142 @@
+"""Rules on modes, devices and who samples: strict log-probs, routes, servers."""
+
+from __future__ import annotations
+
+from pentad.config.derived import are_apart, parsed_allocation
+from pentad.config.rules.rule import Rules
+from pentad.config.schema import Config
+from pentad.core.errors import Problem
+
+RULES: Rules[[Config]] = Rules()
+
+
+@RULES.add("mode", "allocation_mode", "resource")
+def the_mode_fits_the_devices(config: Config) -> Problem | None:
+    apart = are_apart(config)
+    if apart is None or config.mode is None or apart == (config.mode != "colocate"):
+        return None
+    allocation = f"allocation_mode = {config.allocation_mode}"
+    where = f"mode = {config.mode}"
+    if apart:
+        rule = f"rollout and training must share devices, but {allocation} separates them"
+        return Problem(where, rule, "join them with | instead of +, or set mode: hybrid")
+    rule = f"rollout and training need devices of their own, but {allocation} has them share"
+    return Problem(where, rule, "join them with + instead of |, or set mode: colocate")
+
+
+@RULES.add("max_staleness", "mode", "allocation_mode")
+def colocation_is_on_policy(config: Config) -> Problem | None:
+    if config.mode != "colocate" or config.max_staleness == 0:
+        return None
+    where = f"max_staleness = {config.max_staleness}"
+    rule = "must be 0 in mode = colocate, where rollout waits for training"
+    return Problem(where, rule, "set mode: hybrid and join the allocation with +")
+
+
+@RULES.add("resource", "allocation_mode")
+def resource_agrees_with_the_allocation(config: Config) -> list[Problem]:
+    allocation = parsed_allocation(config)
+    if config.resource is None or allocation is None:
+        return []
+    found = []
+    for role, (nodes, devices) in (
+        ("actor", config.resource.actor),
+        ("rollout", config.resource.rollout),
+    ):
+        component = allocation.find(role)
+        if component is not None and component.world != nodes * devices:
+            where = f"resource.{role} = [{nodes}, {devices}]"
+            rule = f"is {nodes * devices} devices, but {component} has {component.world}"
+            found.append(Problem(where, rule, "leave resource out, or make the two agree"))
+    return found
+
+
+@RULES.add("strict", "allocation_mode")
+def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    if not config.strict or not rollout or rollout.backend == "embedded":
+        return None
+    rule = f"{rollout.backend} computes with other kernels than the trainer"
+    return Problem("strict = true", rule, "use embedded in allocation_mode")
+
+
+@RULES.add("rollout.replay_routes", "allocation_mode")
+def replay_needs_a_sampler_that_tells(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    if not config.rollout.replay_routes or not rollout or rollout.backend == "embedded":
+        return None
+    rule = f"{rollout.backend} does not tell which experts it used"
+    return Problem("rollout.replay_routes = true", rule, "use embedded in allocation_mode")
+
+
+@RULES.add("strict", "rollout.replay_routes", "allocation_mode")
+def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if not actor or actor.backend != "fsdp":
+        return []
+    rules = {
+        "strict": (config.strict, "equal log-probs bit for bit need a model file"),
+        "rollout.replay_routes": (config.rollout.replay_routes, "routes need a model file"),
+    }
+    remedy = "use archon, or leave it out"
+    return [
+        Problem(f"{key} = true", f"{rule}, and {actor} trains without one", remedy)
+        for key, (is_set, rule) in rules.items()
+        if is_set
+    ]
+
+
+@RULES.add("strict", "actor.archon.enable_compile")
+def strict_is_not_compiled(config: Config) -> Problem | None:
+    if not config.strict or config.actor.archon.enable_compile is not True:
+        return None
+    rule = "strict = true: compiled code adds up in an order of its own"
+    return Problem("actor.archon.enable_compile = true", rule, "leave it out, or at auto")
+
+
+@RULES.add("strict", "allocation_mode")
+def strict_cuts_no_layer(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if not config.strict or not actor:
+        return None
+    layout = actor.layout()
+    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
+    given = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
+    if not given:
+        return None
+    rule = f"{actor} has {given}: layers cut over ranks add up in another order than the sampler"
+    return Problem("strict = true", rule, "use data and pipeline parallelism only")
+
+
+@RULES.add("rollout.server", "allocation_mode")
+def servers_fit_the_allocation(config: Config) -> list[Problem]:
+    allocation, server = parsed_allocation(config), config.rollout.server
+    rollout = allocation and allocation.find("rollout")
+    if allocation is None or not rollout:
+        return []
+    where = f"rollout.server.addresses = {list(server.addresses)}"
+    told = f"allocation_mode = {config.allocation_mode}"
+    if rollout.backend == "embedded":
+        if server == type(server)():
+            return []
+        rule = f"{told} samples in this process, without a server"
+        return [Problem("rollout.server", rule, "leave it out, or use vllm or sglang")]
+    found = []
+    if server.addresses and len(server.addresses) != rollout.size("d"):
+        rule = f"{told} has {rollout.size('d')} replicas, each at an address of its own"
+        found.append(Problem(where, rule, f"give {rollout.size('d')}"))
+    bare = [a for a in server.addresses if not a.startswith(("http://", "https://"))]
+    if bare:
+        rule = "an address begins with http:// or https://"
+        found.append(Problem(where, rule, f"write for instance http://{bare[0]}"))
+    if len(set(server.addresses)) != len(server.addresses):
+        found.append(Problem(where, "two replicas have the same address", "give each its own"))
+    if server.weight_transport == "ipc" and are_apart(config):
+        where = "rollout.server.weight_transport = ipc"
+        rule = f"weights are handed over on the GPU that trains, but {told} separates them"
+        found.append(Problem(where, rule, "use broadcast or disk"))
+    return found
