@@ -215,9 +215,7 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     if workflow == "single_turn" or config.gconfig.max_sampled_tokens is not None:
         return None
     norm = algorithm.loss_norm or ("constant" if algorithm.name in CONSTANT_NORM else None)
-    penalty = algorithm.overlong_penalty
-    if penalty is None:
-        penalty = 1.0 if algorithm.name == "dapo" else 0.0
+    penalty = overlong_penalty(algorithm)
     if norm != "constant" and not penalty:
         return None
     reader = "the overlong penalty" if penalty else "algorithm.loss_norm = constant"
@@ -227,9 +225,24 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     return Problem(where, rule, remedy)
 
 
+def overlong_penalty(algorithm: AlgorithmConfig) -> float:
+    if algorithm.overlong_penalty is not None:
+        return algorithm.overlong_penalty
+    return 1.0 if algorithm.name == "dapo" else 0.0
+
+
 def sample_limit(config: Config) -> int:
     """Most tokens sampled in one sample; where nothing limits several turns, those of one."""
     given, turn = config.gconfig.max_sampled_tokens, config.gconfig.max_new_tokens
     if given is None or config.rollout.workflow == "single_turn":
         return min(turn, given or turn)
     return given
+
+
+def longest_sample(config: Config, prompt_tokens: int, max_position: int) -> int:
+    """Most tokens of a sample. With several turns what environments say comes on top: it is
+    bounded by the model's context alone, and not counted where `max_sampled_tokens` is given."""
+    is_open = config.gconfig.max_sampled_tokens is None
+    if is_open and config.rollout.workflow != "single_turn":
+        return max_position
+    return min(prompt_tokens + sample_limit(config), max_position)

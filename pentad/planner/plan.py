@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pentad.config.algorithm_rules import longest_sample
 from pentad.config.catalog import dims_of
 from pentad.config.derived import (
     compute_bytes,
@@ -274,6 +275,8 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> R
         plan.notes.append(
             f"train_dataset.max_length is unset: {what} of {batch.prompt_tokens} tokens assumed"
         )
+    if batch.answer_tokens and config.rollout.workflow != "single_turn":
+        plan.notes.append(several_turns(config, batch))
     if files.needed_bytes > files.free_bytes:
         plan.notes.append(f"files are larger than what is free at {files.folder} on this machine")
     return plan
@@ -284,8 +287,9 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
     given = config.train_dataset.max_length
     prompts = config.train_dataset.batch_size
     samples = rows_per_step(config)
-    answer = config.gconfig.max_new_tokens if has_rollout else 0
-    prompt = given or ASSUMED_PROMPT_TOKENS
+    turn = config.gconfig.max_new_tokens if has_rollout else 0
+    prompt = given or max(1, min(ASSUMED_PROMPT_TOKENS, dims.max_position - turn))
+    longest = longest_sample(config, prompt, dims.max_position) if has_rollout else prompt
     per_epoch = total = None
     if num_rows is not None:
         per_epoch = math.ceil(num_rows / prompts)
@@ -297,11 +301,25 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
         samples=samples,
         prompt_tokens=prompt,
         prompt_is_assumed=given is None,
-        answer_tokens=answer,
+        answer_tokens=longest - prompt,
         num_rows=num_rows,
         steps_per_epoch=per_epoch,
         total_steps=total,
-        flops=samples * dims.train_flops(prompt + answer),
+        flops=samples * dims.train_flops(longest),
+    )
+
+
+def several_turns(config: Config, batch: Batch) -> str:
+    """What is counted of conversations, whose length nobody knows before."""
+    workflow, given = config.rollout.workflow, config.gconfig.max_sampled_tokens
+    if given is None:
+        return (
+            f"rollout.workflow = {workflow}: samples as long as the model's context assumed, "
+            f"{batch.sequence_tokens} tokens; gconfig.max_sampled_tokens bounds what is sampled"
+        )
+    return (
+        f"rollout.workflow = {workflow}: {given} tokens after the prompt "
+        "(gconfig.max_sampled_tokens) assumed; what environments say comes on top"
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from pentad.rl.corrections import CorrectionKind
+
 Record = Mapping[str, object]
 
 WINDOW = 5
@@ -30,17 +32,27 @@ MAX_TRUNCATED = 0.5
 """Share of answers cut at the length limit."""
 
 
-def find_alarms(recent: Sequence[Record], first: Record) -> list[str]:
-    """What is wrong over the last WINDOW records; none before there are that many."""
+def find_alarms(
+    recent: Sequence[Record],
+    first: Record,
+    *,
+    correction: CorrectionKind = "none",
+    has_penalty: bool = False,
+) -> list[str]:
+    """What is wrong over the last WINDOW records; none before there are that many.
+
+    `correction` and `has_penalty` (of overlong answers) are what the run has already: no alarm
+    advises them again.
+    """
     window = recent[-WINDOW:]
     if len(window) < WINDOW:
         return []
     return [
         *_rewards(window),
         *_entropy(window, first),
-        *_ratios(window),
+        *_ratios(window, correction),
         *_mismatch(window, first),
-        *_truncation(window),
+        *_truncation(window, has_penalty),
     ]
 
 
@@ -81,18 +93,21 @@ def _is_solved(window: Sequence[Record]) -> bool:
     return bool(pairs) and all(m >= SOLVED_SHARE * h > 0 for m, h in pairs)
 
 
-def _ratios(window: Sequence[Record]) -> Iterator[str]:
+def _ratios(window: Sequence[Record], correction: CorrectionKind) -> Iterator[str]:
     high, size = _series(window, "ratio_p95"), _series(window, "effective_sample_size")
     if high and min(high) > MAX_RATIO_P95:
+        weigh = ", or set algorithm.correction=tis" if correction == "none" else ""
         yield (
             f"one token in twenty is more than {high[-1]:.3g} times likelier to the trainer than "
             "to the sampler: the data are far off policy; lower max_staleness or the learning "
-            "rate, or set algorithm.correction=tis"
+            f"rate{weigh}"
         )
     if size and max(size) < MIN_SAMPLE_SIZE:
+        drop = "algorithm.correction_cap" if correction == "mis" else "algorithm.correction=mis"
+        verb = "lower" if correction == "mis" else "set"
         yield (
             f"the effective sample size is {size[-1]:.0%} of the tokens trained: a few tokens "
-            "decide the gradient; lower max_staleness or set algorithm.correction=mis"
+            f"decide the gradient; lower max_staleness or {verb} {drop}"
         )
 
 
@@ -112,12 +127,13 @@ def _is_stale(record: Record) -> bool:
     return isinstance(lags, Mapping) and any(str(lag) != "0" for lag in lags)
 
 
-def _truncation(window: Sequence[Record]) -> Iterator[str]:
+def _truncation(window: Sequence[Record], has_penalty: bool) -> Iterator[str]:
     cut = _series(window, "truncated_share")
     if cut and min(cut) > MAX_TRUNCATED:
+        penalise = "" if has_penalty else ", or set algorithm.overlong_penalty"
         yield (
             f"{cut[-1]:.0%} of answers are cut at the length limit: their rewards say little; "
-            "raise gconfig.max_new_tokens or set algorithm.overlong_penalty"
+            f"raise gconfig.max_new_tokens (max_sampled_tokens, where it is set){penalise}"
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch
 
-from pentad.config.algorithm_rules import sample_limit
+from pentad.config.algorithm_rules import longest_sample, sample_limit
 from pentad.config.derived import snapshot_on_host
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
@@ -336,7 +336,8 @@ class Assembly:
         assert path is not None, "checked with the config"
         weights = weights_folder(self.config, role)
         layout = layout_of(self.config, role)
-        longest = max(self.checked.stream.lengths(), default=self.checked.dims.max_position)
+        context = self.checked.dims.max_position
+        longest = max(self.checked.stream.lengths(), default=context)
         settings = engine_settings(
             model,
             self.device,
@@ -344,7 +345,7 @@ class Assembly:
             world=layout.world,
             temperature=self.params.temperature,
             total_steps=self.num_steps * self.config.updates_per_batch,
-            max_row_tokens=longest + self.params.max_new_tokens,
+            max_row_tokens=longest_sample(self.config, longest, context),
             strict=self.config.strict and not is_critic,
         )
         return self.lead.build(

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pentad.config.algorithm_rules import overlong_penalty
 from pentad.config.derived import compute_bytes
 from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
@@ -26,7 +28,7 @@ from pentad.engine.flops import detect_peak_tflops
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.manifest import describe_start
-from pentad.telemetry.recorder import Recorder
+from pentad.telemetry.recorder import FindAlarms, Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
@@ -170,7 +172,7 @@ def open_run(
             sinks,
             samples_per_step=telemetry.samples_per_step,
             seed=config.seed,
-            find_alarms=find_alarms,
+            find_alarms=alarms_of(config),
         )
         stack.callback(recorder.close)
         peak = telemetry.hardware_peak_tflops or detect_peak_tflops(device)
@@ -188,6 +190,15 @@ def open_run(
             config, folder, recorder, steps, checkpoints, steps_per_epoch, size, saves_beside
         )
         folder.check_there()
+
+
+def alarms_of(config: Config) -> FindAlarms:
+    algorithm = config.algorithm
+    return partial(
+        find_alarms,
+        correction=algorithm.correction or "none",
+        has_penalty=bool(overlong_penalty(algorithm)),
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pentad.config.algorithm_rules import longest_sample
 from pentad.config.derived import compute_bytes, parsed_allocation
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
@@ -134,7 +135,7 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
     if size_gb is None or not rollout or rollout.backend != "embedded":
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
-    longest = min(prompt + config.gconfig.max_new_tokens, dims.max_position)
+    longest = longest_sample(config, prompt, dims.max_position)
     block_bytes = BLOCK_TOKENS * kv_token_bytes(dims, compute_bytes(config.actor, kind))
     num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
     needed = -(-longest // BLOCK_TOKENS)

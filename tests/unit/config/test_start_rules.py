@@ -180,6 +180,9 @@ def test_a_cache_that_is_too_small_is_refused_under_its_own_key(no_gpu):
         text.startswith("rollout.kv_cache_gb = 1e-09")
         for text in planned("rollout.kv_cache_gb=1e-9")
     )
+    talks = config_of("rollout.kv_cache_gb=1e-9", "rollout.workflow=flows.py:talk", "reward.fn=x:y")
+    (problem,) = cache_problems(talks, TINY, "cpu")
+    assert f"may have {TINY.max_position}" in problem.rule, "several turns fill the context"
     # On a GPU numbers have half the bytes.
     half = f"rollout.kv_cache_gb={3 * block_gb!r}"
     assert cache_problems(config_of(half, "gconfig.max_new_tokens=79"), TINY, "cuda") == []

@@ -35,6 +35,7 @@ EXAMPLES = {
     "archon_qwen3_8b.yaml": ("sglang:d4t2+archon:d4p2t2", 24),
     "archon_qwen3_moe.yaml": ("sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)", 32),
 }
+OWN = "rollout.workflow=pentad.rollout.workflows:SingleTurn"  # one of the user's, to the rules
 H100 = Device("cuda", 80 * GIB, "a test", False)
 
 
@@ -413,3 +414,26 @@ def test_rank_rows_say_what_a_rank_holds():
         ("+3", "1", "1", "16-31", "3", "96-127"),
     ]
     assert span([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "note"),
+    [
+        (["gconfig.max_new_tokens=300"], 300, None),
+        (["gconfig.max_new_tokens=300", "gconfig.max_sampled_tokens=200"], 200, None),
+        ([OWN], 32768 - 500, "model's context"),
+        (
+            [OWN, "gconfig.max_sampled_tokens=2000"],
+            2000,
+            "environments say comes on top",
+        ),
+        ([OWN, "gconfig.max_sampled_tokens=90000"], 32768 - 500, "on top"),
+    ],
+)
+def test_the_longest_sample_is_what_all_its_turns_may_have(given, answer, note):
+    plan = plan_of("actor.path=Qwen/Qwen3-0.6B", "train_dataset.max_length=500", *given)
+    assert plan.batch.answer_tokens == answer
+    (sampler,) = plan.samplers
+    assert sampler.sampling.sequence_tokens == 500 + answer
+    said = [text for text in plan.notes if text.startswith("rollout.workflow = ")]
+    assert (note is None and said == []) or note in said[0]

@@ -66,3 +66,19 @@ def test_log_probs_of_stale_data_may_differ():
     fresh = {**FINE, "staleness": {"0": 40}}
     assert find_alarms([fresh] + [stale] * WINDOW, fresh) == []
     assert find_alarms([fresh] + [{**stale, "staleness": {"0": 40}}] * WINDOW, fresh) != []
+
+
+@pytest.mark.parametrize(
+    ("sign", "has", "advised", "instead"),
+    [
+        ({"ratio_p95": 3.0}, {"correction": "tis"}, "correction=tis", "the learning rate"),
+        ({"ratio_p95": 3.0}, {"correction": "sampler_ratio"}, "correction=tis", "max_staleness"),
+        ({"effective_sample_size": 0.1}, {"correction": "mis"}, "correction=mis", "correction_cap"),
+        ({"truncated_share": 0.8}, {"has_penalty": True}, "overlong_penalty", "max_new_tokens"),
+    ],
+)
+def test_what_a_run_has_already_is_not_advised(sign, has, advised, instead):
+    window = [{**FINE, **sign}] * WINDOW
+    (without,), (alarm,) = find_alarms(window, FINE), find_alarms(window, FINE, **has)
+    assert advised in without and advised not in alarm
+    assert alarm.endswith(instead) or instead in alarm.partition(";")[2]
