@@ -1,6 +1,7 @@
 """Bounds of a run: signs that it does not train what its user thinks, and when they end it.
 
-A sign must last `patience_steps` steps; each ends in one sentence with the remedy. What sampler and
+A sign must last `patience_steps` steps, or where it may come and go be there in as many of the last
+twice as many; each ends in one sentence with the remedy. What sampler and
 trainer say of a token is compared before the weights move, and where possible on samples drawn
 wholly with the weights that are trained: there the two differ by rounding only, however far
 off-policy the rest of the data is.
@@ -19,8 +20,12 @@ from pentad.core.types import Sample, StepResult
 
 STALE_FACTOR = 10.0
 """How much further apart the two may be on tokens of older weights, where no others are there."""
+SHIFT_FACTOR = 3.0
+"""How much a difference counts that is to the same side everywhere: rounding goes to both."""
 MIN_CONSTANT = 32
 """Tokens of one and the same log-prob that no policy gives, unless the trainer agrees."""
+CERTAIN = -0.3
+"""Mean log-prob of a policy that may have been certain of all (0) when it sampled."""
 SHARE_WINDOW = 20
 """Steps over which the share of those without a usable gradient is taken."""
 
@@ -61,6 +66,8 @@ class Bounds:
         self.settings = settings
         self.lasting: dict[str, int] = {}
         """Steps in a row that each sign has been there."""
+        self.recent: dict[str, deque[bool]] = {}
+        """Whether signs that come and go were there, in the latest comparisons."""
         self.nonfinite: deque[bool] = deque(maxlen=SHARE_WINDOW)
 
     def past(self, steps: Sequence[StepResult], compared: Compared | None = None) -> str:
@@ -77,9 +84,13 @@ class Bounds:
 
     def past_probe(self, sampler: int, gap: float | None) -> str:
         """The same for tokens that a sampler drew for this comparison; None: no comparison."""
-        if gap is None or not self._lasts(f"sampler {sampler}", self.is_far(gap)):
+        if gap is None or not self._recurs(f"sampler {sampler}", self.is_far(gap)):
             return ""
         return self._far_apart(gap, f"sampler {sampler} drew for the comparison")
+
+    def is_doubted(self, sampler: int) -> bool:
+        """Whether it was too far away in one of its latest comparisons."""
+        return any(self.recent.get(f"sampler {sampler}", ()))
 
     def is_far(self, gap: float | None, factor: float = 1.0) -> bool:
         limit = self.settings.max_logprob_gap
@@ -115,24 +126,40 @@ class Bounds:
     def _gap(self, compared: Compared) -> str:
         gap, is_fresh = logprob_gap(compared)
         is_far = self.is_far(gap, 1.0 if is_fresh else STALE_FACTOR)
-        if not self._lasts("gap", is_far) or gap is None:
+        if not self._recurs("gap", is_far) or gap is None:
             return ""
         if is_fresh:
             return self._far_apart(gap, "were drawn with the weights they train")
-        return self._far_apart(gap, "were drawn with older weights", f" times {STALE_FACTOR:g}")
+        found = self._by(gap, "were drawn with older weights", f" times {STALE_FACTOR:g}")
+        return (
+            f"{found}: nothing can be learned from data so far off-policy; lower the learning rate "
+            "or max_staleness, or check that the sampler takes published weights"
+        )
 
-    def _far_apart(self, gap: float, which: str, times: str = "") -> str:
+    def _far_apart(self, gap: float, which: str) -> str:
+        return (
+            f"{self._by(gap, which)}: the sampler does not run the policy that is trained; check "
+            "that it takes published weights, and its dtype and temperature, or raise the bound"
+        )
+
+    def _by(self, gap: float, which: str, times: str = "") -> str:
         limit, patience = self.settings.max_logprob_gap, self.settings.patience_steps
         return (
-            f"trainer and sampler differ by {gap:.3g} per log-prob of tokens that {which}, more "
-            f"than guards.max_logprob_gap = {limit:g}{times}, {patience} times in a row: the "
-            "sampler does not run the policy that is trained; check that it takes published "
-            "weights, and its dtype and temperature, or raise the bound"
+            f"trainer and sampler differ by {gap:.3g} per log-prob of tokens that {which} (a shift "
+            f"of all counts {SHIFT_FACTOR:g} times), more than guards.max_logprob_gap = "
+            f"{limit:g}{times}, in {patience} of the last {2 * patience} comparisons"
         )
 
     def _lasts(self, sign: str, is_there: bool) -> bool:
         self.lasting[sign] = self.lasting.get(sign, 0) + 1 if is_there else 0
         return self.lasting[sign] >= self.settings.patience_steps
+
+    def _recurs(self, sign: str, is_there: bool) -> bool:
+        """A sampler that misses every second update is right in between."""
+        patience = self.settings.patience_steps
+        recent = self.recent.setdefault(sign, deque(maxlen=2 * patience))
+        recent.append(is_there)
+        return is_there and sum(recent) >= patience
 
 
 def num_impossible(compared: Compared) -> int:
@@ -147,9 +174,16 @@ def logprob_gap(compared: Compared) -> tuple[float | None, bool]:
     kept = is_fresh if is_fresh.any() else np.ones_like(is_fresh)
     if not kept.any():
         return None, False
-    gaps = np.abs(compared.trainer_N[kept] - compared.sampler_N[kept])
+    gaps = compared.trainer_N[kept] - compared.sampler_N[kept]
     gaps = gaps[np.isfinite(gaps)]
-    return float(gaps.mean()) if gaps.size else None, bool(is_fresh.any())
+    if not gaps.size:
+        return None, bool(is_fresh.any())
+    return (gap_of(gaps), True) if is_fresh.any() else (float(np.abs(gaps).mean()), False)
+
+
+def gap_of(differences: np.ndarray) -> float:
+    """Of log-probs under the same weights: the mean size, or the shift of all. NaN with a NaN."""
+    return float(max(np.abs(differences).mean(), SHIFT_FACTOR * abs(differences.mean())))
 
 
 def constant_logprob(compared: Compared) -> float | None:
@@ -158,4 +192,6 @@ def constant_logprob(compared: Compared) -> float | None:
     if reported.size < MIN_CONSTANT or reported.min() != reported.max():
         return None
     finite = own[np.isfinite(own)]
-    return float(reported[0]) if finite.size and finite.max() - finite.min() > 0.01 else None
+    if not finite.size or finite.max() - finite.min() <= 0.01:
+        return None
+    return None if reported[0] == 0 and finite.mean() > CERTAIN else float(reported[0])

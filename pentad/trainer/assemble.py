@@ -306,8 +306,8 @@ class Assembly:
         return Scheduler(state, rollout, train, publish, watchdog)
 
     def _prober(self, bounds: Bounds) -> Prober | None:
-        """On-policy the trained tokens themselves tell whether published weights are served."""
-        if self.placement.is_on_policy:
+        """On-policy the trained tokens themselves tell whether the one sampler is up to date."""
+        if self.placement.is_on_policy and len(self.samplers) == 1:
             return None
         return Prober(
             list(self.samplers.values()),

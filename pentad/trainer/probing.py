@@ -2,7 +2,8 @@
 
 Where data may be stale, the tokens that are trained cannot tell: their log-probs differ from the
 trainer's by right. So each sampler draws a few tokens after a publish, and the learner scores them
-before its weights move on. On-policy, the trained tokens themselves are compared.
+before its weights move on. On-policy, the trained tokens themselves are compared; with several
+samplers each of them is asked too, since one among many hardly moves the mean.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from pentad.core.errors import RunError
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Learner, Sampler
-from pentad.rl.bounds import Bounds
+from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.selftest import draw_probes, probe_differences
 
 log = logging.getLogger(__name__)
 
 INTERVAL = 5
-"""Versions from one comparison to the next, as long as all samplers are where they should be."""
+"""Versions from one comparison to the next, as long as all samplers are where they should be; from
+a doubt on every version is compared."""
 TIMEOUT_S = 60.0
 """A sampler that takes longer is not compared; whether it still serves is others' concern."""
 
@@ -58,8 +60,8 @@ class Prober:
         for index, gap in enumerate(gaps):
             if sentence := self.bounds.past_probe(index, gap):
                 raise RunError(f"version {version}: {sentence}")
-        is_far = any(self.bounds.is_far(gap) for gap in gaps)
-        self.next_version = version + (1 if is_far else INTERVAL)
+        is_doubted = any(map(self.bounds.is_doubted, range(len(gaps))))
+        self.next_version = version + (1 if is_doubted else INTERVAL)
 
     async def _gap(self, index: int, version: int) -> float | None:
         """The mean difference; None where the sampler did not answer, or has other weights."""
@@ -81,4 +83,6 @@ class Prober:
             return None
         if any(held != version for probe in probes for held in probe.versions):
             return None
-        return await self.on_learner(lambda: float(probe_differences(self.learner, probes).mean()))
+        return await self.on_learner(
+            lambda: gap_of(probe_differences(self.learner, probes).double().numpy())
+        )

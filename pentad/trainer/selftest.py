@@ -98,11 +98,11 @@ async def draw_probes(
 
 
 def probe_differences(learner: Learner, probes: Sequence[Probe]) -> Tensor:
-    """How far the learner's log-probs of the drawn tokens are from those reported."""
+    """The learner's log-probs of the drawn tokens less those reported."""
     outputs = learner.forward([probe.row for probe in probes])
     return torch.cat(
         [
-            (output["logprobs"].float().cpu()[probe.start :] - probe.logprobs).abs()
+            output["logprobs"].float().cpu()[probe.start :] - probe.logprobs
             for output, probe in zip(outputs, probes, strict=True)
         ]
     )
@@ -126,7 +126,7 @@ async def run_selftest(
         )
     rows = [probe.row for probe in probes]
     packed = check_packing(learner, rows[:: PROBE_SAMPLES + 1], rows, tolerance)
-    differences = probe_differences(learner, probes)
+    differences = probe_differences(learner, probes).abs()
     largest, mean = float(differences.max()), float(differences.mean())
     if not (largest <= tolerance.max_difference and mean <= tolerance.mean_difference):
         raise RunError(

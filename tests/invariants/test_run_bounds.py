@@ -8,33 +8,50 @@ from run_lab import steps_of
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.trainer import assemble
+from pentad.trainer.samplers import open_samplers
 
 LONG = ("total_train_steps=40", "total_train_epochs=3", "actor.optimizer.lr=1e-2")
 
 
-def deafen(monkeypatch):
-    """The sampler says that it took new weights, and goes on with the first ones."""
-    real, first = EmbeddedSampler.install, []
+def deafen(monkeypatch, hears=lambda sampler, version: False):
+    """The sampler says that it took new weights, and goes on with those before."""
+    real, before = EmbeddedSampler.install, {}
 
     async def install(self, version, weights):
         pairs = [(name, tensor.clone()) for name, tensor in weights]
-        first.extend(pairs if not first else ())
         receipt = await real(self, version, pairs)
-        await real(self, version, first)
+        if id(self) not in before or hears(self, version):
+            before[id(self)] = pairs
+        await real(self, version, before[id(self)])
         return receipt
 
     monkeypatch.setattr(EmbeddedSampler, "install", install)
 
 
-def flatten_logprobs(monkeypatch, value):
-    """After the self-test the sampler reports one number for every token."""
+def double(monkeypatch):
+    """Two samplers where a run has one."""
+    opened = []
+
+    async def open_two(*given):
+        first = await open_samplers(*given)
+        second = await open_samplers(*given)
+        opened.extend([*first.values(), *second.values()])
+        return {"one": opened[0], "other": opened[1]}
+
+    monkeypatch.setattr(assemble, "open_samplers", open_two)
+    return opened
+
+
+def change_logprobs(monkeypatch, change):
+    """After the self-test the sampler reports other log-probs than it drew with."""
     real = EmbeddedSampler.generate
 
     async def generate(self, request, on_token=None):
         answers = await real(self, request, on_token)
         if not request.id.startswith("selftest"):
             for answer in answers:
-                answer.logprobs = [value] * len(answer.logprobs)
+                answer.logprobs = [change(value) for value in answer.logprobs]
         return answers
 
     monkeypatch.setattr(EmbeddedSampler, "generate", generate)
@@ -53,8 +70,42 @@ def test_a_sampler_that_ignores_updates_ends_the_run(lab, monkeypatch, more):
     assert 5 <= steps_in(lab, "deaf") < 40
 
 
+def test_a_sampler_that_ignores_every_second_update_ends_the_run(lab, monkeypatch):
+    deafen(monkeypatch, lambda sampler, version: version % 2 == 0)
+    with pytest.raises(RunError, match="in 2 of the last 4 comparisons.*takes published weights"):
+        lab.train(*LONG, "actor.optimizer.lr=5e-2", "guards.patience_steps=2", trial="half-deaf")
+    assert steps_in(lab, "half-deaf") < 40
+
+
+def test_one_of_two_samplers_that_ignores_updates_is_named(lab, monkeypatch):
+    opened = double(monkeypatch)
+    deafen(monkeypatch, lambda sampler, version: sampler is opened[0])
+    with pytest.raises(RunError, match="that sampler 1 drew for the comparison"):
+        lab.train(*LONG, "guards.patience_steps=2", "guards.max_logprob_gap=0.6", trial="one-deaf")
+    assert steps_in(lab, "one-deaf") < 40
+
+
+def test_two_samplers_that_take_updates_go_on(lab, monkeypatch):
+    double(monkeypatch)
+    summary = lab.train(*LONG, "total_train_steps=12", "guards.patience_steps=1")
+    assert len(steps_of(summary)) == 12
+
+
+@pytest.mark.parametrize("more", [(), ("mode=hybrid", "max_staleness=1")])
+def test_log_probs_that_are_all_shifted_end_the_run(lab, monkeypatch, more):
+    change_logprobs(monkeypatch, lambda value: value - 0.2)
+    with pytest.raises(RunError, match=r"differ by 0.6 per log-prob .* guards.max_logprob_gap"):
+        lab.train(*LONG, "guards.patience_steps=3", *more)
+
+
+def test_log_probs_that_are_no_numbers_end_the_run(lab, monkeypatch):
+    change_logprobs(monkeypatch, lambda value: math.nan)
+    with pytest.raises(RunError, match="log-prob nan is not a finite number"):
+        lab.train(*LONG, "rollout.max_retries=0")
+
+
 def test_constant_log_probs_end_the_run_after_the_patience_given(lab, monkeypatch):
-    flatten_logprobs(monkeypatch, -1.5)
+    change_logprobs(monkeypatch, lambda value: -1.5)
     with pytest.raises(RunError, match="step 3: the sampler reports one log-prob, -1.5, for all"):
         lab.train(*LONG, "guards.patience_steps=3", trial="flat")
     assert steps_in(lab, "flat") == 3

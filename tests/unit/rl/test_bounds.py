@@ -33,15 +33,24 @@ def sentences(bounds, *steps):
     return [bounds.past([step()], compared) for compared in steps]
 
 
-def test_only_a_lasting_gap_ends_the_run():
+def test_only_a_gap_that_lasts_or_returns_ends_the_run():
     bounds = Bounds(BoundSettings(patience_steps=3))
     far, near = seen(sample(0.5, 3)), seen(sample(0.01, 3))
-    said = sentences(bounds, far, far, near, far, far, far)
-    assert said[:5] == [""] * 5
-    assert "differ by 0.5 per log-prob of tokens that were drawn with the weights" in said[5]
-    assert "guards.max_logprob_gap = 0.3, 3 times in a row" in said[5]
+    said = sentences(bounds, far, near, near, near, near, far, near, far, near, far)
+    assert said[:9] == [""] * 9
+    assert "of tokens that were drawn with the weights they train" in said[9]
+    assert "guards.max_logprob_gap = 0.3, in 3 of the last 6 comparisons" in said[9]
     open_end = Bounds(BoundSettings(patience_steps=3, max_logprob_gap=None))
     assert sentences(open_end, *[far] * 9) == [""] * 9
+
+
+def test_a_shift_of_all_log_probs_counts_three_times():
+    shifted, rounded = sample(0.2, 3), sample(0.0, 3)
+    rounded[0].rollout_logprobs[1:] += np.resize([0.25, -0.25], 40).astype(np.float32)
+    bounds = Bounds(BoundSettings(patience_steps=1))
+    assert bounds.past([step()], seen(rounded)) == ""
+    assert "differ by 0.6 per log-prob" in bounds.past([step()], seen(shifted))
+    assert bounds.past([step()], seen(sample(0.9, 1))) == "", "older weights shift by right"
 
 
 def test_samples_of_the_present_weights_decide_where_there_are_any():
@@ -57,9 +66,9 @@ def test_samples_of_the_present_weights_decide_where_there_are_any():
 def test_stale_samples_alone_may_be_ten_times_as_far():
     bounds = Bounds(BoundSettings(patience_steps=1))
     assert bounds.past([step()], seen(sample(2.5, 1))) == ""
-    assert "older weights, more than guards.max_logprob_gap = 0.3 times 10" in bounds.past(
-        [step()], seen(sample(3.5, 1))
-    )
+    said = bounds.past([step()], seen(sample(3.5, 1)))
+    assert "more than guards.max_logprob_gap = 0.3 times 10, in 1 of the last 2" in said
+    assert "lower the learning rate or max_staleness" in said
 
 
 def test_one_log_prob_for_all_tokens_is_found_at_any_age_but_not_in_a_certain_policy():
@@ -68,6 +77,10 @@ def test_one_log_prob_for_all_tokens_is_found_at_any_age_but_not_in_a_certain_po
     certain = sample(0, 3, 40, 0.0)
     assert bounds.past([step()], seen((certain[0], np.zeros(41)))) == ""
     assert bounds.past([step()], seen(sample(0, 3, 8, -0.5))) == "", "too few to say"
+    # A policy that was certain when it sampled, and is a little less so by now.
+    certain, own = sample(0, 1, 40, 0.0)
+    assert bounds.past([step()], seen((certain, own / 4))) == ""
+    assert "one log-prob, 0, for all" in bounds.past([step()], seen((certain, own)))
 
 
 def test_each_sampler_is_counted_for_itself():
@@ -75,6 +88,8 @@ def test_each_sampler_is_counted_for_itself():
     assert [bounds.past_probe(0, 0.5), bounds.past_probe(1, 0.5)] == ["", ""]
     assert [bounds.past_probe(0, None), bounds.past_probe(1, 0.1)] == ["", ""]
     assert "sampler 0 drew for the comparison" in bounds.past_probe(0, math.nan)
+    assert bounds.is_doubted(1) and not bounds.is_doubted(2)
+    assert [bounds.past_probe(1, 0.1) for _ in range(4)] == [""] * 4 and not bounds.is_doubted(1)
 
 
 def test_impossible_tokens_are_no_usable_gradient():
