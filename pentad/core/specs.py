@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -21,6 +22,15 @@ def load(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise TypeError(f"{spec} is not a function")
     return found
+
+
+def settled(value: Any) -> Any:
+    """What a call returned; if that is a coroutine, what it comes to."""
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
 def absolute(spec: str) -> str:

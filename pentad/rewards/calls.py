@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pentad.core.specs import load
+from pentad.core.specs import load, settled
 
 MAX_TEXT = 1000
 EACH, BATCH = (f"{__name__}:{name}" for name in ("each", "batch"))
@@ -68,16 +68,9 @@ async def _together(
 
 def _tried(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     try:
-        value = function(**arguments)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        return {"value": value}
+        return {"value": settled(function(**arguments))}
     except Exception as failure:
         return {"error": _described(failure, function)}
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _described(failure: Exception, function: Callable[..., Any]) -> str:

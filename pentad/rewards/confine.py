@@ -117,11 +117,10 @@ def _set_rlimits(limits: Limits, cpu_s: int, is_enclosed: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: cpu_s,
     }
-    if limits.isolate:
-        bounds[resource.RLIMIT_NOFILE] = 128
     # Counted in the user's namespace (kernel 5.14): there, the worker is the only other one.
     # Outside of it over everything of this user, and not at all for root: the warden counts too.
     if limits.isolate:
+        bounds[resource.RLIMIT_NOFILE] = 128
         others = 1 if is_enclosed else _num_tasks_of_user()
         bounds[resource.RLIMIT_NPROC] = others + limits.max_threads
     elif limits.allow_processes:

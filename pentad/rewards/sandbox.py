@@ -8,13 +8,13 @@ that is lost itself is ended with everything below it and started anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import Any, Literal
 from pentad.core.errors import Problem, UserError
 from pentad.core.text import one_line
 from pentad.rewards import breakout, confine
-from pentad.rewards.warden import FRAME, remove
+from pentad.rewards.warden import FRAME
+from pentad.runtime.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 FailureKind = Literal[
@@ -36,7 +37,6 @@ MAX_NESTING = 50
 GRACE_S = 10.0
 """How much later than the worker the pool itself gives up on a job."""
 CLOSE_PATIENCE_S = 2.0
-CLEANING_S = 60.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rewards.warden import main; main()"
 WHERE_PYTHON_IS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
@@ -214,8 +214,8 @@ def check_platform() -> None:
 async def what_is_missing(settings: SandboxSettings) -> str:
     """The protections that this machine does not offer, in words; nothing if it offers all."""
     check_platform()
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        worker = Worker(settings, (), folder)
+    with scratch_folder(FOLDER_PREFIX) as folder:
+        worker = Worker(settings, (), str(folder))
         try:
             said = await worker.start()
         finally:
@@ -247,6 +247,7 @@ class Sandbox:
         self.settings = settings
         self.preload = preload
         self.folder = ""
+        self.cleaning = contextlib.ExitStack()
         self.idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         self.workers: list[Worker] = []
         self.chores: set[asyncio.Task[None]] = set()
@@ -254,7 +255,7 @@ class Sandbox:
     async def start(self) -> dict[str, Signature]:
         """Starts one worker, to see that all is well; the others start when they are needed."""
         check_platform()
-        self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+        self.folder = str(self.cleaning.enter_context(scratch_folder(FOLDER_PREFIX)))
         for _ in range(self.settings.num_workers):
             self.workers.append(Worker(self.settings, self.preload, self.folder))
         first = self.workers[0]
@@ -321,8 +322,7 @@ class Sandbox:
         """Ends all workers and removes what they left. Jobs under way end with them."""
         await asyncio.gather(*self.chores, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self.workers))
-        if self.folder:
-            await asyncio.to_thread(remove, self.folder, CLEANING_S)
+        await asyncio.to_thread(self.cleaning.close)
 
     def _later(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore)

@@ -8,12 +8,10 @@ costs a fork. When the parent is gone the warden ends its job and itself.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import errno
 import gc
-import inspect
 import json
 import math
 import os
@@ -21,7 +19,6 @@ import pickle
 import select
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,14 +27,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from pentad.core.specs import describe, load
+from pentad.core.specs import describe, load, settled
 from pentad.rewards import breakout, confine, enclosure
+from pentad.runtime.scratch import remove
 
 FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
 MAX_DETAIL = 1000
 CLEANING_S = 2.0
+"""For what a job left; the pool removes the rest when it closes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,9 +114,7 @@ def _stream(descriptor: int, mode: str) -> TextIO:
 
 def _result_of(spec: str, body: bytes, limits: confine.Limits) -> bytes:
     try:
-        value = load(spec)(**pickle.loads(body))
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+        value = settled(load(spec)(**pickle.loads(body)))
         return json.dumps({"value": value}, default=_plain).encode()
     except BaseException as failure:
         kind = "memory" if isinstance(failure, MemoryError) else "error"
@@ -126,10 +123,6 @@ def _result_of(spec: str, body: bytes, limits: confine.Limits) -> bytes:
         if is_refused and not limits.isolate and not limits.allow_processes:
             detail += "; if it was to start a process: that needs reward.allow_processes = true"
         return json.dumps({"failure": kind, "detail": detail}).encode()
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _plain(value: object) -> object:
@@ -252,7 +245,7 @@ class Warden:
             os.close(read_end)
             if self.limits.allow_processes:
                 confine.end_all(os.getpid(), keep=before)
-            inside.close_scratch() if inside else remove(job["scratch"])
+            inside.close_scratch() if inside else remove(job["scratch"], CLEANING_S)
         return _judge(ended, status, job["capture"])
 
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
@@ -315,28 +308,9 @@ def _judge(ended: Ended, status: int, capture: str) -> Ended:
     return Ended(None, body=ended.body[1:])
 
 
-def remove(folder: str, timeout_s: float = CLEANING_S) -> None:
-    """Removes a folder, however deep or closed its files are; what takes too long stays for now.
-
-    The pool removes the rest when it closes.
-    """
-    with contextlib.suppress(OSError):  # not empty
-        Path(folder).rmdir()
-        return
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-            quiet = subprocess.DEVNULL
-            subprocess.run([*command, "--", folder], stderr=quiet, timeout=timeout_s, check=False)
-
-
 def main() -> None:
     config = json.loads(sys.argv[1])
     warden = Warden(confine.Limits(**config["limits"]), config["folder"])
-    try:
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
         warden.hello(config["preload"], config["bait"])
         warden.serve()
-    except BrokenPipeError:  # the parent is gone
-        pass
-    finally:
-        with contextlib.suppress(OSError):  # others may still use it; the last one removes it
-            Path(config["folder"]).rmdir()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OWNER = "owner.lock"
 """Held by the owner; the lock goes with its process, however that ends."""
 YOUNG_S = 10.0
 """A folder is made a moment before its lock is taken."""
+CLEANING_S = 60.0
 
 
 @contextmanager
@@ -28,8 +29,9 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
     finally:
+        (folder / OWNER).unlink(missing_ok=True)
         os.close(lock)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def sweep(prefix: str) -> None:
@@ -44,8 +46,19 @@ def sweep(prefix: str) -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
         except BlockingIOError:  # its owner lives
             continue
         finally:
             os.close(lock)
+
+
+def remove(folder: Path | str, timeout_s: float = CLEANING_S) -> None:
+    """Removes a folder, however deep or closed its files are; what takes longer stays."""
+    with suppress(OSError):  # not empty
+        Path(folder).rmdir()
+        return
+    with suppress(subprocess.TimeoutExpired):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            quiet = subprocess.DEVNULL
+            subprocess.run([*command, "--", folder], stderr=quiet, timeout=timeout_s, check=False)

@@ -17,6 +17,7 @@ import pytest
 from pentad.core.errors import UserError
 from pentad.rewards import sandbox
 from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
+from pentad.runtime import scratch
 
 FILE = Path(__file__).with_name("hostile.py")
 sys.path.append(str(FILE.parent))
@@ -168,7 +169,10 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path):
     with_pool(use, num_workers=1)
 
 
-def test_workers_and_jobs_end_with_a_parent_that_is_killed(tmp_path):
+@pytest.mark.parametrize("kills_worker", [False, True])
+def test_a_parent_that_is_killed_leaves_no_process_and_its_folder_to_the_next(
+    tmp_path, monkeypatch, kills_worker
+):
     code = f"""
 import asyncio
 from pentad.rewards.sandbox import Sandbox, SandboxSettings
@@ -189,18 +193,24 @@ asyncio.run(main())
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         time.sleep(0.01)
     parent.kill()
+    if kills_worker:
+        os.kill(worker, signal.SIGKILL)
     parent.communicate()
     wait_until_dead(worker)
     wait_until_dead(int((tmp_path / "pid").read_text()))
+    assert len(list(tmp_path.glob("pentad-jobs-*"))) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
+    with_pool(lambda pool: pool.run(spec("fine"), {"x": 1}))
     assert list(tmp_path.glob("pentad-jobs-*")) == []
 
 
 def test_a_jobs_files_are_removed_however_deep_or_closed_they_are():
     async def use(pool):
         assert await pool.run(spec("write_files"), {}) == 1.0
-        return list(Path(pool.folder).iterdir())
+        return [path.name for path in Path(pool.folder).iterdir()]
 
-    assert with_pool(use, num_workers=1, timeout_s=5.0) == []
+    assert with_pool(use, num_workers=1, timeout_s=5.0) == [scratch.OWNER]
 
 
 def test_a_reward_module_that_hangs_or_fails_to_import_is_a_sentence(tmp_path):
