@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pentad.ops import flash4
 from pentad.ops.attention import (
     VARLEN_OPTIONS,
     EqualAttend,
@@ -17,7 +18,6 @@ from pentad.ops.attention import (
     plan_buckets,
     reference_attention,
 )
-from pentad.ops.flash4 import has_flash4
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RAGGED = [5, 1, 40, 38, 7, 7, 2]
@@ -163,10 +163,10 @@ def test_the_flash_kernel_equals_the_reference(kv_heads, window):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_flash4(CUDA), reason="needs flash-attn-4 and a Hopper GPU")
+@pytest.mark.skipif(not flash4.has_flash4(CUDA), reason="needs flash-attn-4 and a Hopper GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 2), (128, 2), (128, 4), (256, 1)])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("head_dim", sorted(flash4.HEAD_DIMS))
+@pytest.mark.parametrize(("kv_heads", "window"), [(2, None), (4, 100)])
 def test_flash_attention_4_equals_the_reference(kv_heads, window, head_dim, compiled):
     lengths = [1, 700, 129, 2, 64, 333]
     q, k, v = (
@@ -183,3 +183,12 @@ def test_flash_attention_4_equals_the_reference(kv_heads, window, head_dim, comp
     found = torch.autograd.grad(ours.double().square().sum(), (q, k, v))
     for mine, true in zip((ours, *found), (plain, *wanted), strict=True):
         assert (mine.double() - true).norm() < 1e-2 * true.norm()  # bf16 has 8 bits
+
+
+def test_flash_attention_4_is_left_alone_at_widths_it_was_not_proven_at(monkeypatch):
+    monkeypatch.setattr(flash4, "has_flash4", lambda device: True)
+    for head_dim, is_taken in ((128, True), (64, True), (16, False), (48, False), (80, False)):
+        assert flash4.takes(torch.bfloat16, head_dim) is is_taken
+    assert not flash4.takes(torch.float32, 128)
+    attend = build_attend([3, 5], device=CPU, dtype=torch.bfloat16, head_dim=16)
+    assert not getattr(attend, "is_flash4", False)
