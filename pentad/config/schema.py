@@ -500,10 +500,11 @@ class TelemetryConfig(Section):
 class GuardsConfig(Section):
     max_logprob_gap: Positive | None = 0.3
     """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
-    with the weights that are trained (ten times as much where all are older). null: any."""
+    with the weights that are trained (ten times as much where all are older); a shift of all
+    log-probs counts three times. null: any."""
     patience_steps: Count = 5
-    """Steps in a row past a bound (log-prob difference, one log-prob reported for all tokens,
-    gradients that are not finite) after which the run stops."""
+    """Steps in a row past a bound (one log-prob reported for all tokens, gradients that are not
+    finite) that stop the run; of log-prob differences, as many of the last twice as many."""
     max_nonfinite_share: Share = 0.5
     """Also stops when more than this share of the last 20 steps had no finite gradient."""
 
