@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -401,22 +402,9 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
             "steps_per_epoch": plan.batch.steps_per_epoch,
             "total_steps": plan.batch.total_steps,
         },
-        "files": {
-            "export_bytes": plan.files.export_bytes,
-            "num_exports": plan.files.num_exports,
-            "free_bytes": plan.files.free_bytes,
-            "folder": plan.files.folder,
-        },
+        "files": asdict(plan.files),
         "notes": plan.notes,
-        "remedies": [
-            {
-                "overrides": list(remedy.overrides),
-                "peak_bytes": remedy.peak_bytes,
-                "fits": remedy.fits,
-                "num_devices": remedy.num_devices,
-            }
-            for remedy in remedies
-        ],
+        "remedies": [asdict(remedy) for remedy in remedies],
     }
 
 

@@ -27,6 +27,12 @@ def has_model_file(family: str) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
 
 
+def no_sampler_for(family: str, allocation: str | None) -> Problem:
+    rule = f"the embedded sampler has no model file for model_type = {family}"
+    remedy = "sample with vllm or sglang, which run any HF model"
+    return Problem(f"allocation_mode = {allocation}", rule, remedy)
+
+
 def no_such_family(family: str, known: Iterable[str]) -> Problem:
     remedy = (
         f"use one of {', '.join(sorted(known))}, give a model file of your own, or train it "

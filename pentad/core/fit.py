@@ -101,5 +101,13 @@ def balance_problems(
         yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (moe_aux_loss_coef)")
 
 
+def strict_problems(layout: Layout, who: str) -> Iterator[Problem]:
+    """Where a layer is cut over ranks, its sums are made in another order than the sampler's."""
+    cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
+    if given := ", ".join(f"{name} = {size}" for name, size in cut.items() if size > 1):
+        rule = f"{who} has {given}: layers cut over ranks add up in another order than the sampler"
+        yield Problem("strict = true", rule, "use data and pipeline parallelism only")
+
+
 def list_of(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import UserError
+from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
 from pentad.engine.predictor import Predictor
 from pentad.engine.settings import EngineSettings
@@ -56,12 +57,8 @@ def wrap_model(
 
 
 def check_strict(layout: Layout) -> None:
-    """Where a layer is cut over ranks, its sums are made in another order than the sampler's."""
-    cut = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
-    if wrong := {name: size for name, size in cut.items() if size > 1}:
-        given = ", ".join(f"{name} = {size}" for name, size in wrong.items())
-        rule = f"the layout has {given}: layers cut over ranks add up in another order"
-        raise UserError(Problem("strict = true", rule, "use data and pipeline parallelism only"))
+    if problems := list(strict_problems(layout, "the layout")):
+        raise UserError(problems)
 
 
 def mixtures_of(decoder: Decoder) -> dict[int, Parts]:

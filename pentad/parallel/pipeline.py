@@ -12,6 +12,7 @@ from pentad.core.layout import Layout
 from pentad.core.stages import (
     SCHEDULES,
     default_stages_per_rank,
+    schedule_conflicts,
     split_layers,
     splits_backward,
     stages_of_rank,
@@ -127,24 +128,18 @@ def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> 
 
 
 def _check_memory_settings(settings: PipelineSettings, *, has_experts: bool) -> None:
-    """What a backward pass in two parts would do wrong, or wait for without end."""
-    schedule = f"pp_schedule = {settings.pp_schedule}"
     uses_op = settings.ac_mode == "selective" and settings.ac_selective == "op"
-    uses_op = uses_op and settings.gradient_checkpointing
-    problems = []
-    if splits_backward(settings.pp_schedule):
-        if settings.reshard_after_forward:
-            rule = f"{schedule} would give wrong gradients with parameters sharded in between"
-            problems.append(Problem("reshard_after_forward = True", rule, "set it to False"))
-        if uses_op:
-            rule = f"{schedule} needs the kept results twice, and they are dropped after one use"
-            problems.append(Problem("ac_selective = op", rule, "use a stride, or ac_mode full"))
-        if settings.compile:
-            rule = f"{schedule} splits backward, which compiled blocks do not support"
-            problems.append(Problem("compile = True", rule, "set it to False"))
-    elif uses_op and has_experts and settings.reshard_after_forward:
-        # Experts are gathered within their block, in backward but not in every forward.
-        rule = "the experts of a pipeline would be gathered anew, which ac_selective = op refuses"
-        problems.append(Problem("reshard_after_forward = True", rule, "set it to False"))
-    if problems:
+    words = {
+        "compile": ("compile = True", "set it to False"),
+        "ac_selective": ("ac_selective = op", "use a stride, or ac_mode full"),
+        "reshard": ("reshard_after_forward = True", "set it to False"),
+    }
+    found = schedule_conflicts(
+        settings.pp_schedule,
+        compiles=settings.compile,
+        keeps_products=uses_op and settings.gradient_checkpointing,
+        reshards=settings.reshard_after_forward,
+        has_experts=has_experts,
+    )
+    if problems := [Problem(words[key][0], rule, words[key][1]) for key, rule in found]:
         raise UserError(problems)

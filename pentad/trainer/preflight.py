@@ -18,6 +18,7 @@ from pentad.config.rules.start import (
 from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.families import no_sampler_for
 from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
@@ -116,9 +117,7 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
     dims = trained_dims(config, path)
     rollout = allocation_of(config).find("rollout")
     if not dims.is_whole and rollout is not None and rollout.backend == "embedded":
-        rule = f"the embedded sampler has no model file for model_type = {dims.family}"
-        remedy = "sample with vllm or sglang, which run any HF model"
-        raise UserError(Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy))
+        raise UserError(no_sampler_for(dims.family, config.allocation_mode))
     return dims
 
 

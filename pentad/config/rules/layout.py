@@ -27,6 +27,7 @@ from pentad.core.stages import (
     SCHEDULES,
     default_stages_per_rank,
     is_interleaved,
+    schedule_conflicts,
     splits_backward,
     takes_microbatches,
     takes_stages_per_rank,
@@ -290,46 +291,33 @@ def schedule_takes_stages(part: Placed) -> Iterator[Problem]:
 
 
 @TRAINING.add()
-def zero_bubble_rules(part: Placed) -> Iterator[Problem]:
-    """A backward in two parts keeps its graph in between: what frees or replays it conflicts."""
-    archon = part.model.archon
-    if part.component.size("p") == 1 or not splits_backward(archon.pp_schedule):
+def schedule_goes_with_the_engine(part: Placed) -> Iterator[Problem]:
+    archon, schedule = part.model.archon, part.model.archon.pp_schedule
+    if part.component.size("p") == 1:
         return
-    other = "use pp_schedule: Interleaved1F1B"
-    schedule = f"pp_schedule = {archon.pp_schedule}"
-    key = f"{part.key}.archon"
-    if archon.enable_compile is True:
-        rule = f"{schedule} splits backward, which compiled blocks do not support"
-        remedy = f"leave enable_compile out, or {other}"
-        yield Problem(f"{key}.enable_compile = true", rule, remedy)
-    checkpoints = part.model.gradient_checkpointing
-    if checkpoints and archon.ac_mode == "selective" and archon.ac_selective == "op":
-        rule = f"{schedule} needs the kept results twice, and they are dropped after the first use"
-        remedy = f"use ac_selective: 2 or ac_mode: full, or {other}"
-        yield Problem(f"{key}.ac_selective = op", rule, remedy)
-    if checkpoints and archon.ac_mode == "memory_budget":
-        rule = f"needs compile, which {schedule} excludes"
-        yield Problem(f"{key}.ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
-    if archon.reshard_after_forward_policy == "always":
-        rule = f"{schedule} would give wrong gradients with parameters sharded in between"
-        remedy = f"leave it out, or {other}"
-        yield Problem(f"{key}.reshard_after_forward_policy = always", rule, remedy)
-
-
-@TRAINING.add()
-def kept_products_meet_experts(part: Placed) -> Iterator[Problem]:
-    """Experts are gathered within their block, in backward but not in every forward."""
-    archon, has_experts = (
-        part.model.archon,
-        part.dims is not None and part.dims.num_experts > 0,
+    key, is_split = f"{part.key}.archon", splits_backward(schedule)
+    other = (
+        "use pp_schedule: Interleaved1F1B" if is_split else "use ac_selective: 2 or ac_mode: full"
     )
-    if part.component.size("p") == 1 or splits_backward(archon.pp_schedule) or not has_experts:
-        return
-    is_op = archon.ac_mode == "selective" and archon.ac_selective in ("op", None)
-    if archon.reshard_after_forward_policy == "always" and is_op:
-        where = f"{part.key}.archon.reshard_after_forward_policy = always"
-        rule = "experts of a pipeline would be gathered anew, which ac_selective = op cannot replay"
-        yield Problem(where, rule, "leave it out, or use ac_selective: 2 or ac_mode: full")
+    words = {
+        "compile": ("enable_compile = true", "leave enable_compile out"),
+        "ac_selective": ("ac_selective = op", "use ac_selective: 2 or ac_mode: full"),
+        "reshard": ("reshard_after_forward_policy = always", "leave it out"),
+    }
+    mode = archon.ac_mode if part.model.gradient_checkpointing else "none"
+    is_op = archon.ac_selective == "op" or (archon.ac_selective is None and not is_split)
+    for setting, rule in schedule_conflicts(
+        schedule,
+        compiles=archon.enable_compile is True,
+        keeps_products=mode == "selective" and is_op,
+        reshards=archon.reshard_after_forward_policy == "always",
+        has_experts=part.dims is not None and part.dims.num_experts > 0,
+    ):
+        where, remedy = words[setting]
+        yield Problem(f"{key}.{where}", rule, f"{remedy}, or {other}")
+    if is_split and mode == "memory_budget":
+        rule = f"needs compile, which pp_schedule = {schedule} excludes"
+        yield Problem(f"{key}.ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
 
 
 @TRAINING.add()

@@ -12,7 +12,7 @@ from pentad.config.rules.rule import Rules
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.families import has_model_file, no_such_family, own_families
+from pentad.core.families import has_model_file, no_sampler_for, no_such_family, own_families
 
 RULES: Rules[[Config, ModelDims]] = Rules()
 COUNTED_WITHOUT_FILE = ("mistral",)
@@ -40,9 +40,7 @@ def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list
         if not is_fsdp:
             found[family] = no_such_family(family, own_families())
         elif samples_here and path == config.actor.path:
-            rule = f"the embedded sampler has no model file for model_type = {family}"
-            remedy = "sample with vllm or sglang, which run any HF model"
-            found[family] = Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
+            found[family] = no_sampler_for(family, config.allocation_mode)
     return list(found.values())
 
 

@@ -6,6 +6,7 @@ from pentad.config.derived import are_apart, parsed_allocation
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
+from pentad.core.fit import strict_problems
 
 RULES: Rules[[Config]] = Rules()
 
@@ -98,18 +99,10 @@ def strict_is_not_compiled(config: Config) -> Problem | None:
 
 
 @RULES.add("strict", "allocation_mode")
-def strict_cuts_no_layer(config: Config) -> Problem | None:
+def strict_cuts_no_layer(config: Config) -> list[Problem]:
     allocation = parsed_allocation(config)
     actor = allocation and allocation.find("actor")
-    if not config.strict or not actor:
-        return None
-    layout = actor.layout()
-    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
-    given = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
-    if not given:
-        return None
-    rule = f"{actor} has {given}: layers cut over ranks add up in another order than the sampler"
-    return Problem("strict = true", rule, "use data and pipeline parallelism only")
+    return list(strict_problems(actor.layout(), str(actor))) if config.strict and actor else []
 
 
 @RULES.add("rollout.server", "allocation_mode")
