@@ -1,24 +1,14 @@
-"""Rules between the parts of an algorithm: switches that contradict, details that nobody reads.
+"""Rules between the keys of an algorithm: switches that contradict, details that nobody reads.
 
-They say without torch what `pentad.rl` would say when the run starts; a test holds the two
-together.
+The facts are those of `pentad.core.algorithms`, by which `pentad.rl.overrides` judges a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pentad.config.describe import show
 from pentad.config.rules.rule import Rules
-from pentad.config.schema import (
-    ALGORITHM_NAMES,
-    CONSTANT_NORM,
-    GROUP_RELATIVE,
-    WITH_CRITIC,
-    WITHOUT_RATIO,
-    AlgorithmConfig,
-    Config,
-)
+from pentad.config.schema import Config
+from pentad.core.algorithms import ON_POLICY, SWITCHES, idle_details, unread_overrides
 from pentad.core.errors import Problem
 
 RULES: Rules[[Config]] = Rules()
@@ -62,45 +52,30 @@ def the_tis_switch_agrees(config: Config) -> Problem | None:
 @RULES.add("algorithm", "use_kl_loss", "use_tis")
 def details_belong_to_something(config: Config) -> list[Problem]:
     """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
-    given = dict(config.algorithm)
+    given = config.algorithm.given
     return [
         Problem(
             f"algorithm.{name} = {show(given[name])}",
             f"has no effect while algorithm.{switch} is not set",
-            remedy,
+            TURN_ON[switch],
         )
-        for switch, details, is_implied, remedy in DETAILS
-        if given[switch] is None and not is_implied(config.algorithm)
-        for name in details
-        if given[name] is not None
+        for name, switch, _ in idle_details(config.algorithm.settings, given)
     ]
 
 
-CORRECTION_DETAILS = ("correction_level", "correction_cap", "correction_floor")
-DETAILS: tuple[tuple[str, tuple[str, ...], Callable[[AlgorithmConfig], bool | None], str], ...] = (
-    ("kl_coef", ("kl_estimator", "kl_in"), lambda _: False, "give it, for instance 0.001"),
-    (
-        "correction",
-        CORRECTION_DETAILS,
-        lambda algorithm: algorithm.decoupled,
-        "set it to tis or mis",
-    ),
-    (
-        "overlong_penalty",
-        ("overlong_buffer",),
-        lambda algorithm: algorithm.name == "dapo",
-        "give it, for instance 1.0",
-    ),
-)
-"""(switch, what it governs, whether it is on by itself, how to turn it on)."""
+TURN_ON = {
+    "kl_coef": "give it, for instance 0.001",
+    "correction": "set it to tis or mis",
+    "overlong_penalty": "give it, for instance 1.0",
+}
 
 
 @RULES.add("algorithm.decoupled", "algorithm.correction", "use_tis")
 def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
-    correction = config.algorithm.correction
-    if not config.algorithm.decoupled or correction not in ("none", "sampler_ratio"):
+    settings = config.algorithm.settings
+    if not settings.decoupled or settings.correction_settings.weighs:
         return None
-    rule = f"needs the weight that algorithm.correction = {correction} drops"
+    rule = f"needs the weight that algorithm.correction = {settings.correction} drops"
     return Problem("algorithm.decoupled = true", rule, "set it to tis or mis, or leave it out")
 
 
@@ -110,15 +85,14 @@ def the_ratio_against_the_sampler_is_read(config: Config) -> list[Problem]:
     if algorithm.correction != "sampler_ratio":
         return []
     where, remedy = "algorithm.correction = sampler_ratio", "set it to tis or mis"
-    if algorithm.name in WITHOUT_RATIO:
+    if algorithm.facts.ratio_level == "none":
         rule = f"has no effect with algorithm.name = {algorithm.name}: its loss has no ratio"
         return [Problem(where, rule, remedy)]
-    given = {name: dict(algorithm)[name] for name in CORRECTION_DETAILS}
     rule = f"has no effect with {where}: the clip bounds the ratio"
     return [
         Problem(f"algorithm.{name} = {show(value)}", rule, "set that to tis or mis")
-        for name, value in given.items()
-        if value is not None
+        for name, value in algorithm.given.items()
+        if name in SWITCHES["correction"]
     ]
 
 
@@ -136,57 +110,25 @@ def off_policy_data_are_corrected(config: Config) -> Problem | None:
 
 def off_policy(config: Config) -> str:
     """The keys by which the policy that is trained leaves the one that sampled; empty: none."""
-    values = {
-        "max_staleness": (config.max_staleness, 0),
-        "updates_per_batch": (config.updates_per_batch, 1),
-    }
-    return " and ".join(f"{key} = {n}" for key, (n, plain) in values.items() if n > plain)
+    values = {key: value for key, value in config if key in ON_POLICY}
+    return " and ".join(f"{key} = {n}" for key, n in values.items() if n > ON_POLICY[key])
 
 
 @RULES.add("algorithm.name", "algorithm", is_by_key=True)
 def every_override_is_read(config: Config) -> list[Problem]:
-    given = dict(config.algorithm)
-    name = config.algorithm.name
+    name, given = config.algorithm.name, config.algorithm.given
     return [
         Problem(
             f"algorithm.{key} = {show(given[key])}",
-            f"has no effect with algorithm.name = {name}: {why}",
+            f"has no effect with algorithm.name = {name}: {WHY.get(key, why)}",
             "leave it out",
         )
-        for key, (readers, why) in READERS.items()
-        if name not in readers and given[key] not in (None, NEUTRAL.get(key))
+        for key, why in unread_overrides(config.algorithm.facts, given).items()
     ]
 
 
-def _but(*names: str) -> tuple[str, ...]:
-    return tuple(name for name in ALGORITHM_NAMES if name not in names)
-
-
-READERS = {
-    "eps_clip": (_but(*WITHOUT_RATIO), "its loss has no ratio"),
-    "eps_clip_higher": (_but(*WITHOUT_RATIO), "its loss has no ratio"),
-    "decoupled": (_but(*WITHOUT_RATIO), "its loss has no ratio"),
-    "c_clip": (_but(*WITHOUT_RATIO, "cispo"), "its loss has no ratio to bound this way"),
-    "lam": (WITH_CRITIC, "it has no critic"),
-    "value_coef": (WITH_CRITIC, "it has no critic"),
-    "eps_clip_value": (WITH_CRITIC, "it has no critic"),
-    "gamma": (("ppo", "reinforce_plus_plus", "distill"), "it does not discount"),
-    "dynamic_filter": (GROUP_RELATIVE, "a group of equal rewards still carries signal"),
-    "reward_scale": (_but("distill"), "it learns from a teacher, not from rewards"),
-    "max_reward": (_but("distill"), "it learns from a teacher, not from rewards"),
-    "overlong_penalty": (_but("distill"), "it learns from a teacher, not from rewards"),
-    "overlong_buffer": (_but("distill"), "it learns from a teacher, not from rewards"),
-}
-"""Overrides that some algorithms do not read: who does, and why not the others."""
-NEUTRAL: dict[str, object] = {
-    "gamma": 1.0,
-    "reward_scale": 1.0,
-    "overlong_penalty": 0.0,
-    "decoupled": False,
-    "allow_uncorrected": False,
-    "dynamic_filter": False,
-}
-"""Values that ask for nothing."""
+WHY = {"c_clip": "its loss has no ratio to bound this way"}
+"""Reasons in other words than those of the facts."""
 
 
 @RULES.add("algorithm.reward_scale")
@@ -214,21 +156,14 @@ def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     algorithm, workflow = config.algorithm, config.rollout.workflow
     if workflow == "single_turn" or config.gconfig.max_sampled_tokens is not None:
         return None
-    norm = algorithm.loss_norm or ("constant" if algorithm.name in CONSTANT_NORM else None)
-    penalty = overlong_penalty(algorithm)
-    if norm != "constant" and not penalty:
+    penalty = algorithm.settings.overlong_penalty
+    if algorithm.settings.loss_norm != "constant" and not penalty:
         return None
     reader = "the overlong penalty" if penalty else "algorithm.loss_norm = constant"
     rule = f"{reader} of algorithm.name = {algorithm.name} measures samples against it"
     remedy = "give the most tokens of a sample, all turns together"
     where = f"gconfig.max_sampled_tokens = null with rollout.workflow = {workflow}"
     return Problem(where, rule, remedy)
-
-
-def overlong_penalty(algorithm: AlgorithmConfig) -> float:
-    if algorithm.overlong_penalty is not None:
-        return algorithm.overlong_penalty
-    return 1.0 if algorithm.name == "dapo" else 0.0
 
 
 def sample_limit(config: Config) -> int:

@@ -12,16 +12,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pentad.config.algorithm_rules import CORRECTION_DETAILS, off_policy
+from pentad.config.algorithm_rules import off_policy
 from pentad.config.derived import are_apart, pipeline_size
 from pentad.config.describe import show, value_at
-from pentad.config.schema import KL_IN_REWARD, WITH_CRITIC, Config, ModelConfig
+from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.core.algorithms import SWITCHES
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
-CORRECTIONS = {"cispo": ("sampler_ratio", None), "gspo": ("tis", "geometric")}
-"""The correction and its level, of algorithms that want another than tis by token: the ratio that
-CISPO clips is a truncated weight already, and GSPO's is the geometric mean of a sequence."""
 PATHS = (
     "fileroot",
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
@@ -140,16 +138,14 @@ def _choose_offloading(draft: _Draft) -> None:
 
 
 def _choose_kl(draft: _Draft) -> None:
-    algorithm = draft.config.algorithm
-    if draft.config.use_kl_loss:
+    algorithm, use_kl_loss = draft.config.algorithm, draft.config.use_kl_loss
+    if use_kl_loss:
         if algorithm.kl_in is None:
             draft.set("algorithm.kl_in", "loss", "use_kl_loss = true")
         if algorithm.kl_coef is None:
             draft.set("algorithm.kl_coef", DEFAULT_KL_COEF, "use_kl_loss = true")
-    elif draft.config.use_kl_loss is False and algorithm.kl_coef is None:
-        own = "reward" if algorithm.name in KL_IN_REWARD else "loss"
-        if (algorithm.kl_in or own) == "loss":
-            draft.set("algorithm.kl_coef", 0.0, "use_kl_loss = false")
+    elif use_kl_loss is False and algorithm.kl_coef is None and algorithm.settings.kl_in == "loss":
+        draft.set("algorithm.kl_coef", 0.0, "use_kl_loss = false")
 
 
 def _choose_correction(draft: _Draft) -> None:
@@ -163,8 +159,8 @@ def _choose_correction(draft: _Draft) -> None:
     if algorithm.decoupled:
         draft.set("algorithm.correction", "tis", "decoupled = true")
     elif asked := off_policy(draft.config):
-        kind, level = CORRECTIONS.get(algorithm.name, ("tis", None))
-        if any(dict(algorithm)[name] is not None for name in CORRECTION_DETAILS):
+        kind, level = algorithm.facts.off_policy
+        if any(name in SWITCHES["correction"] for name in algorithm.given):
             kind = "tis"
         draft.set("algorithm.correction", kind, f"{asked}, and algorithm.name = {algorithm.name}")
         if level is not None and algorithm.correction_level is None:

@@ -7,10 +7,21 @@ chooses, and says so. Rules between keys are in `pentad.config.rules`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from pentad.core.algorithms import (
+    FACTS,
+    AlgorithmFacts,
+    AlgorithmSettings,
+    CorrectionKind,
+    CorrectionLevel,
+    KlEstimator,
+    KlPlace,
+    LossNorm,
+)
 
 MAX_INT = 2**63
 """Integers are below it: what is larger fits no tensor, file or clock."""
@@ -22,28 +33,11 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 Mode = Literal["colocate", "hybrid", "async"]
-AlgorithmName = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "rloo",
-    "reinforce",
-    "reinforce_plus_plus",
-    "ppo",
-    "gspo",
-    "cispo",
-    "distill",
-]
-ALGORITHM_NAMES: tuple[str, ...] = get_args(AlgorithmName)
-GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")
+AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
+ALGORITHM_NAMES = tuple(FACTS)
+GROUP_RELATIVE = tuple(name for name, facts in FACTS.items() if facts.min_group_size > 1)
 """Algorithms that compare the samples of a prompt with each other."""
-WITH_CRITIC = ("ppo",)
-KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "ppo")
-"""Algorithms whose own KL term is part of the reward; that of the others is in the loss."""
-CONSTANT_NORM = ("dr_grpo", "rloo", "reinforce")
-"""Algorithms whose own `loss_norm` is constant."""
-WITHOUT_RATIO = ("reinforce",)
-"""Algorithms whose loss has no ratio of the policy over an older one."""
+WITH_CRITIC = tuple(name for name, facts in FACTS.items() if facts.needs_critic)
 
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 WORKFLOW_NAMES = ("single_turn", "agent")
@@ -275,13 +269,13 @@ class AlgorithmConfig(Section):
     switches it off."""
     kl_coef: NonNegative | None = None
     """Weight of the KL term against the reference model; 0 switches it off."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: KlEstimator | None = None
     """Estimator of the KL term."""
-    kl_in: Literal["loss", "reward"] | None = None
+    kl_in: KlPlace | None = None
     """Whether the KL term is part of the loss or taken from the reward of each token."""
     entropy_coef: NonNegative | None = None
     """Weight of the entropy bonus."""
-    loss_norm: Literal["token", "sequence", "group", "constant"] | None = None
+    loss_norm: LossNorm | None = None
     """What the loss is a mean over."""
     gamma: Share | None = None
     """Discount of future rewards."""
@@ -291,13 +285,13 @@ class AlgorithmConfig(Section):
     """Weight of the value loss."""
     eps_clip_value: Positive | None = None
     """Clip range of the value loss."""
-    correction: Literal["none", "tis", "mis", "sampler_ratio"] | None = None
+    correction: CorrectionKind | None = None
     """Correction for data of an older or differently computed policy: truncated (tis) or masked
     (mis) importance weights, or the clipped ratio taken against the sampler's log-probs. null: one
     that fits the algorithm if `max_staleness` or `updates_per_batch` asks for it, else none."""
     allow_uncorrected: bool | None = None
     """Lets `correction: none` pass with `max_staleness` above 0 or `updates_per_batch` above 1."""
-    correction_level: Literal["token", "sequence", "geometric"] | None = None
+    correction_level: CorrectionLevel | None = None
     """Whether the weight is that of a token, of a sequence, or the sequence's geometric mean."""
     correction_cap: Annotated[float, Field(ge=1)] | None = None
     """Largest weight that is let through."""
@@ -319,6 +313,21 @@ class AlgorithmConfig(Section):
     log-prob less the teacher's."""
     max_reward: Annotated[float, Field(gt=0, le=1e15)] | None = None
     """A reward of this size or more, after scaling and clipping, stops the run. null: 1e6."""
+
+    @property
+    def facts(self) -> AlgorithmFacts:
+        """What the algorithm is by itself."""
+        return FACTS[self.name]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The overrides that are not null."""
+        return {key: value for key, value in self if key != "name" and value is not None}
+
+    @property
+    def settings(self) -> AlgorithmSettings:
+        """Its own choices with the overrides; contradictions among them are not looked for."""
+        return AlgorithmSettings.of(self.name, self.facts, self.given)
 
 
 class GenerationConfig(Section):

@@ -23,32 +23,12 @@ never enlarges the rest. Weights carry no gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from pentad.core.algorithms import Correction
 from pentad.core.types import Segments
 from pentad.rl.kl import clamp_log_ratio, masked_difference
-
-CorrectionKind = Literal["none", "tis", "mis", "sampler_ratio"]
-CorrectionLevel = Literal["token", "sequence", "geometric"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """Which ratio, and which of its values are let through."""
-
-    kind: CorrectionKind
-    level: CorrectionLevel = "token"
-    cap: float = 2.0
-    floor: float = 0.0
-
-    @property
-    def weighs(self) -> bool:
-        """Whether tokens get a weight beside the loss's own ratio."""
-        return self.kind in ("tis", "mis")
 
 
 def sequence_means(x_T: Tensor, mask_T: Tensor, segments: Segments) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pentad.rl.corrections import CorrectionKind
+from pentad.core.algorithms import CorrectionKind
 
 Record = Mapping[str, object]
 

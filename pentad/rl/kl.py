@@ -20,12 +20,11 @@ from p, the gradient of KL(p || q) is E[d * grad log p]:
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-KlEstimator = Literal["k1", "k2", "k3"]
+from pentad.core.algorithms import KlEstimator
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before exp: 4.8e8 still squares without overflow

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pentad.core.algorithms import Clip, Correction, KlEstimator
 from pentad.core.errors import RunError
 from pentad.core.types import Segments, TokenOutputs
-from pentad.rl.corrections import Correction, correction_weights, sequence_means
-from pentad.rl.kl import KlEstimator, clamp_log_ratio, estimate_kl, masked_difference
+from pentad.rl.corrections import correction_weights, sequence_means
+from pentad.rl.kl import clamp_log_ratio, estimate_kl, masked_difference
 
 MIN_LOGPROB = -100.0
 """Log-probs of the policy are taken for at least this: nobody draws a token of exp(-100)."""
@@ -43,15 +44,6 @@ class PolicyInputs:
     @property
     def raw_log_ratio_T(self) -> Tensor:
         return masked_difference(self.logprobs_T, self.old_logprobs_T, self.mask_T)
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """The band of the ratio: [1 - low, 1 + high], and the dual clip's bound."""
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float | None = None
 
 
 Surrogate = Callable[[PolicyInputs, Clip], tuple[Tensor, Tensor]]

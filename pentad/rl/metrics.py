@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.types import Group, Row
 from pentad.rl.kl import MAX_LOG_RATIO
-from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 
 Metrics = dict[str, float | None]

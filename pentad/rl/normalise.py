@@ -15,12 +15,11 @@ microbatches or chunks gives the same gradient. Samples without sampled tokens w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-LossNorm = Literal["token", "sequence", "group", "constant"]
+from pentad.core.algorithms import LossNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pentad.rl.kl import KlEstimator, estimate_kl, masked_difference
+from pentad.core.algorithms import KlEstimator
+from pentad.rl.kl import estimate_kl, masked_difference
 
 OVERLONG_SHARE = 5
 """Without a given buffer the last fifth of the length limit is one, DAPO's 4096 of 20480."""

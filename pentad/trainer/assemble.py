@@ -14,6 +14,7 @@ from pentad.config.algorithm_rules import longest_sample, sample_limit
 from pentad.config.derived import snapshot_on_host
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
@@ -23,7 +24,6 @@ from pentad.data.store import Store
 from pentad.engine.engine import build_engine
 from pentad.rewards.scorer import RewardScorer
 from pentad.rl.bounds import Bounds
-from pentad.rl.settings import AlgorithmSettings
 from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor

@@ -16,13 +16,13 @@ from pentad.config.rules.start import (
     unbuilt_problems,
 )
 from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.families import no_sampler_for
 from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
-from pentad.rl.settings import AlgorithmSettings
 from pentad.rollout.registry import load_workflow
 from pentad.rollout.workflows import Workflow
 from pentad.trainer.reward_trial import check_reward

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.types import Group, LayerBalance, StepResult
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import compute_metrics, staleness_histogram
-from pentad.rl.settings import AlgorithmSettings
 from pentad.telemetry.host import rss_gb
 from pentad.telemetry.record import Funnel, Infra, Kernel, Memory, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer

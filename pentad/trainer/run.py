@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from pentad.config.algorithm_rules import overlong_penalty
 from pentad.config.derived import compute_bytes
 from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
@@ -197,7 +196,7 @@ def alarms_of(config: Config) -> FindAlarms:
     return partial(
         find_alarms,
         correction=algorithm.correction or "none",
-        has_penalty=bool(overlong_penalty(algorithm)),
+        has_penalty=bool(algorithm.settings.overlong_penalty),
     )
 
 

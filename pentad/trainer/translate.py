@@ -9,6 +9,7 @@ import torch
 from pentad.config.algorithm_rules import sample_limit
 from pentad.config.derived import num_running, reshards
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
@@ -25,7 +26,7 @@ from pentad.rewards.sandbox import SandboxSettings
 from pentad.rewards.scorer import RewardSettings
 from pentad.rl.algorithms import settings_for
 from pentad.rl.bounds import Bounds, BoundSettings
-from pentad.rl.settings import AlgorithmSettings, run_problems
+from pentad.rl.overrides import run_problems
 from pentad.rollout.executor import ExecutorSettings
 
 
@@ -52,8 +53,7 @@ def register_models(config: Config) -> None:
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:
     """Raises UserError with what is wrong between the algorithm and its overrides."""
-    overrides = config.algorithm.model_dump()
-    settings = settings_for(overrides.pop("name"), **overrides)
+    settings = settings_for(config.algorithm.name, **config.algorithm.given)
     problems = run_problems(
         settings,
         group_size=config.gconfig.n_samples,

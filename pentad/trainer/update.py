@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Accumulated, Group, Loss, Row, Sample, StepResult
 from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
-from pentad.rl.settings import AlgorithmSettings
 
 MAX_REROUTED = 8
 """Samples of a step whose routes are held against the learner's own, by a forward pass more."""

@@ -5,28 +5,14 @@ from config_values import values_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pentad.config.algorithm_rules import NEUTRAL, READERS
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
-from pentad.config.schema import (
-    ALGORITHM_NAMES,
-    CONSTANT_NORM,
-    GROUP_RELATIVE,
-    KL_IN_REWARD,
-    REWARD_NAMES,
-    WITH_CRITIC,
-    WITHOUT_RATIO,
-    AlgorithmConfig,
-    Config,
-)
+from pentad.config.schema import ALGORITHM_NAMES, REWARD_NAMES, AlgorithmConfig, Config
+from pentad.core.algorithms import TUNABLES
 from pentad.core.errors import UserError
 from pentad.rewards.functions import BUILT_IN
-from pentad.rl import settings as rl
-from pentad.rl.algorithms import ALGORITHMS, settings_for, unused_settings
-
-
-def test_the_names_are_those_of_the_table():
-    assert set(ALGORITHM_NAMES) == set(ALGORITHMS)
+from pentad.rl.algorithms import settings_for
+from pentad.rl.overrides import run_problems
 
 
 def test_the_rewards_are_those_that_are_built_in():
@@ -34,28 +20,12 @@ def test_the_rewards_are_those_that_are_built_in():
 
 
 def test_the_overrides_are_the_tunables():
-    assert set(AlgorithmConfig.model_fields) - {"name"} == set(rl.TUNABLES)
-    assert NEUTRAL == rl.NEUTRAL
-
-
-@pytest.mark.parametrize("name", ALGORITHM_NAMES)
-def test_the_facts_are_those_of_the_table(name):
-    chosen = settings_for(name)
-    assert (chosen.min_group_size > 1) == (name in GROUP_RELATIVE)
-    assert chosen.needs_critic == (name in WITH_CRITIC)
-    assert chosen.needs_teacher == (name == "distill")
-    assert (chosen.kl_in == "reward") == (name in KL_IN_REWARD)
-    assert (chosen.kl_coef, chosen.correction) == (0, "none"), "what an unset switch means"
-    assert (chosen.overlong_penalty > 0) == (name == "dapo")
-    assert (chosen.loss_norm == "constant") == (name in CONSTANT_NORM)
-    assert (chosen.ratio_level == "none") == (name in WITHOUT_RATIO)
-    unread = {key for key, (readers, _) in READERS.items() if name not in readers}
-    assert unread == set(unused_settings(ALGORITHMS[name]))
+    assert set(AlgorithmConfig.model_fields) - {"name"} == set(TUNABLES)
 
 
 # Few of the overrides at a time, so that lawful combinations are met often.
 overrides = st.lists(
-    st.sampled_from(sorted(rl.TUNABLES)), unique=True, min_size=0, max_size=4
+    st.sampled_from(sorted(TUNABLES)), unique=True, min_size=0, max_size=4
 ).flatmap(
     lambda names: st.fixed_dictionaries(
         {name: values_of(AlgorithmConfig.model_fields[name]) for name in names}
@@ -85,7 +55,7 @@ def test_what_the_config_lets_pass_the_algorithm_takes(name, chosen, flags, n_sa
         taken = settings_for(**dict(config.algorithm))
     except UserError as error:
         pytest.fail(f"{values} passed the config: {error}")
-    found = rl.run_problems(
+    found = run_problems(
         taken,
         group_size=n_samples,
         max_new_tokens=config.gconfig.max_new_tokens,

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from pentad.core.algorithms import TUNABLES, unused_settings
 from pentad.core.errors import UserError
 from pentad.rl import losses
 from pentad.rl.algorithms import (
@@ -12,9 +13,8 @@ from pentad.rl.algorithms import (
     build_policy_loss,
     build_value_loss,
     settings_for,
-    unused_settings,
 )
-from pentad.rl.settings import TUNABLES, run_problems
+from pentad.rl.overrides import run_problems
 
 
 def sentences(name, **overrides):
