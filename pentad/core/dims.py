@@ -387,7 +387,7 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: str) -> None:
     if not hf.get("is_causal", True):
         rule = f"is_causal = {hf['is_causal']!r}: its tokens see those after them"
         problems.append(Problem(where, rule, "only causal decoders can be trained"))
-    if family not in _PARTIAL_ROTARY and _rotary_factor(hf) != 1.0:
+    if family not in _PARTIAL_ROTARY and _rotary_factor(hf)[1] != 1.0:
         rule = "partial_rotary_factor: rotary over part of a head is not built for this family"
         problems.append(Problem(where, rule))
     needed = (
@@ -431,23 +431,25 @@ def _rope(read: _Numbers) -> tuple[float, dict[str, Any]]:
     return theta, {} if kind == "default" else {"rope_type": kind, **rest}
 
 
-def _rotary_factor(hf: Mapping[str, Any]) -> Any:
-    """Among the rotary settings, else beside them, else the whole head."""
-    rope = _rope_settings(hf)[1]
-    inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-    return inner or hf.get("partial_rotary_factor") or 1.0
+def _rotary_factor(hf: Mapping[str, Any]) -> tuple[str, Any]:
+    """(key, factor): among the rotary settings, else beside them, else the whole head."""
+    place, rope = _rope_settings(hf)
+    if isinstance(rope, Mapping) and rope.get(_PART) is not None:
+        return f"{place}.{_PART}", rope[_PART]
+    return _PART, 1.0 if hf.get(_PART) is None else hf[_PART]
 
 
 def _rotary_dim(read: _Numbers, head_dim: int) -> int:
-    factor = _rotary_factor(read.hf)
+    key, factor = _rotary_factor(read.hf)
     is_part = _is_number(factor) and 0 < factor <= 1
-    read.must(is_part, "partial_rotary_factor", factor, "must be a number above 0, at most 1")
+    read.must(is_part, key, factor, "must be a number above 0, at most 1")
     width = int(head_dim * factor) if is_part else head_dim
     rule = f"turns {width} numbers of a head of {head_dim}, and rotary turns pairs"
-    read.must(width == head_dim or width % 2 == 0 < width, "partial_rotary_factor", factor, rule)
+    read.must(width == head_dim or width % 2 == 0 < width, key, factor, rule)
     return 0 if width == head_dim else width
 
 
+_PART = "partial_rotary_factor"
 _OLD_LENGTH = "original_max_position_embeddings"
 _STRETCHED = {"llama3", "yarn", "longrope"}
 """Kinds of scaling that ask for the length before the stretch."""

@@ -277,10 +277,11 @@ def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
 
 def companion_files(folder: Path) -> dict[str, Path]:
     """The companions in a folder. A link out of it is refused: an export would publish what it
-    points at. In the hub's cache, `snapshots/REVISION` links to the `blobs` of the same model."""
+    points at. In the hub's cache, `snapshots/REVISION` and the folders below it link to the `blobs`
+    of the same model."""
     files = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     home = folder.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    blobs = next((p.parent / "blobs" for p in home.parents if p.name == "snapshots"), home)
     problems = [
         Problem(str(path), f"is a link to {path.resolve()}, outside the folder", LINK_REMEDY)
         for path in files.values()

@@ -65,7 +65,8 @@ def attend_packed(
     core: Attend | None = others.pop(CORE, None)
     if core is None:
         raise NoCoreError(type(module).__name__)
-    _refuse_unknown(module, attention_mask, is_causal, others)
+    own = getattr(module, "is_causal", True)  # what transformers goes by where none is given
+    _refuse_unknown(module, attention_mask, own if is_causal is None else is_causal, others)
     # Models make them as [T, heads, d] and turn them around, so nothing is copied.
     q_THd, k_TKd, v_TKd = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     width, value_width = q_THd.shape[-1], v_TKd.shape[-1]
@@ -82,16 +83,20 @@ def attend_packed(
 
 
 def _refuse_unknown(
-    module: nn.Module, mask: Tensor | None, is_causal: bool | None, others: dict[str, Any]
+    module: nn.Module, mask: Tensor | None, is_causal: bool, others: dict[str, Any]
 ) -> None:
     """What the core cannot honour must not be ignored."""
     unknown = sorted(k for k, v in others.items() if v is not None and k not in WITHOUT_EFFECT)
     if mask is not None:
         unknown.append("attention_mask")
-    if is_causal is False:
+    if not is_causal:
         unknown.append("is_causal=False")
     if unknown:
-        what = {"softcap": "softcap (capped attention scores)", "s_aux": "s_aux (attention sinks)"}
+        what = {
+            "softcap": "softcap (capped attention scores)",
+            "s_aux": "s_aux (attention sinks)",
+            "is_causal=False": "is_causal=False (tokens see those after them)",
+        }
         named = ", ".join(what.get(name, name) for name in unknown)
         rule = f"its attention asks for {named}, which packed attention does not compute"
         raise UserError(Problem(f"attention of {type(module).__name__}", rule))

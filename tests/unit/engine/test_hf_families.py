@@ -264,6 +264,7 @@ REFUSED = [
         "no body and head",
     ),
     ("qwen3", {"is_causal": False}, "is_causal = false: its tokens see those after them"),
+    ("gemma", {"use_bidirectional_attention": True}, "is_causal=False .tokens see those after"),
 ]
 
 

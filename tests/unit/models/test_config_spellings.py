@@ -143,6 +143,16 @@ def test_a_window_applies_where_transformers_applies_it(folder, number):
     assert_same(*both_logits(folder, **given), what=str(given))
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", ""])
+def test_a_rotary_factor_of_nothing_is_refused_in_every_place(place):
+    """transformers then turns nothing; it is not as good as left out."""
+    config = {"model_type": "glm4_moe", **SIZES, **FAMILIES["glm4_moe"]}
+    more: dict = {"partial_rotary_factor": 0}
+    said = f"{place}.partial_rotary_factor" if place else "partial_rotary_factor"
+    with pytest.raises(UserError, match=f"config.json: {said} = 0: must be a number above 0"):
+        dims_of(config | ({place: more} if place else more))
+
+
 def test_what_transformers_would_not_run_causally_is_refused(folder):
     write_config(folder, is_causal=False)
     with pytest.raises(UserError, match="is_causal = False: its tokens see those after them"):

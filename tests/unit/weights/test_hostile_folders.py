@@ -211,19 +211,22 @@ def test_a_link_out_of_the_folder_is_not_exported(folder, tmp_path):
         load_tokenizer(folder)  # before a run starts, not at its first export
 
 
-@pytest.mark.parametrize("target", ["../../blobs/x", "other.txt"])
-def test_links_within_a_model_of_the_hubs_cache_are_followed(tmp_path, target):
-    folder = tmp_path / "models--a--b" / "snapshots" / "0123"
+@pytest.mark.parametrize(
+    ("place", "target"),
+    [("0123", "../../blobs/x"), ("0123", "other.txt"), ("0123/step-5", "../../../blobs/x")],
+)
+def test_links_within_a_model_of_the_hubs_cache_are_followed(tmp_path, place, target):
+    folder = tmp_path / "models--a--b" / "snapshots" / place
     folder.mkdir(parents=True)
     (tmp_path / "models--a--b" / "blobs").mkdir()
     (folder / "merges.txt").symlink_to(target)
     (folder / target).write_text("a b")
     given = tmp_path / "by-a-link"  # folders are linked to as well
     given.symlink_to(folder)
-    for place in (folder, given):
-        out = tmp_path / f"out-{place.name}"
+    for source in (folder, given):
+        out = tmp_path / f"out-{source.name}"
         out.mkdir()
-        copy_companions([place], out)
+        copy_companions([source], out)
         assert (out / "merges.txt").read_text() == "a b" and not (out / "merges.txt").is_symlink()
 
 
