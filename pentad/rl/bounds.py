@@ -125,29 +125,27 @@ class Bounds:
 
     def _gap(self, compared: Compared) -> str:
         gap, is_fresh = logprob_gap(compared)
-        is_far = self.is_far(gap, 1.0 if is_fresh else STALE_FACTOR)
-        if not self._recurs("gap", is_far) or gap is None:
-            return ""
-        if is_fresh:
+        is_old = self._lasts("age", not is_fresh and self.is_far(gap, STALE_FACTOR))
+        if is_fresh and self._recurs("gap", self.is_far(gap)) and gap is not None:
             return self._far_apart(gap, "were drawn with the weights they train")
-        found = self._by(gap, "were drawn with older weights", f" times {STALE_FACTOR:g}")
+        if not is_old:
+            return ""
+        limit, patience = self.settings.max_logprob_gap, self.settings.patience_steps
         return (
-            f"{found}: nothing can be learned from data so far off-policy; lower the learning rate "
-            "or max_staleness, or check that the sampler takes published weights"
+            f"trainer and sampler differ by {gap:.3g} per log-prob of tokens that were drawn with "
+            f"older weights, more than guards.max_logprob_gap = {limit:g} times {STALE_FACTOR:g}, "
+            f"{patience} steps in a row: nothing can be learned from data so far off-policy; lower "
+            "the learning rate or max_staleness, or check that the sampler takes published weights"
         )
 
     def _far_apart(self, gap: float, which: str) -> str:
-        return (
-            f"{self._by(gap, which)}: the sampler does not run the policy that is trained; check "
-            "that it takes published weights, and its dtype and temperature, or raise the bound"
-        )
-
-    def _by(self, gap: float, which: str, times: str = "") -> str:
         limit, patience = self.settings.max_logprob_gap, self.settings.patience_steps
         return (
             f"trainer and sampler differ by {gap:.3g} per log-prob of tokens that {which} (a shift "
-            f"of all counts {SHIFT_FACTOR:g} times), more than guards.max_logprob_gap = "
-            f"{limit:g}{times}, in {patience} of the last {2 * patience} comparisons"
+            f"of all counts {SHIFT_FACTOR:g} times), more than guards.max_logprob_gap = {limit:g}, "
+            f"in {patience} of the last {2 * patience} comparisons: the sampler does not run the "
+            "policy that is trained; check that it takes published weights, and its dtype and "
+            "temperature, or raise the bound"
         )
 
     def _lasts(self, sign: str, is_there: bool) -> bool:

@@ -67,12 +67,14 @@ def test_stale_samples_alone_may_be_ten_times_as_far():
     bounds = Bounds(BoundSettings(patience_steps=1))
     assert bounds.past([step()], seen(sample(2.5, 1))) == ""
     said = bounds.past([step()], seen(sample(3.5, 1)))
-    assert "more than guards.max_logprob_gap = 0.3 times 10, in 1 of the last 2" in said
+    assert "more than guards.max_logprob_gap = 0.3 times 10, 1 steps in a row" in said
     assert "lower the learning rate or max_staleness" in said
+    patient, old, young = Bounds(BoundSettings()), seen(sample(3.5, 1)), seen(sample(2.5, 1))
+    assert sentences(patient, *[old, old, old, old, young] * 4) == [""] * 20
 
 
 def test_one_log_prob_for_all_tokens_is_found_at_any_age_but_not_in_a_certain_policy():
-    bounds = Bounds(BoundSettings(patience_steps=1))
+    bounds = Bounds(BoundSettings(patience_steps=1, max_logprob_gap=None))
     assert "one log-prob, -0.5, for all" in bounds.past([step()], seen(sample(0, 1, 40, -0.5)))
     certain = sample(0, 3, 40, 0.0)
     assert bounds.past([step()], seen((certain[0], np.zeros(41)))) == ""
