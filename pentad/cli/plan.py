@@ -24,15 +24,9 @@ from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
+from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import RULE_OMITS, held_params, sharded_params
-from pentad.planner.plan import (
-    RunPlan,
-    SamplePlan,
-    TrainPlan,
-    build_plan,
-    choose_device,
-    thumb_of,
-)
+from pentad.planner.plan import build_plan, choose_device, thumb_of
 from pentad.planner.ranks import inner_rows, span, stage_rows
 from pentad.planner.remedies import Remedy, propose
 

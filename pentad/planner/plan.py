@@ -6,7 +6,6 @@ No torch and no GPU. `build_plan` computes figures; `pentad.cli.plan` prints the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from pentad.config.algorithm_rules import longest_sample
 from pentad.config.catalog import dims_of
@@ -20,7 +19,7 @@ from pentad.config.derived import (
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
-from pentad.core.layout import Allocation, Component, Layout, parse_allocation
+from pentad.core.layout import Allocation, Layout, parse_allocation
 from pentad.core.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
 from pentad.core.sizes import (
     COLOCATED_SHARE,
@@ -29,12 +28,12 @@ from pentad.core.sizes import (
     EMBEDDED_SHARE,
     PROCESS_BYTES,
     SERVER_SHARE,
-    DeviceKind,
     default_microbatch_tokens,
     export_bytes,
 )
 from pentad.core.stages import is_interleaved
 from pentad.planner.activations import Checkpointing
+from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (
     HOST_BYTES_PER_RANK,
     PHASES,
@@ -49,179 +48,6 @@ from pentad.planner.memory import (
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
-TIGHT = 0.9
-"""Above this share of the device a plan is called tight: the estimate is no better than that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What each rank computes on."""
-
-    kind: DeviceKind
-    memory_bytes: int
-    source: str
-    """How that is known, for people."""
-    is_here: bool = True
-    """Whether it is this machine's, so that its disk is the run's."""
-
-    @property
-    def word(self) -> str:
-        return "GPU" if self.kind == "cuda" else "CPU"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The arithmetic of one step and of the run."""
-
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    prompt_is_assumed: bool
-    answer_tokens: int
-    num_rows: int | None
-    """Prompts in the dataset, where it could be read."""
-    steps_per_epoch: int | None
-    total_steps: int | None
-    flops: float
-    """Of a step's training at full lengths, causal attention counted once."""
-
-    @property
-    def sequence_tokens(self) -> int:
-        return self.prompt_tokens + self.answer_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens a step trains on."""
-        return self.samples * self.sequence_tokens
-
-
-@dataclass(slots=True)
-class TrainPlan:
-    """A training component: its settings, and the memory of each pipeline rank by phase."""
-
-    role: str
-    component: Component
-    devices: range
-    training: Training
-    batch_tokens: float
-    """Tokens of one data-parallel rank and step."""
-    phases: list[dict[str, Phase]]
-
-    @property
-    def peak(self) -> tuple[int, Phase]:
-        """(pipeline rank, phase) with the most device memory."""
-        found = [(rank, phase) for rank, row in enumerate(self.phases) for phase in row.values()]
-        return max(found, key=lambda item: item[1].device_bytes)
-
-    @property
-    def peak_bytes(self) -> float:
-        return self.peak[1].device_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SamplePlan:
-    """A sampling component: one replica's device."""
-
-    component: Component
-    devices: range
-    sampling: Sampling
-    weights_bytes: float
-    kv_bytes: float
-    is_alone: bool
-    """Whether nobody trains on its devices."""
-
-    @property
-    def num_running(self) -> int:
-        """Sequences of full length the cache has room for."""
-        each = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
-        return int(self.kv_bytes / each)
-
-    @property
-    def device_bytes(self) -> float:
-        return PROCESS_BYTES[self.sampling.device] + self.weights_bytes + self.kv_bytes
-
-    @property
-    def needed_bytes(self) -> float:
-        """With a cache for one sequence; what is there beyond it makes it faster."""
-        least = kv_token_bytes(self.sampling) * self.sampling.sequence_tokens
-        return self.device_bytes - self.kv_bytes + least
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """What a run writes, against what is free where it writes."""
-
-    export_bytes: float
-    num_exports: int
-    free_bytes: int
-    folder: str
-
-    @property
-    def needed_bytes(self) -> float:
-        return self.export_bytes * self.num_exports
-
-
-@dataclass(slots=True)
-class RunPlan:
-    """Everything `pentad plan` says."""
-
-    config: Config
-    allocation: Allocation
-    dims: ModelDims
-    device: Device
-    batch: Batch
-    trainers: list[TrainPlan]
-    samplers: list[SamplePlan]
-    files: Files
-    host_bytes: dict[str, float]
-    """Per node and phase."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def peak(self) -> tuple[float, str]:
-        """Most memory any one device (on a CPU: this machine) needs, and where that is."""
-        if self.device.kind == "cpu":
-            name = max(self.host_bytes, key=lambda phase: self.host_bytes[phase])
-            return self.host_bytes[name], name
-        found = [(s.needed_bytes, s.component.role) for s in self.samplers if s.is_alone]
-        for trainer in self.trainers:
-            rank, phase = trainer.peak
-            at = f", pipeline rank {rank}" if trainer.training.layout.pp > 1 else ""
-            found.append((phase.device_bytes, f"{trainer.role}, {phase.name}{at}"))
-        return max(found)
-
-    @property
-    def peak_bytes(self) -> float:
-        return self.peak[0]
-
-    @property
-    def lacks(self) -> list[str]:
-        """Why it does not fit; empty when it does."""
-        found = []
-        need, where = self.peak
-        if need > self.device.memory_bytes:
-            have = self.device.memory_bytes / GIB
-            word = self.device.word
-            found.append(
-                f"{need / GIB:.1f} GiB of {word} memory needed ({where}), {have:.1f} there"
-            )
-        for sampler in self.samplers:
-            if sampler.num_running < 1:
-                length = sampler.sampling.sequence_tokens
-                found.append(f"{sampler.component}: no room for one sequence of {length} tokens")
-        files = self.files
-        if self.device.is_here and files.needed_bytes > files.free_bytes:
-            need, have = files.needed_bytes / GIB, files.free_bytes / GIB
-            found.append(f"{need:.1f} GiB of exports, {have:.1f} GiB free at {files.folder}")
-        return found
-
-    @property
-    def fits(self) -> bool:
-        return not self.lacks
-
-    @property
-    def is_tight(self) -> bool:
-        return self.fits and self.peak_bytes > TIGHT * self.device.memory_bytes
 
 
 def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from pentad.core.layout import Coords, Layout
 from pentad.core.stages import stages_of_rank
+from pentad.planner.figures import TrainPlan
 from pentad.planner.memory import held_params, stage_layers
-from pentad.planner.plan import TrainPlan
 
 MAX_ROWS = 16
 

@@ -19,7 +19,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component, Dims, parse_allocation
 from pentad.core.machine import GIB
 from pentad.core.stages import splits_backward
-from pentad.planner.plan import Device, RunPlan, build_plan
+from pentad.planner.figures import Device, RunPlan
+from pentad.planner.plan import build_plan
 
 MAX_TP = 64
 

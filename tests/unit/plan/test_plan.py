@@ -17,15 +17,9 @@ from pentad.core.errors import UserError
 from pentad.core.layout import Layout, parse_allocation
 from pentad.core.machine import GIB, Gpu
 from pentad.infer import engine
+from pentad.planner.figures import Device, RunPlan
 from pentad.planner.memory import PHASES, kv_token_bytes
-from pentad.planner.plan import (
-    EMBEDDED_CPU_BYTES,
-    EMBEDDED_SHARE,
-    Device,
-    RunPlan,
-    build_plan,
-    choose_device,
-)
+from pentad.planner.plan import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.planner.ranks import MAX_ROWS, inner_rows, span
 from pentad.planner.remedies import propose
