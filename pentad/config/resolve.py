@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pentad.config.algorithm_rules import off_policy
 from pentad.config.derived import are_apart, pipeline_size
 from pentad.config.describe import show, value_at
+from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
 from pentad.core.algorithms import SWITCHES
 from pentad.core.stages import default_stages_per_rank, splits_backward

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from pentad.config.algorithm_rules import longest_sample
 from pentad.config.catalog import dims_of
 from pentad.config.derived import (
     compute_bytes,
@@ -16,6 +15,7 @@ from pentad.config.derived import (
     rows_per_step,
     snapshot_on_host,
 )
+from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 import torch
 
-from pentad.config.algorithm_rules import longest_sample, sample_limit
 from pentad.config.derived import snapshot_on_host
+from pentad.config.rules.algorithm import longest_sample, sample_limit
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings

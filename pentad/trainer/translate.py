@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from pentad.config.algorithm_rules import sample_limit
 from pentad.config.derived import num_running, reshards
+from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims

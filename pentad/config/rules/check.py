@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pentad.config import algorithm_rules
 from pentad.config.catalog import dims_of
 from pentad.config.derived import known_dims, samples
-from pentad.config.rules import engine, inputs, megatron, model, modes, sampling
+from pentad.config.rules import algorithm, engine, inputs, megatron, model, modes, sampling
 from pentad.config.rules.layout import count_devices, layout_problems, problems_of
 from pentad.config.rules.rule import Command, Rule, listed
 from pentad.config.rules.start import cache_problems, device_problems, process_problems
@@ -16,7 +15,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import DeviceKind
 
-SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm_rules)
+SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm)
 
 
 def all_rules() -> list[Rule[[Config]]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.algorithm_rules import longest_sample
 from pentad.config.derived import compute_bytes, parsed_allocation
+from pentad.config.rules.algorithm import longest_sample
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
