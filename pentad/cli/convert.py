@@ -20,8 +20,8 @@ from rich.progress import (
 
 from pentad.core.errors import Problem, UserError
 from pentad.models.conversion import Conversion, Converted, convert
+from pentad.models.conversion_files import Progress as Report
 from pentad.weights.megatron.folders import RELEASE, Kind, checkpoint_name, find_weights
-from pentad.weights.megatron.work import Progress as Report
 
 FORMATS: dict[str, Kind] = {
     "hf": "hf",

@@ -20,19 +20,35 @@ from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.models.columns import padded_vocab
+from pentad.models.conversion_files import (
+    RECORD,
+    ConversionRecord,
+    Progress,
+    SourceFiles,
+    WrittenFile,
+    check_target,
+    is_whole,
+    read_record,
+    read_source,
+    stats_of,
+    text_digest,
+    write_aside,
+    write_files,
+    write_record,
+)
 from pentad.models.families import dims_of, map_of, path_of, read_config, spec_of
 from pentad.models.sources import column_of, open_weights, warn_left_out
 from pentad.weights import flow
 from pentad.weights.flow import Reader
+from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import (
-    COMPANIONS,
     SHARD_BYTES,
     HfFolder,
+    companion_files,
     copy_companions,
     plan_files,
     write_json,
 )
-from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.map import WeightMap
 from pentad.weights.megatron.arguments import build_args
 from pentad.weights.megatron.dist import COMMON
@@ -57,22 +73,6 @@ from pentad.weights.megatron.outputs import (
     hf_files_of,
 )
 from pentad.weights.megatron.stored import Form, Spelling
-from pentad.weights.megatron.work import (
-    RECORD,
-    Finished,
-    Progress,
-    Record,
-    Source,
-    check_target,
-    is_whole,
-    open_aside,
-    put_in_place,
-    read_record,
-    read_source,
-    stats_of,
-    text_digest,
-    write_files,
-)
 
 VERSION = 2
 """Of what is written for a request; a record of another version is not the same output."""
@@ -144,11 +144,9 @@ class Opened:
         else:
             paths = set(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))
         named = {str(path.relative_to(self.folder)): path for path in paths if path.is_file()}
-        for name in COMPANIONS:
-            found = [f / name for f in self.companions() if (f / name).is_file()]
-            if found:
-                named[name] = found[0]
-        return {**named, CONFIG: self.config}
+        beside = [companion_files(folder) for folder in reversed(self.companions())]
+        config = companion_files(self.config.parent, [self.config.name])[self.config.name]
+        return {**named, **beside[0], **beside[1], CONFIG: config}
 
     def companions(self) -> list[Path]:
         return [self.root, self.config.parent]
@@ -210,17 +208,17 @@ def convert(
         return _ended(target, "found", known, started, flags)
     is_damaged = known is not None and known.identity == identity
     check_target(target, force=force or is_damaged)
-    with open_aside(target, identity) as aside:
+    with write_aside(target) as aside:
         folder = aside if recipe.to == "hf" else aside / checkpoint_name(recipe.iteration)
-        finished = write_files(
+        written = write_files(
             output, build_output, recipe, folder, processes=processes, progress=progress
         )
-        output.finish(folder, {name: file.notes for name, file in finished.items()})
+        output.finish(folder, {name: file.notes for name, file in written.items()})
         _write_companions(recipe, opened, aside)
         if stats_of(opened.files()) != source.stats:
             raise RunError(f"{conversion.source}: changed while it was read; run it again")
-        record = _record(identity, request, source, finished, folder.relative_to(aside), opened)
-        put_in_place(aside, folder, target, record)
+        record = _record(identity, request, source, written, folder.relative_to(aside), opened)
+        write_record(aside, record)
     return _ended(target, "written", record, started, flags)
 
 
@@ -232,7 +230,7 @@ def _check_apart(source: Path, target: Path) -> None:
         raise UserError(Problem(str(target), rule, "give a folder elsewhere"))
 
 
-def _check_unharmed(opened: Opened, source: Source) -> None:
+def _check_unharmed(opened: Opened, source: SourceFiles) -> None:
     """Files that a conversion wrote are still those: a flipped bit has no other sign."""
     record = read_record(opened.root)
     known = record.files if record else {}
@@ -273,7 +271,7 @@ def _request(recipe: Conversion) -> dict[str, Any]:
 def _ended(
     target: Path,
     status: Literal["written", "found"],
-    record: Record,
+    record: ConversionRecord,
     started: float,
     flags: str,
 ) -> Converted:
@@ -403,15 +401,15 @@ def _write_companions(recipe: Conversion, opened: Opened, root: Path) -> None:
 def _record(
     identity: str,
     request: dict[str, Any],
-    source: Source,
-    finished: Mapping[str, Finished],
+    source: SourceFiles,
+    written: Mapping[str, WrittenFile],
     inside: Path,
     opened: Opened,
-) -> Record:
-    files = {str(inside / n): [file.size_bytes, file.digest] for n, file in finished.items()}
+) -> ConversionRecord:
+    files = {str(inside / n): [file.size_bytes, file.digest] for n, file in written.items()}
     if isinstance(opened.reader, HfFolder):
         known = hf_files_of(opened.reader)
     else:
         known = _hf_files_of_record(opened.root)
     plan = [[file.name, list(file.tensors), dict(file.metadata)] for file in known]
-    return Record(identity, request, asdict(source), files, {"hf_files": plan})
+    return ConversionRecord(identity, request, asdict(source), files, {"hf_files": plan})

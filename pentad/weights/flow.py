@@ -144,9 +144,12 @@ def fill(
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite. On the CPU without further memory, as fast as it reads:
-    the largest bits among the positive numbers, then, with the sign as the top bit, among all."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in WORDS:
+    """Whether no number is NaN or infinite; whole and 8-bit numbers are not looked at. On the CPU
+    without further memory, as fast as it reads: the largest bits among the positive numbers, then,
+    with the sign as the top bit, among all."""
+    if tensor.dtype not in WORDS:
+        return True
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return bool(tensor.isfinite().all())
     kind, infinity = WORDS[tensor.dtype]
     size = numpy.dtype(kind).itemsize
@@ -172,16 +175,23 @@ def _read_block(
     else:
         block.copy_(source_block(reader.read(name, box), region.alone))
     if must_be_finite:
-        _check_finite(reader, name, box, block)
+        check_finite(reader, name, box, block)
 
 
-def _check_finite(reader: Reader, name: str, box: Box, block: Tensor) -> None:
+def check_finite(
+    reader: Reader,
+    name: str,
+    box: Box,
+    block: Tensor,
+    remedy: str = "load the model in a wider dtype",
+) -> None:
+    """Refuses numbers of a block that was read, and perhaps cast, that are NaN or infinite."""
     if is_finite(block):
         return
     where, count = f"{reader.where}: {name}", int((~reader.read(name, box).isfinite()).sum())
     if not count:
         rule = f"holds numbers too large for {str(block.dtype).removeprefix('torch.')}"
-        raise UserError(Problem(where, rule, "load the model in a wider dtype"))
+        raise UserError(Problem(where, rule, remedy))
     rule = "holds numbers that are NaN or infinite"
     raise UserError(Problem(where, rule, "give a model whose weights are whole"))
 

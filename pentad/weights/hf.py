@@ -275,11 +275,11 @@ def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
             shutil.copyfile(given, target / name)
 
 
-def companion_files(folder: Path) -> dict[str, Path]:
-    """The companions in a folder. A link out of it is refused: an export would publish what it
-    points at. In the hub's cache, `snapshots/REVISION` and the folders below it link to the `blobs`
-    of the same model."""
-    files = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str, Path]:
+    """Those of the named files that a folder has. A link out of it is refused: an export would
+    publish what it points at. In the hub's cache, `snapshots/REVISION` and the folders below it
+    link to the `blobs` of the same model."""
+    files = {name: folder / name for name in names if (folder / name).is_file()}
     home = folder.resolve()
     blobs = next((p.parent / "blobs" for p in home.parents if p.name == "snapshots"), home)
     problems = [

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,15 @@ from torch import Tensor
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.weights.files import checksum
-from pentad.weights.flow import Reader, TensorInfo, source_block, target_block, written_dtype
+from pentad.weights.flow import (
+    Reader,
+    TensorInfo,
+    check_finite,
+    is_finite,
+    source_block,
+    target_block,
+    written_dtype,
+)
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
 from pentad.weights.map import WeightMap
@@ -31,8 +39,10 @@ from pentad.weights.megatron.pickles import load_rank_file, load_tensor
 from pentad.weights.megatron.stored import Column, Form, Piece, Spelling, dist_pieces
 from pentad.weights.regions import full_box
 
-Notes = list[dict[str, Any]]
-"""What an output wants to know of a written file when it finishes, as JSON."""
+Notes = list[Item]
+"""What an output wants to know of a written file when it finishes."""
+
+WIDER = "give a wider type with --dtype"
 
 
 class Output(Protocol):
@@ -79,6 +89,10 @@ class Filler:
         for region in piece.fills:
             block = self.reader.read(region.source, region.source_box)
             target_block(out, region).copy_(source_block(block, region.alone))
+        if not is_finite(out):
+            for part in piece.fills:
+                block = target_block(out, part)
+                check_finite(self.reader, part.source, part.source_box, block, WIDER)
         return out
 
 
@@ -173,7 +187,6 @@ class DistOutput:
 
     def write(self, name: str, path: Path) -> Notes:
         items, written = [], {}
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             for piece in self.pieces[name]:
                 tensor = self.filler.fill(piece)
@@ -182,17 +195,11 @@ class DistOutput:
         _sync(path)
         back = ((item.start, load_tensor(path, item.start, item.length)) for item in items)
         _check_back(path, written, {str(start): _sum(tensor) for start, tensor in back})
-        return [asdict(item) for item in items]
+        return items
 
     def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
-        files = {name: [_item(note) for note in notes[name]] for name in self.files}
-        write_index(folder, files, self.all, self.spelling)
+        write_index(folder, notes, self.all, self.spelling)
         write_common(folder, self.args, self.iteration, self.form)
-
-
-def _item(note: Mapping[str, Any]) -> Item:
-    """An item that was JSON: tuples come back as lists."""
-    return Item(**{**note, "offset": tuple(note["offset"]), "shape": tuple(note["shape"])})
 
 
 def _check_one_dtype(filler: Filler, pieces: Iterable[Piece]) -> None:
@@ -242,12 +249,13 @@ class HfOutput:
         return name if name in self.reader.infos else self.map.tied[name]
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
-        whole = self.reader.read(self._source(name), full_box(info.shape))
-        return whole.to(info.dtype)
+        source, box = self._source(name), full_box(info.shape)
+        whole = self.reader.read(source, box).to(info.dtype)
+        check_finite(self.reader, source, box, whole, WIDER)
+        return whole
 
     def write(self, name: str, path: Path) -> Notes:
         infos = self.infos[name]
-        path.parent.mkdir(parents=True, exist_ok=True)
         pairs = ((key, self._read(key, info)) for key, info in infos.items())
         write_file(path, pairs, infos, self.plan[name].metadata)
         return []

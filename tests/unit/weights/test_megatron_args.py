@@ -8,8 +8,8 @@ import torch
 from megatron_models import MODELS, config_of, hf_folder, run, tensors_of
 
 from pentad.core.errors import UserError
+from pentad.models.conversion_files import RECORD
 from pentad.models.families import dims_of
-from pentad.weights.megatron import work
 from pentad.weights.megatron.model_args import NOT_ALONE, command_line, model_args
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -26,7 +26,7 @@ def change(folder, **changes):
     content = torch.load(folder / "release" / "common.pt", weights_only=False)
     vars(content["args"]).update(changes)
     torch.save(content, folder / "release" / "common.pt")
-    (folder / work.RECORD).unlink(missing_ok=True)  # it would name the changed file first
+    (folder / RECORD).unlink(missing_ok=True)  # it would name the changed file first
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_rope_and_windows_are_written_and_come_back(tmp_path, config, written):
     back, wanted = tensors_of(tmp_path / "again"), tensors_of(source)
     assert all(torch.equal(back[name], wanted[name]) for name in wanted)
     plain = hf_folder(tmp_path / "plain", "qwen2")  # the same tensors, without the setting
-    (tmp_path / "mg" / work.RECORD).unlink()
+    (tmp_path / "mg" / RECORD).unlink()
     (tmp_path / "mg" / "config.json").write_text((plain / "config.json").read_text())
     changed = [name for name in ("position_embedding_type", *written) if name != "yarn_mscale"]
     text = refusal(tmp_path / "mg", tmp_path / "other")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pentad.core.errors import UserError
-from pentad.weights.megatron import work
+from pentad.models.conversion_files import RECORD
 from pentad.weights.megatron.pickles import INERT, load_metadata, load_rank_file
 
 
@@ -59,7 +59,7 @@ def change(folder, name, edit):
     content = rank_file(folder, name)
     edit(content)
     torch.save(content, folder / "release" / name / "model_optim_rng.pt")
-    (folder / work.RECORD).unlink(missing_ok=True)  # it would tell the change first
+    (folder / RECORD).unlink(missing_ok=True)  # it would tell the change first
 
 
 def test_a_missing_rank_is_named_with_the_layout(legacy):
@@ -204,7 +204,7 @@ def test_a_truncated_distcp_file_is_told(dist):
 def test_a_damaged_block_is_told(dist):
     path = dist / "release" / "__0_0.distcp"
     path.write_bytes(b"\0" * path.stat().st_size)
-    (dist / work.RECORD).unlink()
+    (dist / RECORD).unlink()
     assert "__0_0.distcp: is not a whole torch file" in refusal(dist)
 
 
@@ -358,5 +358,5 @@ def test_an_index_that_torch_wrote_is_read(tmp_path):
 def test_a_damaged_record_is_as_good_as_none(legacy):
     forged = {"identity": 1, "request": 2, "source": 3, "files": 4, "extra": 5}
     for number, text in enumerate(("{", "[]", json.dumps(forged))):
-        (legacy / work.RECORD).write_text(text)
+        (legacy / RECORD).write_text(text)
         assert run(legacy, legacy.parent / f"out{number}", "hf").status == "written"

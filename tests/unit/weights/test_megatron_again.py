@@ -1,16 +1,20 @@
-"""A conversion that is stopped goes on; one that is done is found; nothing else is touched."""
+"""A stopped conversion starts again; a finished one is found; nothing else is touched."""
 
 import fcntl
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from megatron_models import bytes_of_folder, hf_folder, run, tensors_of
 
 from pentad.core.errors import RunError, UserError
+from pentad.models import conversion_files
 from pentad.weights.hf import HfFolder
-from pentad.weights.megatron import outputs, work
+from pentad.weights.megatron import outputs
 from pentad.weights.megatron.outputs import LegacyOutput
 
 LAYOUT = {"tp": 2, "pp": 2}
@@ -25,63 +29,66 @@ class Stopped(Exception):
     pass
 
 
+KILLED = """
+import os, sys
+sys.path[:0] = [{tests!r}]
+from megatron_models import run
+from pentad.weights.megatron.outputs import LegacyOutput
+write, done = LegacyOutput.write, []
+def stopping(self, name, path):
+    if len(done) == 2:
+        os.kill(os.getpid(), 9)
+    done.append(name)
+    return write(self, name, path)
+LegacyOutput.write = stopping
+run({source!r}, {target!r}, "legacy", tp=2, pp=2)
+"""
+
+
 @pytest.fixture
-def stop_after_two(monkeypatch):
-    """The third file of a conversion is not written."""
-    write, done = LegacyOutput.write, []
-
-    def stopping(self, name, path):
-        if len(done) == 2:
-            raise Stopped
-        done.append(name)
-        return write(self, name, path)
-
-    monkeypatch.setattr(LegacyOutput, "write", stopping)
-    yield done
-    monkeypatch.undo()
-
-
-def aside_of(tmp_path):
-    (found,) = [path for path in tmp_path.iterdir() if path.name.startswith(".mg.converting")]
-    return found
+def killed(source, tmp_path):
+    """What a process leaves that is killed before it writes the third of four files."""
+    text = KILLED.format(
+        tests=str(Path(__file__).parent), source=str(source), target=str(tmp_path / "mg")
+    )
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ended.returncode == -9, ended.stderr
+    aside = tmp_path / ".mg.converting"
+    assert len(list(aside.rglob("*.pt"))) == 2 and not (tmp_path / "mg").exists()
+    return aside
 
 
 def times_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_stopped_conversion_goes_on_with_the_files_that_are_missing(
-    source, tmp_path, stop_after_two, monkeypatch
-):
-    run(source, tmp_path / "whole", "hf")
-    with pytest.raises(Stopped):
-        run(source, tmp_path / "mg", "legacy", **LAYOUT)
-    assert not (tmp_path / "mg").exists()
-    aside = aside_of(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in aside.rglob("*.pt")}
-    assert len(before) == 2
-    monkeypatch.undo()
-    run(source, tmp_path / "mg", "legacy", **LAYOUT)
-    assert not aside.exists()
-    moved = {tmp_path / "mg" / path.relative_to(aside): time for path, time in before.items()}
-    assert all(path.stat().st_mtime_ns == time for path, time in moved.items())
+def test_a_killed_conversion_is_not_taken_for_whole_and_starts_again(source, tmp_path, killed):
+    (killed / "stale.txt").write_text("left by something else")
+    victim = next(killed.rglob("*.pt"))
+    victim.write_bytes(victim.read_bytes()[:100])
+    assert run(source, tmp_path / "mg", "legacy", **LAYOUT).status == "written"
+    assert not killed.exists()
     run(source, tmp_path / "direct", "legacy", **LAYOUT)
     assert bytes_of_folder(tmp_path / "mg") == bytes_of_folder(tmp_path / "direct")
 
 
-def test_a_finished_file_that_was_damaged_is_written_again(
-    source, tmp_path, stop_after_two, monkeypatch
-):
+def test_what_a_killed_conversion_left_does_not_reach_another_target(source, tmp_path, killed):
+    assert run(source, tmp_path / "mg", "torch_dist").status == "written"
+    assert not killed.exists() and not list((tmp_path / "mg").rglob("*.pt.part"))
+    assert not list((tmp_path / "mg").rglob("mp_rank_*"))
+
+
+def test_a_conversion_that_fails_leaves_nothing(source, tmp_path, monkeypatch):
+    def failing(self, name, path):
+        path.parent.mkdir()
+        path.write_text("half")
+        raise Stopped
+
+    monkeypatch.setattr(LegacyOutput, "write", failing)
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(Stopped):
         run(source, tmp_path / "mg", "legacy", **LAYOUT)
-    victim = next(aside_of(tmp_path).rglob("*.pt"))
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    monkeypatch.undo()
-    run(source, tmp_path / "mg", "legacy", **LAYOUT)
-    run(source, tmp_path / "direct", "legacy", **LAYOUT)
-    assert bytes_of_folder(tmp_path / "mg") == bytes_of_folder(tmp_path / "direct")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_conversion_that_is_done_is_found(source, tmp_path):
@@ -124,7 +131,7 @@ def test_a_found_folder_that_lost_a_file_is_written_again(source, tmp_path):
 
 def test_the_record_names_source_layout_and_files(source, tmp_path):
     ended = run(source, tmp_path / "mg", "legacy", **LAYOUT)
-    record = json.loads((tmp_path / "mg" / work.RECORD).read_text())
+    record = json.loads((tmp_path / "mg" / conversion_files.RECORD).read_text())
     assert record["identity"] == ended.identity
     assert (record["request"]["tp"], record["request"]["pp"]) == (2, 2)
     assert len(record["files"]) == 4 and "model.safetensors" in record["source"]["digests"]
@@ -151,14 +158,12 @@ def test_a_source_that_changes_meanwhile_is_noticed(source, tmp_path, monkeypatc
     assert not (tmp_path / "mg").exists()
 
 
-def test_two_writers_do_not_meet(source, tmp_path, stop_after_two, monkeypatch):
-    with pytest.raises(Stopped):
-        run(source, tmp_path / "mg", "legacy", **LAYOUT)
-    monkeypatch.undo()
-    with (aside_of(tmp_path) / work.LOCK).open("w") as lock:
+def test_two_writers_do_not_meet(source, tmp_path, killed):
+    with (killed / conversion_files.LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another conversion is writing it right now"):
             run(source, tmp_path / "mg", "legacy", **LAYOUT)
+    assert len(list(killed.rglob("*.pt"))) == 2  # the other's files were left alone
 
 
 def test_a_disk_that_changes_bytes_is_noticed(source, tmp_path, monkeypatch):
@@ -178,7 +183,8 @@ def test_a_disk_that_changes_bytes_is_noticed(source, tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_small_is_told_before_writing(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    little = usage._replace(free=1000)
+    monkeypatch.setattr(conversion_files.shutil, "disk_usage", lambda path: little)
     with pytest.raises(UserError, match="the disk has 0 MiB left"):
         run(source, tmp_path / "mg", "legacy")
 
@@ -220,7 +226,7 @@ def test_a_flipped_bit_in_a_converted_folder_is_told_when_it_is_read(source, tmp
 
 
 @pytest.mark.parametrize("to", ["legacy", "torch_dist", "hf"])
-def test_a_disk_that_fills_up_is_told_and_the_next_run_goes_on(source, tmp_path, monkeypatch, to):
+def test_a_disk_that_fills_up_is_told_and_the_next_run_is_whole(source, tmp_path, monkeypatch, to):
     kind = {"legacy": LegacyOutput, "torch_dist": outputs.DistOutput, "hf": outputs.HfOutput}[to]
 
     def full(self, name, path):
@@ -232,3 +238,26 @@ def test_a_disk_that_fills_up_is_told_and_the_next_run_goes_on(source, tmp_path,
     assert not (tmp_path / "mg").exists()
     monkeypatch.undo()
     assert run(source, tmp_path / "mg", to).status == "written"
+
+
+@pytest.mark.parametrize("to", ["legacy", "torch_dist", "hf"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path, to, value):
+    bad = torch.ones(211, 40)
+    bad[5, 3] = float(value)
+    source = hf_folder(tmp_path / "hf", "qwen3", **{"lm_head.weight": bad})
+    with pytest.raises(UserError, match="lm_head.weight: holds numbers that are NaN or infinite"):
+        run(source, tmp_path / "mg", to)
+    bad[5, 3] = 1e38
+    source = hf_folder(tmp_path / "hf", "qwen3", **{"lm_head.weight": bad})
+    with pytest.raises(UserError, match="too large for float16; give a wider type with --dtype"):
+        run(source, tmp_path / "mg", to, dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_config_that_is_a_link_out_of_the_folder_is_not_copied(source, tmp_path):
+    (source / "config.json").rename(tmp_path / "elsewhere.json")
+    (source / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(UserError, match=r"config.json: is a link to .*, outside the folder"):
+        run(source, tmp_path / "mg", "legacy")
+    assert not (tmp_path / "mg").exists()

@@ -1,0 +1,252 @@
+"""The files of a conversion: written beside the target by several processes, renamed when whole.
+
+A finished folder carries a record of what it was made from, by which the same request finds it
+again and a changed file is noticed. A conversion that was stopped leaves a hidden folder, which the
+next one removes: it starts again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.weights.hf import move_into_place, write_json
+from pentad.weights.megatron.outputs import Output
+
+RECORD = "pentad-convert.json"
+LOCK = ".lock"
+POLL_S = 0.2
+FULL_BYTES = 1 << 20
+"""A write that failed with less than that left on the disk failed for want of space."""
+
+Build = Callable[[Any], Output]
+"""Makes the output from its recipe in any process; importable by name."""
+Progress = Callable[[str, int, int], None]
+"""Called with the present work, bytes done, and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """One file of the output, as it lies on disk."""
+
+    size_bytes: int
+    digest: str
+    notes: Any
+    """What `Output.write` returned for `Output.finish`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """The files a conversion reads: cheap to compare by size and time, certain by digest."""
+
+    stats: dict[str, list[int]]
+    """Path -> size in bytes, time of change in nanoseconds."""
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionRecord:
+    """What a converted folder was made from, and what it holds."""
+
+    identity: str
+    request: dict[str, Any]
+    source: dict[str, Any]
+    """Fields of `SourceFiles`."""
+    files: dict[str, list[Any]]
+    """Path -> size in bytes, digest."""
+    extra: dict[str, Any]
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def text_digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def stats_of(files: Mapping[str, Path]) -> dict[str, list[int]]:
+    stats = {name: path.stat() for name, path in sorted(files.items())}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def read_source(files: Mapping[str, Path], progress: Progress) -> SourceFiles:
+    """Computes the digest of every file, in one pass over the source."""
+    stats = stats_of(files)
+    total, done = sum(size for size, _ in stats.values()), 0
+    digests = {}
+    for name in stats:
+        progress("reading the source", done, total)
+        digests[name] = file_digest(files[name])
+        done += stats[name][0]
+    progress("reading the source", total, total)
+    return SourceFiles(stats, digests)
+
+
+def read_record(folder: Path) -> ConversionRecord | None:
+    """The record of an earlier conversion; None where there is none, or one we cannot read."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        record = ConversionRecord(**json.loads(path.read_text()))
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
+        return None
+    parts = (record.request, record.source, record.files, record.extra)
+    return record if all(isinstance(part, dict) for part in parts) else None
+
+
+def is_whole(folder: Path, record: ConversionRecord) -> bool:
+    """Every file is there with its size; contents were verified when they were written."""
+    paths = [(folder / name, size) for name, (size, _) in record.files.items()]
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Refuses a target that holds something else; nothing is ever written over by chance."""
+    if not target.exists() or force:
+        return
+    if not target.is_dir():
+        raise UserError(Problem(str(target), "is a file", "give a folder that does not exist yet"))
+    if any(target.iterdir()):
+        rule = "is there already and holds something else than this conversion"
+        raise UserError(Problem(str(target), rule, "give another folder, or --force to replace it"))
+
+
+@contextmanager
+def write_aside(target: Path) -> Iterator[Path]:
+    """An empty folder beside the target, for one writer at a time. It becomes the target when the
+    body ends, and is removed when the body raises."""
+    aside = target.with_name(f".{target.name}.converting")
+    aside.mkdir(parents=True, exist_ok=True)
+    with (aside / LOCK).open("w") as lock:
+        _check_alone(lock.fileno(), aside, target)
+        for left in aside.iterdir():  # by a conversion that was killed
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.name != LOCK:
+                left.unlink()
+        try:
+            yield aside
+            move_into_place(aside, target)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        (target / LOCK).unlink()
+
+
+def _check_alone(lock: int, aside: Path, target: Path) -> None:
+    """Takes the lock, which ends with the process; whoever had it may have moved the folder."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), (aside / LOCK).stat()):
+            return
+    except OSError:
+        pass
+    rule = "another conversion is writing it right now"
+    raise UserError(Problem(str(target), rule, "wait for it to end"))
+
+
+def check_space(folder: Path, output: Output) -> None:
+    needed, free = sum(output.files.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        rule = f"the conversion needs {needed >> 20} MiB, the disk has {free >> 20} MiB left"
+        raise UserError(Problem(str(folder.parent), rule, "make room, or give another folder"))
+
+
+def write_files(
+    output: Output,
+    build: Build,
+    recipe: Hashable,
+    folder: Path,
+    *,
+    processes: int,
+    progress: Progress,
+) -> dict[str, WrittenFile]:
+    """Writes every file of the output. Other processes make the output anew: `build(recipe)`."""
+    folder.mkdir(exist_ok=True)
+    check_space(folder, output)
+    total = sum(output.files.values())
+
+    def show() -> None:
+        paths = [path for name in output.files if (path := folder / name).exists()]
+        progress("writing", min(sum(path.stat().st_size for path in paths), total), total)
+
+    written = {}
+    if processes == 1 or len(output.files) == 1:
+        for name in output.files:
+            show()
+            written[name] = write_one(output, folder, name)
+    else:
+        written = _in_processes(build, recipe, folder, list(output.files), processes, show)
+    progress("writing", total, total)
+    return written
+
+
+def _in_processes(
+    build: Build,
+    recipe: Hashable,
+    folder: Path,
+    names: list[str],
+    processes: int,
+    show: Callable[[], None],
+) -> dict[str, WrittenFile]:
+    """Spawned, not forked: the parent may have threads; each worker takes the next file."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(names)), mp_context=context) as pool:
+        jobs = {name: pool.submit(_write_one_here, build, recipe, folder, name) for name in names}
+        pending = set(jobs.values())
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                for job in done:
+                    job.result()
+                show()
+        except BrokenProcessPool as error:
+            rule = "a worker process ended without a word, perhaps for want of memory"
+            raise RunError(f"{folder}: {rule}; run it again with fewer processes") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return {name: job.result() for name, job in jobs.items()}
+
+
+@lru_cache(maxsize=1)
+def _output(build: Build, recipe: Hashable) -> Output:
+    """Built once in each worker, which lives as long as the conversion."""
+    return build(recipe)
+
+
+def _write_one_here(build: Build, recipe: Hashable, folder: Path, name: str) -> WrittenFile:
+    """`write_one` in a worker process."""
+    return write_one(_output(build, recipe), folder, name)
+
+
+def write_one(output: Output, folder: Path, name: str) -> WrittenFile:
+    path = folder / name
+    try:
+        notes = output.write(name, path)
+    except (OSError, RuntimeError) as error:  # torch's writer says a full disk with the latter
+        is_full = shutil.disk_usage(folder).free < FULL_BYTES
+        reason = "the disk is full" if is_full else str(error).split("\n")[0]
+        rule = f"cannot be written ({reason}); run it again, and it starts anew"
+        raise RunError(f"{path}: {rule}") from error
+    return WrittenFile(path.stat().st_size, file_digest(path), notes)
+
+
+def write_record(folder: Path, record: ConversionRecord) -> None:
+    write_json(folder / RECORD, asdict(record))
