@@ -20,7 +20,7 @@ import pentad
 from pentad.cli import bench_kernels, bench_rl, bench_train
 from pentad.cli.bench_kernels import Figure, Line
 from pentad.cli.bench_rl import RlCase
-from pentad.cli.bench_train import Case, Measured
+from pentad.cli.bench_train import TrainCase, TrainMeasurement
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.telemetry import host
@@ -61,7 +61,7 @@ class Baseline:
         self.path.write_text(jsonlib.dumps(whole, indent=1) + "\n")
 
 
-class Report:
+class BenchReport:
     """What was measured so far, and how it is shown."""
 
     def __init__(self, baseline: Baseline, is_json: bool) -> None:
@@ -113,7 +113,7 @@ def run_bench(
     chosen = pick_device(device)
     check_parts(parts, chosen)
     about = describe(chosen)
-    report = Report(Baseline(Path(baselines) / f"{slug(chosen)}.json"), json)
+    report = BenchReport(Baseline(Path(baselines) / f"{slug(chosen)}.json"), json)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     report.say(f"{about['device']}; {versions}; commit {about['commit']}")
     if report.baseline.figures:
@@ -188,7 +188,7 @@ def slug(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 
-T = TypeVar("T", Case, RlCase)
+T = TypeVar("T", TrainCase, RlCase)
 
 
 def named(cases: list[T], models: list[str], device: torch.device) -> list[T]:
@@ -201,7 +201,7 @@ def named(cases: list[T], models: list[str], device: torch.device) -> list[T]:
     return [case for case in cases if not models or any(m in case.model for m in models)]
 
 
-def show_rl(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
+def show_rl(report: BenchReport, device: torch.device, models: list[str], num_steps: int) -> None:
     cases = bench_rl.gpu_cases() if device.type == "cuda" else bench_rl.cpu_cases()
     for case in named(cases, models, device):
         found = bench_rl.measure(case, device, num_steps)
@@ -216,15 +216,19 @@ def show_rl(report: Report, device: torch.device, models: list[str], num_steps: 
         report.show(title, [*names, "first step s", "baseline"], [row])
 
 
-def show_training(report: Report, device: torch.device, models: list[str], num_steps: int) -> None:
+def show_training(
+    report: BenchReport, device: torch.device, models: list[str], num_steps: int
+) -> None:
     all_cases = bench_train.gpu_cases() if device.type == "cuda" else bench_train.cpu_cases()
     cases = named(all_cases, models, device)
     for model in dict.fromkeys(case.model for case in cases):
         show_model(report, device, [case for case in cases if case.model == model], num_steps)
 
 
-def show_model(report: Report, device: torch.device, cases: list[Case], num_steps: int) -> None:
-    found: list[Measured] = []
+def show_model(
+    report: BenchReport, device: torch.device, cases: list[TrainCase], num_steps: int
+) -> None:
+    found: list[TrainMeasurement] = []
     rows = []
     for case in cases:
         try:
@@ -245,7 +249,7 @@ def show_model(report: Report, device: torch.device, cases: list[Case], num_step
     report.problems += bench_train.check_losses(found)
 
 
-def training_row(one: Measured, found: list[Measured]) -> list[str]:
+def training_row(one: TrainMeasurement, found: list[TrainMeasurement]) -> list[str]:
     """Against the fastest of transformers with the same dtype of weights and the same lengths."""
     theirs = [
         x.tokens_per_s

@@ -77,7 +77,7 @@ Who = Literal["pentad", "transformers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class TrainCase:
     """One contestant at one size."""
 
     model: str
@@ -115,10 +115,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TrainMeasurement:
     """What a case gave."""
 
-    case: Case
+    case: TrainCase
     ms: float
     """Of one optimizer step, the median."""
     tokens_per_s: float
@@ -135,7 +135,7 @@ class Measured:
         return f"train {self.case.model}, {self.case.name}, {self.case.masters} weights"
 
 
-def gpu_cases() -> list[Case]:
+def gpu_cases() -> list[TrainCase]:
     """The cases that a GPU of 80 GiB or more is asked for."""
 
     def sized(model: str, config: dict[str, Any], length: int, num_tokens: int) -> dict[str, Any]:
@@ -145,33 +145,35 @@ def gpu_cases() -> list[Case]:
     mixture = sized("Qwen3-30B-A3B, 8 layers", QWEN3_MOE_SLICE, 2048, 32768)
     middle = sized("Qwen3-4B", QWEN3_4B, 4096, 32768)
     return [
-        Case(**small, who="transformers", microbatch=16384, compiled=False),
-        Case(**small, who="transformers", microbatch=16384),
-        Case(**small, who="pentad", microbatch=16384),
-        Case(**small, who="transformers", microbatch=16384, masters="float32"),
-        Case(**small, who="pentad", microbatch=16384, masters="float32"),
-        Case(**small, who="pentad", microbatch=16384, masters="float32", is_ragged=True),
-        Case(**small, who="pentad", microbatch=16384, masters="float32", ac_mode="selective"),
-        Case(**mixture, who="transformers", microbatch=8192, compiled=False),
-        Case(**mixture, who="pentad", microbatch=32768),
-        Case(**middle, who="pentad", microbatch=8192, masters="float32"),
+        TrainCase(**small, who="transformers", microbatch=16384, compiled=False),
+        TrainCase(**small, who="transformers", microbatch=16384),
+        TrainCase(**small, who="pentad", microbatch=16384),
+        TrainCase(**small, who="transformers", microbatch=16384, masters="float32"),
+        TrainCase(**small, who="pentad", microbatch=16384, masters="float32"),
+        TrainCase(**small, who="pentad", microbatch=16384, masters="float32", is_ragged=True),
+        TrainCase(**small, who="pentad", microbatch=16384, masters="float32", ac_mode="selective"),
+        TrainCase(**mixture, who="transformers", microbatch=8192, compiled=False),
+        TrainCase(**mixture, who="pentad", microbatch=32768),
+        TrainCase(**middle, who="pentad", microbatch=8192, masters="float32"),
     ]
 
 
-def cpu_cases() -> list[Case]:
+def cpu_cases() -> list[TrainCase]:
     """The same code at sizes a CPU has patience for, in float32 and not compiled."""
     shape: dict[str, Any] = {"length": 256, "num_tokens": 2048, "microbatch": 2048}
     options: dict[str, Any] = {"masters": "float32", "compiled": False}
     models = {"toy dense": TOY, "toy mixture": TOY_MOE}
     sides: tuple[Who, ...] = ("transformers", "pentad")
     return [
-        Case(model=model, config=config, who=who, **shape, **options)
+        TrainCase(model=model, config=config, who=who, **shape, **options)
         for model, config in models.items()
         for who in sides
     ]
 
 
-def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3) -> Measured:
+def measure(
+    case: TrainCase, device: torch.device, num_steps: int, num_warm: int = 3
+) -> TrainMeasurement:
     free_memory(device)
     torch.manual_seed(0)
     build = build_ours if case.who == "pentad" else build_theirs
@@ -191,7 +193,7 @@ def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3)
     peak = detect_peak_tflops(device)
     speed = measure_throughput(dims_from_hf(case.config), lengths, seconds, peak_tflops=peak)
     is_gpu = device.type == "cuda"
-    return Measured(
+    return TrainMeasurement(
         case=case,
         ms=seconds * 1e3,
         tokens_per_s=speed.tokens_per_s,
@@ -203,7 +205,7 @@ def measure(case: Case, device: torch.device, num_steps: int, num_warm: int = 3)
     )
 
 
-def check_losses(found: list[Measured]) -> list[str]:
+def check_losses(found: list[TrainMeasurement]) -> list[str]:
     """Sentences about contestants that did not compute the same thing."""
     problems = []
     for one in found:
@@ -228,7 +230,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def make_ids(case: Case) -> Tensor:
+def make_ids(case: TrainCase) -> Tensor:
     gen = torch.Generator().manual_seed(0)
     return torch.randint(0, case.config["vocab_size"], (case.num_tokens,), generator=gen)
 
@@ -239,7 +241,7 @@ def make_row(ids: Tensor) -> Row:
     return Row(ids, {"weights": weights}, float(len(ids) - 1))
 
 
-def build_ours(case: Case, device: torch.device) -> Callable[[], float]:
+def build_ours(case: TrainCase, device: torch.device) -> Callable[[], float]:
     settings = EngineSettings(
         compute_dtype="bfloat16" if device.type == "cuda" else "float32",
         param_dtype=case.masters,  # type: ignore[arg-type]
@@ -263,7 +265,7 @@ def build_ours(case: Case, device: torch.device) -> Callable[[], float]:
     return step
 
 
-def build_theirs(case: Case, device: torch.device) -> Callable[[], float]:
+def build_theirs(case: TrainCase, device: torch.device) -> Callable[[], float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {key: value for key, value in case.config.items() if key != "model_type"}

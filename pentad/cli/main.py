@@ -436,7 +436,7 @@ def verify_model(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Prove a model file against transformers, on the CPU."""
-    from pentad.cli.verify_model import run_verify_model
+    from pentad.cli.model_commands import run_verify_model
 
     raise typer.Exit(run_verify_model(model, json))
 
@@ -448,7 +448,7 @@ def new_model(
     out: Annotated[str | None, typer.Option(help="The file to write.")] = None,
 ) -> None:
     """Draft the file of a new model family from its HF config."""
-    from pentad.cli.new_model import run_new_model
+    from pentad.cli.model_commands import run_new_model
 
     run_new_model(config, out)
 

@@ -42,7 +42,7 @@ FAMILY_EXPERTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ParallelSubject:
     """What is verified: a model, and the settings a recipe gives its engine."""
 
     name: str
@@ -54,7 +54,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LayoutCase:
     """One layout to run."""
 
     text: str
@@ -64,7 +64,7 @@ class Case:
 # What is verified
 
 
-def read_subject(words: list[str]) -> Subject:
+def read_subject(words: list[str]) -> ParallelSubject:
     """From a recipe, a model's folder, a public name, or the name of a family."""
     if not words or "=" in words[0]:
         remedy = "name a recipe, a model's folder, a public name or a family, such as qwen3_moe"
@@ -80,15 +80,15 @@ def read_subject(words: list[str]) -> Subject:
     if (Path(name) / "config.json").is_file():
         hf_config = read_config(name)
         has_weights = any(Path(name).glob("*.safetensors"))
-        return Subject(
+        return ParallelSubject(
             name, hf_config, dims_from_hf(hf_config), config, name if has_weights else None
         )
     known = known_model(name)
     if known is not None:
-        return Subject(name, config_of(known), known, config)
+        return ParallelSubject(name, config_of(known), known, config)
     if name in known_families():
         hf_config = family_config(name)
-        return Subject(name, hf_config, dims_from_hf(hf_config), config)
+        return ParallelSubject(name, hf_config, dims_from_hf(hf_config), config)
     families = ", ".join(known_families())
     remedy = (
         f"give a recipe, a folder with config.json, a public name such as Qwen3-8B, or {families}"
@@ -159,7 +159,9 @@ def _biased_mixture(dims: ModelDims) -> dict[str, Any]:
     }
 
 
-def shrink(hf_config: dict[str, Any], dims: ModelDims, cases: list[Case], stages: int) -> dict:
+def shrink(
+    hf_config: dict[str, Any], dims: ModelDims, cases: list[LayoutCase], stages: int
+) -> dict:
     """The config made small; heads, experts and switches stay, and what layouts must divide."""
     layers = min(dims.num_layers, max(4, stages))
     ways = math.lcm(*(case.layout.tp for case in cases))
@@ -184,7 +186,7 @@ def shrink(hf_config: dict[str, Any], dims: ModelDims, cases: list[Case], stages
 # Which layouts
 
 
-def choose_cases(subject: Subject, world: int | None, texts: list[str]) -> list[Case]:
+def choose_cases(subject: ParallelSubject, world: int | None, texts: list[str]) -> list[LayoutCase]:
     """The layouts asked for; else the recipe's own, or all plain ones of the world."""
     written = [text for item in texts for text in item.replace(",", " ").split()]
     own = subject.config.allocation_mode
@@ -221,7 +223,7 @@ def actor_of(allocation: str) -> Component:
     return trained
 
 
-def read_cases(subject: Subject, texts: list[str]) -> list[Case]:
+def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
     """Layouts such as archon:d2t2, also without the backend; refused as a run would refuse them,
     all at once."""
     texts = [text if ":" in text.split("(")[0] else f"archon:{text}" for text in texts]
@@ -229,10 +231,10 @@ def read_cases(subject: Subject, texts: list[str]) -> list[Case]:
     if problems:
         raise UserError(problems)
     replicas = subject.config.actor.archon.dp_replicate
-    return [Case(text, actor_of(text).layout(replicas)) for text in texts]
+    return [LayoutCase(text, actor_of(text).layout(replicas)) for text in texts]
 
 
-def case_problems(subject: Subject, text: str) -> list[Problem]:
+def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
     """All that `plan` would say against the layout."""
     config = subject.config.model_copy(update={"allocation_mode": text, "resource": None})
     problems = layout_problems(config, subject.dims)
@@ -245,7 +247,7 @@ def case_problems(subject: Subject, text: str) -> list[Problem]:
     return []
 
 
-def plain_cases(subject: Subject, world: int) -> Iterator[Case]:
+def plain_cases(subject: ParallelSubject, world: int) -> Iterator[LayoutCase]:
     """Every way to deal the world over data, pipeline, tensor and context, experts as wide as can
     be, that fits the model."""
     for d, p, t in product(divisors(world), repeat=3):

@@ -32,7 +32,7 @@ MAX_LENGTH = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepMeasurement:
     """One step under one layout, against one rank where there is something to compare."""
 
     loss: float
@@ -63,7 +63,7 @@ def make_rows(vocab_size: int, num_rows: int, max_length: int, seed: int) -> lis
     return rows
 
 
-def measure_alone(payload: dict[str, Any]) -> Measured:
+def measure_alone(payload: dict[str, Any]) -> StepMeasurement:
     """The truth, on this process alone; leaves model and results in the payload's folder."""
     torch.set_num_threads(1)  # as each rank has: tiny tensors, and times that can be compared
     folder = Path(payload["folder"])
@@ -139,7 +139,7 @@ def _rows(payload: dict[str, Any], engine: Engine) -> list[Row]:
 
 def _step(
     engine: Engine, rows: list[Row], routes: list[Tensor] | None
-) -> tuple[Measured, Iterator[tuple[str, Tensor]]]:
+) -> tuple[StepMeasurement, Iterator[tuple[str, Tensor]]]:
     """Two steps measured, and the gradients of the first, whole, one after the other."""
     for row, given in zip(rows, routes or (), strict=False):
         row.routes = given
@@ -156,7 +156,7 @@ def _step(
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
     seconds = time.perf_counter() - start
-    found = Measured(first.loss, first.grad_norm, second.loss, _size(engine), seconds)
+    found = StepMeasurement(first.loss, first.grad_norm, second.loss, _size(engine), seconds)
     return found, gradients
 
 

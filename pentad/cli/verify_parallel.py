@@ -19,7 +19,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pentad.cli.parallel_cases import Case, Subject, choose_cases, read_subject, shrink
+from pentad.cli.parallel_cases import (
+    LayoutCase,
+    ParallelSubject,
+    choose_cases,
+    read_subject,
+    shrink,
+)
 from pentad.cli.plan import make_console
 from pentad.config.rules.start import too_many_ranks
 from pentad.core.dims import dims_from_hf
@@ -42,12 +48,12 @@ TARGET = "pentad.cli.parallel_ranks:measure_layouts"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LayoutResult:
     """What was found of one layout."""
 
     text: str
     measured: dict[str, Any]
-    """Fields of `parallel_ranks.Measured`; empty if it failed."""
+    """Fields of `parallel_ranks.StepMeasurement`; empty if it failed."""
     faults: tuple[str, ...]
 
 
@@ -103,7 +109,7 @@ def _finite(value: Any) -> Any:
 # Running
 
 
-def check_devices(cases: list[Case], device: str) -> None:
+def check_devices(cases: list[LayoutCase], device: str) -> None:
     """Ranks on GPUs need one each, and those on a CPU a process that it can hold."""
     from pentad.core.device import pick_device
 
@@ -121,7 +127,13 @@ def check_devices(cases: list[Case], device: str) -> None:
 
 
 def make_payload(
-    subject: Subject, cases: list[Case], folder: Path, *, full: bool, device: str, seed: int
+    subject: ParallelSubject,
+    cases: list[LayoutCase],
+    folder: Path,
+    *,
+    full: bool,
+    device: str,
+    seed: int,
 ) -> dict[str, Any]:
     from pentad.core.device import pick_device
 
@@ -141,7 +153,7 @@ def make_payload(
     }
 
 
-def engine_settings_of(subject: Subject, layout: Layout) -> dict[str, Any]:
+def engine_settings_of(subject: ParallelSubject, layout: Layout) -> dict[str, Any]:
     """What the recipe says about the engine, in full precision and without compilation."""
     actor = subject.config.actor
     archon = actor.archon
@@ -163,12 +175,12 @@ def engine_settings_of(subject: Subject, layout: Layout) -> dict[str, Any]:
 
 
 def run_cases(
-    cases: list[Case],
+    cases: list[LayoutCase],
     payload: dict[str, Any],
-    subject: Subject,
+    subject: ParallelSubject,
     alone: dict[str, Any],
     folder: Path,
-) -> Iterator[tuple[int, Outcome]]:
+) -> Iterator[tuple[int, LayoutResult]]:
     """Layouts of equal size in one group of processes; after a failure the rest in a new one."""
     by_world: dict[int, list[int]] = {}
     for number, case in enumerate(cases):
@@ -202,13 +214,13 @@ def run_cases(
                 raise RunError(f"the {world} ranks failed after their last layout: {failure}")
             if failure:
                 number = left.pop(0)
-                yield number, Outcome(cases[number].text, {}, (failure,))
+                yield number, LayoutResult(cases[number].text, {}, (failure,))
             elif len(left) == num_before:
                 text = cases[left[0]].text
                 raise RunError(f"the {world} ranks ended without a word about {text}")
 
 
-def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> Outcome:
+def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> LayoutResult:
     """Every number that is not one rank's, with both values."""
     faults = []
     limits = {
@@ -225,13 +237,13 @@ def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> Outcome
         faults.append(f"the gradient of {measured['worst']} is off by {error:.1e} of its norm")
     if not measured["routes_differ"] <= ROUTES_TOLERANCE:
         faults.append(f"{measured['routes_differ']:.1%} of the tokens choose other experts")
-    return Outcome(text, measured, tuple(faults))
+    return LayoutResult(text, measured, tuple(faults))
 
 
 # Showing
 
 
-def describe(subject: Subject, payload: dict[str, Any]) -> str:
+def describe(subject: ParallelSubject, payload: dict[str, Any]) -> str:
     dims = dims_from_hf(payload["config"])
     parts = [
         f"{dims.num_layers} layers",
@@ -246,7 +258,7 @@ def describe(subject: Subject, payload: dict[str, Any]) -> str:
 
 
 def show(
-    subject: Subject, alone: dict[str, Any], outcomes: list[Outcome], *, is_cuda: bool
+    subject: ParallelSubject, alone: dict[str, Any], outcomes: list[LayoutResult], *, is_cuda: bool
 ) -> None:
     has_experts = bool(subject.dims.num_experts)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

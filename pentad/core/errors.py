@@ -43,3 +43,13 @@ class RunError(Exception):
 
 class Interrupted(RunError):
     """A run that its user ended by ctrl-C, with what became of it."""
+
+
+def first_cause(failure: BaseException) -> BaseException:
+    """The failure that began it. Of groups, as TaskGroup raises, that is the first of our own
+    sentences, else whatever was raised first."""
+    if not isinstance(failure, BaseExceptionGroup):
+        return failure
+    causes = [first_cause(one) for one in failure.exceptions]
+    own = [cause for cause in causes if isinstance(cause, RunError | UserError)]
+    return (own or causes)[0]

@@ -25,10 +25,3 @@ def is_cancelled() -> bool:
     """Whether somebody cancelled this task, and not only something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def first_in(failure: BaseException) -> BaseException:
-    """The first exception inside groups of them, as TaskGroup raises."""
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure

@@ -16,7 +16,7 @@ from typing import Any
 def load(spec: str) -> Callable[..., Any]:
     """Imports what the string names. Whatever the import raises is passed on."""
     where, _, name = spec.rpartition(":")
-    found: Any = _module_of_file(where) if where.endswith(".py") else importlib.import_module(where)
+    found: Any = import_named(where)
     for part in name.split("."):
         found = getattr(found, part)
     if not callable(found):
@@ -39,15 +39,21 @@ def absolute(spec: str) -> str:
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else spec
 
 
-def _module_of_file(path: str) -> ModuleType:
-    """The module of a file. Files beside it can be imported too, where no other has their name."""
-    file = Path(path).resolve()
+def import_named(where: str, *, fresh: bool = False) -> ModuleType:
+    """`package.module` or `path/to/file.py`. Whatever the import raises is passed on.
+
+    Files beside a file can be imported too, where no other module has their name. `fresh` runs a
+    file again that was imported before.
+    """
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    file = Path(where).resolve()
     name = f"_pentad_file_{file.stem}_{abs(hash(str(file))):x}"
-    if name in sys.modules:
+    if name in sys.modules and not fresh:
         return sys.modules[name]
     origin = importlib.util.spec_from_file_location(name, file)
     if origin is None or origin.loader is None or not file.is_file():
-        raise FileNotFoundError(f"no Python file {path}")
+        raise FileNotFoundError(f"no Python file {where}")
     sys.path.append(str(file.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(origin)
     try:

@@ -30,7 +30,7 @@ from pentad.data.render import (
     prompt_messages,
     render_prompt,
 )
-from pentad.data.rows import Rows, raise_first
+from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.shuffle import epoch_order
 from pentad.data.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ class _Rejected:
 
 
 class PromptStream:
-    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: DataSettings) -> None:
+    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
         check_columns(settings.columns, tokenizer)
         self.rows = rows
         self.tokenizer = tokenizer

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from pentad.core.errors import Problem, UserError
-from pentad.data.rows import Format, Rows, open_rows
+from pentad.data.rows import DatasetRows, Format, open_rows
 from pentad.data.tokenizer import Messages, Tokenizer
 
 ChatTemplate = Literal["auto"] | bool
@@ -70,7 +70,7 @@ class DataSettings:
     streaming: bool = False
     """Prompts are read as they are needed."""
 
-    def open(self, *, streaming: bool) -> Rows:
+    def open(self, *, streaming: bool) -> DatasetRows:
         key = f"{self.columns.key}.path"
         return open_rows(
             self.path, format=self.format, streaming=streaming, limit=self.limit, key=key

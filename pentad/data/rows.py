@@ -40,7 +40,7 @@ SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z
 MAX_PROBLEMS = 20
 
 
-class Rows(Protocol):
+class DatasetRows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class JsonLines:
 class Joined:
     """Several files read as one."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[DatasetRows]) -> None:
         self.parts = parts
         self.ends = list(accumulate(len(part) for part in parts))
 
@@ -140,7 +140,7 @@ class Joined:
         part, inner = self._find(index)
         return part.where(inner)
 
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def _find(self, index: int) -> tuple[DatasetRows, int]:
         which = bisect.bisect_right(self.ends, index)
         return self.parts[which], index - (self.ends[which - 1] if which else 0)
 
@@ -152,10 +152,10 @@ def open_rows(
     streaming: bool = False,
     limit: int | None = None,
     key: str = "path",
-) -> Rows:
+) -> DatasetRows:
     """The rows at `path`; `key` is the config key to name in errors. At least one row."""
     where = f"{key} = {path}"
-    parts: list[Rows] = []
+    parts: list[DatasetRows] = []
     left = limit
     for file, kind in find_files(path, format, where):
         part = _open_file(file, kind, where, streaming=streaming, limit=left)
@@ -288,7 +288,9 @@ def _folder_files(root: Path, format: Format, where: str) -> list[tuple[Path, Ki
     return [(file, _kind(file, format, where)) for file in files]
 
 
-def _open_file(file: Path, kind: Kind, where: str, *, streaming: bool, limit: int | None) -> Rows:
+def _open_file(
+    file: Path, kind: Kind, where: str, *, streaming: bool, limit: int | None
+) -> DatasetRows:
     if kind == "jsonl":
         try:
             return JsonLines(file, streaming=streaming, limit=limit)

@@ -33,7 +33,7 @@ from pentad.data.render import (
     render,
     text_of,
 )
-from pentad.data.rows import Rows, raise_first
+from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.shuffle import epoch_order
 from pentad.data.tokenizer import Messages, Tokenizer
 
@@ -49,7 +49,7 @@ class _Example:
 
 
 class SftDataset:
-    def __init__(self, rows: Rows, tokenizer: Tokenizer, settings: DataSettings) -> None:
+    def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
         check_columns(settings.columns, tokenizer)
         self.tokenizer = tokenizer
         self.settings = settings
@@ -91,7 +91,7 @@ class SftDataset:
     def _make_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self), self.settings.seed, epoch)
 
-    def _tokenise_all(self, rows: Rows) -> list[_Example]:
+    def _tokenise_all(self, rows: DatasetRows) -> list[_Example]:
         key, limit = self.settings.columns.key, self.settings.max_tokens
         problems: list[Problem | str] = []
         kept: list[_Example] = []
@@ -114,7 +114,7 @@ class SftDataset:
             raise UserError(Problem(f"{key}.path = {self.settings.path}", rule, remedy))
         return kept
 
-    def _example(self, rows: Rows, index: int) -> _Example:
+    def _example(self, rows: DatasetRows, index: int) -> _Example:
         row, columns = rows.row(index), self.settings.columns
         if not columns.uses_chat:
             prompt = text_of(row, columns.prompt_key, columns)

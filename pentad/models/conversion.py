@@ -37,7 +37,7 @@ from pentad.models.conversion_files import (
     write_record,
 )
 from pentad.models.families import dims_of, map_of, path_of, read_config, spec_of
-from pentad.models.sources import column_of, open_weights, warn_left_out
+from pentad.models.registry import column_of, open_weights, warn_left_out
 from pentad.weights import flow
 from pentad.weights.flow import Reader
 from pentad.weights.hf import INDEX as HF_INDEX
@@ -50,7 +50,7 @@ from pentad.weights.hf import (
     write_json,
 )
 from pentad.weights.map import WeightMap
-from pentad.weights.megatron.arguments import build_args
+from pentad.weights.megatron.arguments import build_args, command_line
 from pentad.weights.megatron.dist import COMMON
 from pentad.weights.megatron.folders import (
     INDEX,
@@ -61,7 +61,6 @@ from pentad.weights.megatron.folders import (
     write_tracker,
 )
 from pentad.weights.megatron.layout import RANK_FILE, build_layout, check_rank_files
-from pentad.weights.megatron.model_args import command_line
 from pentad.weights.megatron.outputs import (
     DistOutput,
     Filler,

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from pentad.models.language_model import LanguageModel
 from pentad.weights import flow
 from pentad.weights.cuts import cut_range
-from pentad.weights.flow import Pairs, TensorInfo
+from pentad.weights.flow import PairsReader, TensorInfo
 from pentad.weights.regions import Box, full_box
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -151,4 +151,4 @@ def install_hf(model: LanguageModel, pairs: Iterable[tuple[str, Tensor]]) -> int
 
     All are held until the end; what does not fit is refused before anything is written.
     """
-    return flow.fill(native_shards(model), model.weight_map, Pairs(pairs))
+    return flow.fill(native_shards(model), model.weight_map, PairsReader(pairs))

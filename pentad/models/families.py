@@ -7,8 +7,6 @@ module loads no torch, so dimensions and maps can be had where torch is not want
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +18,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.families import has_model_file, no_such_family, own_families
 from pentad.core.model_files import check_plain, read_object
+from pentad.core.specs import import_named
 from pentad.models.spec import ModelSpec
 from pentad.weights.map import WeightMap
 
@@ -76,7 +75,7 @@ def class_of(family: str) -> Any:
     is_own = file.suffix == ".py" and where in (file.stem, file.name)
     said = f"model = {spec.model} (of {path})"
     module = home if is_own else _module(where, said, "Decoder")
-    return _member(module, name, said)
+    return _member(module, where, name, said)
 
 
 @lru_cache
@@ -84,33 +83,26 @@ def _load(path: str) -> tuple[ModelSpec, ModuleType]:
     """The spec, and the module that holds it."""
     where, _, name = path.rpartition(":")
     module = _module(where, f"model = {path}", "SPEC")
-    spec = _member(module, name, f"model = {path}")
+    spec = _member(module, where, name, f"model = {path}")
     if not isinstance(spec, ModelSpec):
         raise UserError(Problem(f"model = {path}", f"is a {type(spec).__name__}, not a ModelSpec"))
     return spec, module
 
 
-def _member(module: ModuleType, name: str, said: str) -> Any:
+def _member(module: ModuleType, where: str, name: str, said: str) -> Any:
     if name not in vars(module):
-        raise UserError(Problem(said, f"there is no {name or 'name'} in {module.__name__}"))
+        raise UserError(Problem(said, f"there is no {name or 'name'} in {where}"))
     return vars(module)[name]
 
 
 def _module(where: str, said: str, kind: str) -> ModuleType:
     """A module by its dotted name or by its file."""
     try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        file = Path(where).resolve()
-        origin = importlib.util.spec_from_file_location(f"_pentad_model_{file.stem}", file)
-        assert origin is not None and origin.loader is not None
-        module = importlib.util.module_from_spec(origin)
-        origin.loader.exec_module(module)
+        return import_named(where, fresh=True)
     except (Exception, SystemExit) as error:  # it is a program of the user's
         rule = f"cannot be imported ({type(error).__name__}: {error})"
         remedy = f"give package.module:{kind} or path/to/file.py:{kind}"
         raise UserError(Problem(said, rule, remedy)) from error
-    return module
 
 
 def read_config(source: ConfigLike) -> dict[str, Any]:

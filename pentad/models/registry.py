@@ -1,7 +1,8 @@
-"""How models are made: fresh, from a HF folder, and back into one."""
+"""How models are made: fresh, from a HF or Megatron folder, and back into a HF folder."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
+from pentad.models.columns import MEGATRON_PLAN, megatron_sizes
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.families import (
@@ -23,11 +25,56 @@ from pentad.models.families import (
     spec_of,
 )
 from pentad.models.language_model import LanguageModel
-from pentad.models.sources import open_weights, warn_left_out
 from pentad.weights import flow
-from pentad.weights.hf import SHARD_BYTES, save_folder
-from pentad.weights.random import RandomReader
+from pentad.weights.flow import RandomReader, Reader
+from pentad.weights.hf import SHARD_BYTES, HfFolder, save_folder
+from pentad.weights.map import WeightMap, sizes_of
+from pentad.weights.megatron.folders import find_weights
+from pentad.weights.megatron.stored import MegatronColumn
 from pentad.weights.regions import slices
+
+log = logging.getLogger(__name__)
+
+
+def column_of(dims: ModelDims, vocab_rows: int) -> MegatronColumn:
+    """A model's Megatron tensors, with so many rows of vocabulary."""
+    weight_map = spec_of(dims.family).megatron_map(dims, vocab_rows)
+    sizes = {**sizes_of(dims), **megatron_sizes(dims, vocab_rows)}
+    return MegatronColumn(weight_map, MEGATRON_PLAN, sizes)
+
+
+def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = None) -> Reader:
+    """The weights of a HF folder or of a Megatron folder, any block of any tensor at a time.
+
+    `checkpoint` names one of a Megatron folder's (`release`, `iter_0000100`); without it the one
+    that its tracker file names is opened.
+    """
+    found, kind = find_weights(Path(folder), checkpoint)
+    if kind == "hf":
+        return HfFolder(found)
+    # Here, since these import torch.distributed.checkpoint: a second that HF folders do without.
+    from pentad.weights.megatron.dist import DistFiles, read_dist
+    from pentad.weights.megatron.legacy import LegacyFiles, read_legacy
+
+    if kind == "torch_dist":
+        dist = DistFiles(found, dims)
+        return read_dist(dist, column_of(dims, dist.vocab_rows))
+    legacy = LegacyFiles(found, dims)
+    return read_legacy(legacy, column_of(dims, legacy.vocab_rows))
+
+
+def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
+    """Tells of the layers that a folder holds to predict further tokens, and a model does not."""
+    names = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
+    if names:
+        log.warning(
+            "%s: %d tensors (%s, ...) serve to predict further tokens; they are not trained, and "
+            "what is saved is without them",
+            reader.where,
+            len(names),
+            names[0],
+        )
+
 
 Device = torch.device | str
 

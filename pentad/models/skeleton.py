@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from pentad.core.dims import dims_from_hf
 from pentad.core.errors import Problem, UserError
-from pentad.models.proof.tiny import EXPERT_SIZES, SIZES
+from pentad.models.proof.cases import EXPERT_SIZES, SIZES
 from pentad.weights.hf import HfFolder
 
 Row = tuple[str, str, str, str]

@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import DataFailure, InfraFailure, first_in
+from pentad.core.errors import Problem, RunError, UserError, first_cause
+from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.roles import Sampler, Scorer
 from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples
@@ -136,7 +136,7 @@ class Executor:
             async with asyncio.timeout(self.settings.deadline_s) as deadline:
                 samples = await contained(self.workflow.run(prompt, sampler, context))
         except Exception as failure:
-            cause = first_in(failure)
+            cause = first_cause(failure)
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__
             if deadline.expired():

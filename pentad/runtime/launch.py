@@ -32,7 +32,7 @@ from pentad.runtime.report import (
     Failure,
     describe_exit,
     describe_hang,
-    first_cause,
+    first_failure,
     read_failure,
     tail,
 )
@@ -299,7 +299,7 @@ class RankGroup:
 
     def _explain(self, failures: list[Failure]) -> Exception:
         is_led = self.settings.is_led
-        cause = first_cause(failures, is_led=is_led)
+        cause = first_failure(failures, is_led=is_led)
         if cause.kind == "user":
             return UserError(cause.problems)
         is_common = [f.message for f in failures] == [cause.message] * self.world

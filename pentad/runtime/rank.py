@@ -23,7 +23,7 @@ BEAT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RankEntry:
     step: int | None
     """None before the first."""
     step_at: float
@@ -60,9 +60,9 @@ class Board:
         offset = rank * ENTRY.size + STEP.size + CALL.size
         BEAT.pack_into(self.memory, offset, time.monotonic())
 
-    def read(self, rank: int) -> Entry:
+    def read(self, rank: int) -> RankEntry:
         step, at, call, moved, beat = ENTRY.unpack_from(self.memory, rank * ENTRY.size)
-        return Entry(None if step == NO_STEP else step, at, call, moved or None, beat)
+        return RankEntry(None if step == NO_STEP else step, at, call, moved or None, beat)
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ def read_failure(path: Path) -> Failure | None:
     )
 
 
-def first_cause(failures: list[Failure], *, is_led: bool = False) -> Failure:
+def first_failure(failures: list[Failure], *, is_led: bool = False) -> Failure:
     """What made the others fail.
 
     A death without a word outweighs what it left behind; then the earliest exception that does

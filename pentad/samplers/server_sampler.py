@@ -419,7 +419,7 @@ class ServerSampler:
 
 def check_weights(dims: ModelDims, pairs: Sequence[tuple[str, Tensor]]) -> None:
     """Raises UserError unless these are all weights of the model, each once, of its shape."""
-    given = flow.Pairs(pairs)
+    given = flow.PairsReader(pairs)
     if not dims.is_whole:
         return  # no model file: what its tensors are only the trainer's own map knows
     skeleton = create_model(dims, device="meta")

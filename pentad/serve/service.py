@@ -7,8 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from pentad.core.errors import RunError
-from pentad.core.failures import first_in
+from pentad.core.errors import RunError, first_cause
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -93,7 +92,7 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(*pair)) for pair in enumerate(job.requests)]
         except BaseExceptionGroup as failures:
-            raise first_in(failures) from failures
+            raise first_cause(failures) from failures
         generations = [generation for task in tasks for generation in task.result()]
         if any(generation.finish == "abort" for generation in generations):
             raise RunError("the request was aborted")

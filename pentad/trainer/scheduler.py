@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import RunError, UserError, first_cause
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.state import RunState
@@ -58,19 +58,3 @@ class Scheduler:
             if isinstance(cause, UserError):  # bad input, but too late for "nothing was started"
                 cause = RunError(str(cause))
             raise cause from failures
-
-
-def first_cause(failures: BaseExceptionGroup) -> BaseException:
-    """The failure that began it: our own sentences first, then whatever else was raised first."""
-    flat: list[BaseException] = []
-
-    def collect(group: BaseExceptionGroup) -> None:
-        for failure in group.exceptions:
-            if isinstance(failure, BaseExceptionGroup):
-                collect(failure)
-            else:
-                flat.append(failure)
-
-    collect(failures)
-    spoken = [failure for failure in flat if isinstance(failure, RunError | UserError)]
-    return (spoken or flat)[0]

@@ -13,8 +13,7 @@ from pentad.models.conversion import Conversion, convert
 from pentad.models.exchange import native_shards
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import build_model
-from pentad.models.sources import open_weights
+from pentad.models.registry import build_model, open_weights
 from pentad.trainer.translate import component_of
 from pentad.weights import flow
 

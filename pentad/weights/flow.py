@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
+from pentad.core.seeds import derive_seed
 from pentad.weights.map import Entry, Source, WeightMap
-from pentad.weights.regions import Box, Region, Shape, clip_all, full_box, slices
+from pentad.weights.regions import Box, Region, Shape, box_shape, clip_all, full_box, slices
 
 NUM_READERS = 4
 """Threads that read and sum files."""
@@ -351,7 +352,7 @@ def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | 
     return out
 
 
-class Pairs:
+class PairsReader:
     """A reader over (name, tensor) pairs held in memory."""
 
     where = "given weights"
@@ -366,3 +367,26 @@ class Pairs:
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.tensors[name][slices(box)]
+
+
+class RandomReader:
+    """A reader that makes its tensors: normal with the config's range, ones, or zeros."""
+
+    where = "fresh weights"
+
+    def __init__(self, weight_map: WeightMap, held: Iterable[str], seed: int) -> None:
+        self.sources = weight_map.sources
+        self.std = weight_map.dims.initializer_range
+        self.seed = seed
+        regions = [region for name in held for region in weight_map.entries[name].regions]
+        self.infos = {r.source: TensorInfo(r.source_shape, torch.float32) for r in regions}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        source = self.sources[name]
+        if source.init != "normal":
+            value = 1.0 if source.init == "ones" else 0.0
+            return torch.full(box_shape(box), value, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "init", name))
+        # The whole tensor is drawn whatever part is asked for: that is what keeps it one tensor.
+        whole = torch.empty(source.shape, device="cpu").normal_(0, self.std, generator=generator)
+        return whole[slices(box)]

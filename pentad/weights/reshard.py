@@ -1,11 +1,13 @@
 """Resharding plans: which rank sends which block to whom when weights move between two layouts.
 
-A layout is said by who holds which boxes. The plan depends on that alone, so every rank computes
-the same one without a message; it is what checkpoints and weight publishing execute.
+A layout is given by who holds which boxes. The plan depends on that alone, so every rank computes
+the same one without a message. `verify-model` executes plans on one process, between all layouts of
+a family; checkpoints and weight publishing go through HF-on-disk names instead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,10 +35,7 @@ class Move:
 
     @property
     def numel(self) -> int:
-        out = 1
-        for size in box_shape(self.source_box):
-            out *= size
-        return out
+        return math.prod(box_shape(self.source_box))
 
 
 def plan_moves(

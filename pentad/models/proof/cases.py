@@ -1,4 +1,10 @@
-"""Cases: tiny models of transformers, all weights random, that a family is held against."""
+"""Tiny configs that are hard on a weight map, and transformers' models of them with random weights.
+
+Every size differs from every other, head_dim is not hidden / heads, there are four key heads
+with three query heads each, vocabulary and ffn are odd, and dense and mixture layers alternate.
+Square or equal dims would let transposed, swapped and mis-cut weights pass. Constants are far from
+every default, so a config that is not read shows.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,119 @@ from pentad.weights.hf import HfFolder
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import full_box
 
+NUM_LAYERS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 60,
+    "intermediate_size": 77,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 14,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "rms_norm_eps": 0.003,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERT_SIZES: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 27,
+    "mlp_only_layers": [1],
+}
+SHARED_SIZES: dict[str, Any] = {"shared_expert_intermediate_size": 35}
+DEEPSEEK_SIZES: dict[str, Any] = {
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 27,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+"""Where mixtures are of DeepSeek-V3's kind."""
+PARTIAL_ROTARY: dict[str, Any] = {"head_dim": 16, "partial_rotary_factor": 0.4}
+"""Six numbers of a head, and not by an even division."""
+TP_GRID = (1, 2, 4, 12)
+"""One rank, fewer than, as many as, and more than the key heads; all divide the query heads."""
+EXPERT_GRID = ((1, 1), (2, 1), (2, 2), (3, 4))
+"""(ep, etp) beside each tp; they need not divide the experts or their width."""
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+TUNED_YARN = {
+    **YARN,
+    "beta_fast": 5.0,
+    "beta_slow": 0.3,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.2,
+    "truncate": False,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 333.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {"tie_word_embeddings": False},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True, "qkv_bias": False},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "yarn rope": {"rope_parameters": YARN},
+    "yarn rope, tuned": {"rope_parameters": TUNED_YARN},
+    "window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "every second layer": {"decoder_sparse_step": 2, "mlp_only_layers": []},
+    "top-k normalised": {"norm_topk_prob": True},
+    "top-k as it is": {"norm_topk_prob": False},
+    "head norms": {"use_qk_norm": True},
+    "dense layers": {"first_k_dense_replace": 2},
+}
+
+
+def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The variants of a family, told by the keys its transformers config has."""
+    has_experts = "moe_intermediate_size" in family_keys
+    base = {**SIZES, "rope_parameters": PLAIN_ROPE}
+    if has_experts:
+        base |= DEEPSEEK_SIZES if "n_routed_experts" in family_keys else EXPERT_SIZES
+    if "partial_rotary_factor" in family_keys:
+        base |= PARTIAL_ROTARY
+    base |= {key: size for key, size in SHARED_SIZES.items() if key in family_keys}
+    out = {}
+    for name, changes in VARIANTS.items():
+        known = {key: value for key, value in changes.items() if key in family_keys}
+        if known and (name != "window" or "sliding_window" in known):
+            out[name] = deepcopy({**base, **known})  # transformers' configs change what they get
+    return out
+
+
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A real config at tiny sizes, with its own switches kept."""
+    has_experts = bool(config.get("num_experts") or config.get("num_local_experts"))
+    out = {**config, **SIZES, "head_dim": PARTIAL_ROTARY["head_dim"]}
+    for key in ("layer_types", "num_local_experts", "dtype", "torch_dtype"):
+        out.pop(key, None)
+    if has_experts:
+        out |= {key: size for key, size in SHARED_SIZES.items() if config.get(key)}
+        out |= {**EXPERT_SIZES, "decoder_sparse_step": config.get("decoder_sparse_step", 1)}
+    if config.get("n_routed_experts"):
+        kept = {"routed_scaling_factor": config.get("routed_scaling_factor", 1.0)}
+        out |= {**DEEPSEEK_SIZES, **kept}
+    if config.get("sliding_window"):
+        out |= {"sliding_window": 5, "max_window_layers": 1}
+    return out
+
+
 NUM_TOKENS = 37
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 """transformers' written-out arithmetic: its fused expert kernels refuse odd widths."""
@@ -32,7 +151,7 @@ class Fault(Exception):
 
 
 @dataclass
-class Case:
+class FamilyCase:
     """One tiny config, a transformers model of it with random weights, and its folder."""
 
     name: str
@@ -75,7 +194,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def build_case(name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: Path) -> Case:
+def build_case(name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: Path) -> FamilyCase:
     config = {key: deepcopy(value) for key, value in config.items() if key != "model_type"}
     hf_config = transformers.AutoConfig.for_model(spec.family, **config)
     theirs = transformers.AutoModelForCausalLM.from_config(hf_config, **PLAIN)
@@ -83,7 +202,7 @@ def build_case(name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: P
     theirs.save_pretrained(scratch / "hf")
     dims = dims_of(scratch / "hf", path_of(spec.family))
     ids = torch.randint(dims.vocab_size, (NUM_TOKENS,), generator=generator(1))
-    return Case(name, spec, dims, theirs.eval(), scratch / "hf", ids)
+    return FamilyCase(name, spec, dims, theirs.eval(), scratch / "hf", ids)
 
 
 @torch.no_grad()

@@ -3,30 +3,168 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
+from pentad.core.errors import UserError
 from pentad.models.columns import MEGATRON_PLAN, padded_vocab
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.exchange import iter_hf, native_tensors
 from pentad.models.families import dims_of, map_of, path_of, read_config
-from pentad.models.proof.cases import NUM_TOKENS, PLAIN, Case, Fault, randomise, read_all
-from pentad.models.proof.declared import check_config, check_fresh, check_plan
+from pentad.models.moe import Experts
+from pentad.models.proof.cases import (
+    EXPERT_GRID,
+    NUM_TOKENS,
+    PLAIN,
+    TP_GRID,
+    FamilyCase,
+    Fault,
+    randomise,
+    read_all,
+)
 from pentad.models.proof.megatron_forward import MegatronForward
-from pentad.models.proof.shards import local_tensor, ranks_of, reshard_fault, round_trip_fault
-from pentad.models.proof.simulate import Layout
-from pentad.models.proof.tiny import EXPERT_GRID, TP_GRID
-from pentad.models.registry import build_model, load_model, load_weights, save_model
+from pentad.models.proof.ranks import (
+    SimulatedLayout,
+    local_tensor,
+    ranks_of,
+    reshard_fault,
+    round_trip_fault,
+)
+from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
 from pentad.weights import flow
+from pentad.weights.cuts import split_dims
 from pentad.weights.flow import whole_shards
 from pentad.weights.hf import HfFolder
+
+CARRIED = {"max_position_embeddings": "max_position", "initializer_range": "initializer_range"}
+"""Config key -> the dimension that takes it; no weight and no logit would show it."""
+NOT_ABOUT_THE_MODEL = {"model_type", "architectures", "transformers_version", "dtype"}
+WIDTH_RATIO = 2.0
+"""How far the width of fresh weights may be from transformers'. Families differ in taste (cut off
+tails, narrower deep layers); a range that is not read is off by more."""
+
+
+def check_config(case: FamilyCase) -> str:
+    """A key left out and the older spelling of rope mean to us what they mean to transformers."""
+    hf_config = case.theirs.config
+    assert isinstance(hf_config, transformers.PretrainedConfig)
+    full = _as_written(hf_config)
+    dims = case.spec.read_dims(full)
+    for key, name in CARRIED.items():
+        given, taken = full.get(key), {f.name: getattr(dims, f.name) for f in fields(dims)}[name]
+        if given is not None and given != taken:
+            raise Fault(f"config {key} = {given}: read_dims makes {name} = {taken} of it")
+    count = 0
+    for what, config in _variations(full):
+        try:
+            theirs = _as_written(type(hf_config).from_dict(deepcopy(config)))
+            expected = case.spec.read_dims(theirs)
+        except Exception:  # transformers refuses it, each config in its own way: nothing to compare
+            continue
+        try:
+            ours = case.spec.read_dims(config)
+        except UserError:  # refused in a sentence: never silently another model
+            continue
+        for field in fields(expected):
+            got, wanted = getattr(ours, field.name), getattr(expected, field.name)
+            if got != wanted:
+                said = f"{field.name} is {got}, transformers makes it {wanted}"
+                raise Fault(f"config {what}: {said}")
+        count += 1
+    return f"{count} configs with a key left out or spelt as before"
+
+
+def _as_written(config: transformers.PretrainedConfig) -> dict[str, Any]:
+    """The config as config.json has it, every key of it."""
+    out: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return {**out, "model_type": config.model_type}
+
+
+def _variations(full: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key in [key for key in full if key not in NOT_ABOUT_THE_MODEL]:
+        yield f"without {key}", {k: v for k, v in full.items() if k != key}
+    rope = full.get("rope_parameters")
+    if rope and "rope_theta" in rope:
+        rest = {k: v for k, v in full.items() if k != "rope_parameters"}
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type")}
+        for name in ("rope_type", "type"):
+            old = None if rope["rope_type"] == "default" else {name: rope["rope_type"], **scaling}
+            said = f"with rope_theta and rope_scaling ({name})"
+            yield said, {**rest, "rope_theta": rope["rope_theta"], "rope_scaling": old}
+
+
+def check_plan(case: FamilyCase) -> str:
+    """What the plan cuts lies where its ranks meet again: at a seam, or among the experts."""
+    model = build_model(case.dims, device="meta", dtype=torch.float32)
+    seams: dict[str, set[str]] = {"lookup": set(), "gather": set(), "scatter": set()}
+    for seam in case.spec.seams:
+        layers = range(case.dims.num_layers if "{i}" in seam.module else 1)
+        seams[seam.kind] |= {seam.module.format(i=i) for i in layers if seam.when(case.dims, i)}
+    useful: set[str] = set()
+    count = 0
+    for name, entry in case.weight_map.entries.items():
+        if entry.rule.optional or entry.is_copy:
+            continue
+        module, _, leaf = name.rpartition(".")
+        is_expert = isinstance(model.get_submodule(module), Experts)
+        for axis, dim in split_dims(entry, case.spec.plan).items():
+            cut = f"{name}: the plan cuts dim {dim} by {axis}"
+            count += 1
+            if is_expert != (axis in ("ep", "etp")):
+                raise Fault(f"{cut}; experts are cut by ep and etp, and nothing else is")
+            if is_expert or (name == "head.weight" and dim == 0):
+                continue
+            if module in seams["lookup"]:
+                meets, wanted = {module} if dim == 0 else set(), "its rows cut"
+            elif dim == len(entry.shape) - 1 and dim > 0 and leaf != "bias":
+                meets, wanted = {module} & seams["scatter"], "a scatter seam there"
+            else:
+                above = {g for g in seams["gather"] if f"{module}.".startswith(f"{g}.")}
+                meets, wanted = above, "a gather seam there or above it"
+            if not meets:
+                raise Fault(f"{cut}, which needs {wanted}")
+            useful |= meets
+    idle = sorted(set().union(*seams.values()) - useful)
+    if idle:
+        raise Fault(f"seam {idle[0]}: the plan cuts no tensor of it by tp")
+    return f"{count} cuts, {len(useful)} seams"
+
+
+def check_fresh(case: FamilyCase) -> str:
+    """Fresh weights: ones and zeros where transformers has them, elsewhere about as wide."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = transformers.AutoModelForCausalLM.from_config(deepcopy(case.theirs.config))
+    on_disk = revert_weight_conversion(theirs, dict(theirs.state_dict()))
+    ours = dict(iter_hf(create_model(case.dims)))
+    for name, tensor in ours.items():
+        got, wanted = _spread(tensor), _spread(on_disk[name])
+        same = got == wanted if 0.0 in (got[1], wanted[1]) else _is_near(got[1], wanted[1])
+        if not same:
+            said = f"mean {got[0]:.2g}, deviation {got[1]:.2g}"
+            theirs_said = f"mean {wanted[0]:.2g}, deviation {wanted[1]:.2g}"
+            raise Fault(f"{name}: fresh weights have {said}; transformers' {theirs_said}")
+    return f"{len(ours)} tensors"
+
+
+def _spread(tensor: Tensor) -> tuple[float, float]:
+    return float(tensor.float().mean()), float(tensor.float().std(correction=0))
+
+
+def _is_near(a: float, b: float) -> bool:
+    return max(a, b) <= WIDTH_RATIO * min(a, b)
+
 
 LOGITS_TOLERANCE = 1e-5
 """Of the largest logit: float32 rounding over a few layers."""
@@ -47,7 +185,7 @@ def check_headers(folder: Path) -> str:
     return f"{len(reader.infos)} tensors, all known, all shapes right"
 
 
-def check_coverage(case: Case) -> str:
+def check_coverage(case: FamilyCase) -> str:
     """Names and shapes: the map, the model as built, and transformers' files are one set."""
     model = build_model(case.dims, device="meta", dtype=torch.float32)
     built = {name: tuple(tensor.shape) for name, tensor in native_tensors(model).items()}
@@ -68,7 +206,7 @@ def _same(what: str, a: Mapping[str, Any], b: Mapping[str, Any], of_a: str, of_b
             raise Fault(f"{what} {name}: {said}")
 
 
-def check_round_trip(case: Case) -> str:
+def check_round_trip(case: FamilyCase) -> str:
     """HF -> ours -> HF, in both dtypes, byte for byte; and transformers reads it back."""
     disk = case.disk()
     for dtype in (torch.float32, torch.bfloat16):
@@ -89,7 +227,7 @@ def check_round_trip(case: Case) -> str:
     return f"{len(disk)} tensors, float32 and bfloat16"
 
 
-def _dtype_of(case: Case, source: str) -> torch.dtype | None:
+def _dtype_of(case: FamilyCase, source: str) -> torch.dtype | None:
     """That of the rule, where one keeps it whatever the model's."""
     known = case.weight_map.sources.get(source)
     return DTYPES[known.dtype] if known is not None and known.dtype else None
@@ -132,7 +270,7 @@ def _said(layout: Mapping[str, int]) -> str:
     return " ".join(f"{axis} {num}" for axis, num in layout.items())
 
 
-def check_parity(case: Case) -> str:
+def check_parity(case: FamilyCase) -> str:
     """Logits and every gradient, as each layout's ranks compute them, against transformers."""
     expected, weight, grads = case.expected()
     model = case.load()
@@ -144,7 +282,7 @@ def check_parity(case: Case) -> str:
     worst = 0.0
     for layout in layouts_of(case.dims):
         model = build_model(case.dims, device="meta", dtype=torch.float32)
-        ranks = Layout(case.weight_map, case.spec.plan, natives, **layout)
+        ranks = SimulatedLayout(case.weight_map, case.spec.plan, natives, **layout)
         logits = ranks.logits(model, case.ids, causal_attend)
         what = f"logits at {_said(layout)}"
         worst = max(worst, _compare(what, logits, expected, LOGITS_TOLERANCE))
@@ -156,7 +294,7 @@ def check_parity(case: Case) -> str:
     return f"{len(layouts_of(case.dims))} layouts, worst {worst:.0e}"
 
 
-def check_stages(case: Case) -> str:
+def check_stages(case: FamilyCase) -> str:
     """Pipeline stages: each loads its own part, together they are the model, and give it back."""
     expected, disk = case.expected()[0], case.disk()
     for num_stages in (2, case.dims.num_layers):
@@ -174,7 +312,7 @@ def check_stages(case: Case) -> str:
     return f"pp 2 and {case.dims.num_layers}"
 
 
-def _stages(case: Case, num_stages: int) -> list[Decoder]:
+def _stages(case: FamilyCase, num_stages: int) -> list[Decoder]:
     model_class = type(build_model(case.dims, device="meta", dtype=torch.float32))
     cuts = [case.dims.num_layers * n // num_stages for n in range(num_stages + 1)]
     out = []
@@ -188,7 +326,7 @@ def _stages(case: Case, num_stages: int) -> list[Decoder]:
     return out
 
 
-def check_layouts(case: Case) -> str:
+def check_layouts(case: FamilyCase) -> str:
     """HF -> the shards of every layout -> HF, bit for bit; and layout A -> B without HF."""
     disk, natives = case.disk(), native_tensors(case.load())
     layouts = layouts_of(case.dims)
@@ -205,7 +343,7 @@ def check_layouts(case: Case) -> str:
     return f"{len(layouts)} layouts, {len(layouts)} reshardings"
 
 
-def check_megatron(case: Case) -> str:
+def check_megatron(case: FamilyCase) -> str:
     """Megatron's tensors at every tp and etp: back to HF bit for bit, and Megatron's arithmetic."""
     disk, expected = case.disk(), case.expected()[0]
     layouts = [{"tp": at["tp"], "etp": at.get("etp", 1)} for at in layouts_of(case.dims)]
@@ -231,7 +369,7 @@ def check_megatron(case: Case) -> str:
     return f"{len(layouts)} layouts"
 
 
-def check_value_head(case: Case) -> str:
+def check_value_head(case: FamilyCase) -> str:
     """The scalar head: transformers' folder gives transformers' scores, and goes back whole."""
     config = transformers.AutoConfig.from_pretrained(
         case.folder, num_labels=1, trust_remote_code=False
@@ -258,7 +396,7 @@ def check_value_head(case: Case) -> str:
     return "loads, scores, saves"
 
 
-def _own_value_head(case: Case) -> str:
+def _own_value_head(case: FamilyCase) -> str:
     """Where transformers has no such model: a fresh head survives our own folder."""
     out = case.folder.parent / "scalar-out"
     family = path_of(case.spec.family)
@@ -269,13 +407,13 @@ def _own_value_head(case: Case) -> str:
     return "saves, loads; transformers has no such model to hold it against"
 
 
-CHECKS: dict[str, Callable[[Case], str]] = {
+CHECKS: dict[str, Callable[[FamilyCase], str]] = {
     "config": check_config,
     "coverage": check_coverage,
     "logits and gradients": check_parity,
 }
 """For every case."""
-WEIGHT_CHECKS: dict[str, Callable[[Case], str]] = {
+WEIGHT_CHECKS: dict[str, Callable[[FamilyCase], str]] = {
     "plan and seams": check_plan,
     "fresh weights": check_fresh,
     "round trip": check_round_trip,

@@ -16,14 +16,13 @@ import transformers
 
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import family_of, read_config, spec_of
-from pentad.models.proof.cases import Case, Fault, build_case
+from pentad.models.proof.cases import FamilyCase, Fault, build_case, shrunk, variants_of
 from pentad.models.proof.checks import CHECKS, WEIGHT_CHECKS, check_headers
-from pentad.models.proof.tiny import shrunk, variants_of
 from pentad.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckResult:
     """What one check said about one case."""
 
     check: str
@@ -44,12 +43,12 @@ class RuleRow:
 
 
 @dataclass
-class Report:
+class FamilyReport:
     """Everything `verify` found."""
 
     family: str
     rules: list[RuleRow] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[CheckResult] = field(default_factory=list)
     skipped: tuple[str, ...] = ()
 
     @property
@@ -58,7 +57,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class FamilySubject:
     """What is to be verified: a spec, the tiny configs to try it at, perhaps a real folder."""
 
     spec: ModelSpec
@@ -68,15 +67,17 @@ class Subject:
     """Variants that transformers' config of the family refuses."""
 
 
-def verify(name_or_path: str, on_outcome: Callable[[Outcome], None] = lambda _: None) -> Report:
+def verify(
+    name_or_path: str, on_outcome: Callable[[CheckResult], None] = lambda _: None
+) -> FamilyReport:
     """Checks a family by name or dotted path, or a folder's family at the folder's switches."""
     return verify_subject(subject_of(name_or_path), on_outcome)
 
 
 def verify_subject(
-    subject: Subject, on_outcome: Callable[[Outcome], None] = lambda _: None
-) -> Report:
-    report = Report(subject.spec.family, skipped=subject.skipped)
+    subject: FamilySubject, on_outcome: Callable[[CheckResult], None] = lambda _: None
+) -> FamilyReport:
+    report = FamilyReport(subject.spec.family, skipped=subject.skipped)
 
     def run(check: str, case: str, body: Callable[[], str]) -> None:
         report.outcomes.append(_run(check, case, body))
@@ -87,7 +88,7 @@ def verify_subject(
     seen: set[tuple[tuple[str, object], ...]] = set()
     for name, config in subject.configs.items():
         with tempfile.TemporaryDirectory() as scratch:
-            cases: list[Case] = []
+            cases: list[FamilyCase] = []
             prepare = partial(_prepare, cases, name, subject.spec, config, scratch)
             run("transformers model", name, prepare)
             for case in cases:
@@ -102,25 +103,27 @@ def verify_subject(
     return report
 
 
-def _build_map(case: Case) -> str:
+def _build_map(case: FamilyCase) -> str:
     return f"{len(case.weight_map.entries)} native, {len(case.weight_map.sources)} HF tensors"
 
 
-def subject_of(name_or_path: str) -> Subject:
+def subject_of(name_or_path: str) -> FamilySubject:
     path = Path(name_or_path)
     if path.suffix == ".py" and path.exists():
         name_or_path = f"{path}:SPEC"
     elif path.exists():
         config = read_config(path)
         spec = spec_of(family_of(config))
-        return Subject(spec, {"as configured": shrunk(config)}, path if path.is_dir() else None)
+        return FamilySubject(
+            spec, {"as configured": shrunk(config)}, path if path.is_dir() else None
+        )
     spec = spec_of(name_or_path)
     if spec.family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so there is nothing to hold it against"
         raise UserError(Problem(f"family = {spec.family}", rule))
     variants = variants_of(transformers.AutoConfig.for_model(spec.family).to_dict())
     offered = {name: config for name, config in variants.items() if _is_offered(spec, config)}
-    return Subject(spec, offered, skipped=tuple(variants.keys() - offered.keys()))
+    return FamilySubject(spec, offered, skipped=tuple(variants.keys() - offered.keys()))
 
 
 def _is_offered(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
@@ -133,23 +136,23 @@ def _is_offered(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
 
 
 def _prepare(
-    cases: list[Case], name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: str
+    cases: list[FamilyCase], name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: str
 ) -> str:
     cases.append(build_case(name, spec, config, Path(scratch)))
     return f"{sum(p.numel() for p in cases[0].theirs.parameters())} parameters"
 
 
-def _run(check: str, case: str, body: Callable[[], str]) -> Outcome:
+def _run(check: str, case: str, body: Callable[[], str]) -> CheckResult:
     start = time.perf_counter()
     try:
         detail, passed = body(), True
     except Exception as error:  # the boundary: whatever a wrong model file raises is a finding
         kind = "" if isinstance(error, Fault | UserError) else f"{type(error).__name__}: "
         detail, passed = f"{kind}{error}", False
-    return Outcome(check, case, passed, detail, time.perf_counter() - start)
+    return CheckResult(check, case, passed, detail, time.perf_counter() - start)
 
 
-def rule_rows(case: Case) -> list[RuleRow]:
+def rule_rows(case: FamilyCase) -> list[RuleRow]:
     rows: dict[str, RuleRow] = {}
     for entry in case.weight_map.entries.values():
         old = rows.get(entry.rule.target, RuleRow(entry.rule.target, entry.rule.shape, 0, 0))

@@ -29,12 +29,13 @@ from pentad.weights.megatron.arguments import CHECKPOINT_VERSION, check_args, re
 from pentad.weights.megatron.folders import INDEX
 from pentad.weights.megatron.legacy import EMBEDDING, IGNORED
 from pentad.weights.megatron.pickles import load_metadata, load_rank_file, load_tensor
-from pentad.weights.megatron.reader import Held, MegatronReader
 from pentad.weights.megatron.stored import (
-    Column,
     Form,
+    MegatronColumn,
+    MegatronReader,
     Piece,
     Spelling,
+    StoredPiece,
     dist_pieces,
     extra_states,
     key_shapes,
@@ -55,7 +56,7 @@ CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StoredBlock:
     """One stored block of a key."""
 
     box: Box
@@ -77,18 +78,18 @@ class DistFiles:
         self.args = read_args(content, str(common))
         check_args(self.args, dims, str(common))
         self.infos: dict[str, TensorInfo] = {}
-        self.blocks: dict[str, list[Block]] = {}
+        self.blocks: dict[str, list[StoredBlock]] = {}
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, dcp.TensorStorageMetadata) and not _is_other_state(key):
                 self.infos[key] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 self.blocks[key] = self._blocks(key, entry, metadata.storage_data)
         self._check_blocks()
         self._check_files()
-        self.cache: OrderedDict[Block, Tensor] = OrderedDict()
+        self.cache: OrderedDict[StoredBlock, Tensor] = OrderedDict()
 
     def _blocks(
         self, key: str, entry: dcp.TensorStorageMetadata, storage: Mapping[Any, Any]
-    ) -> list[Block]:
+    ) -> list[StoredBlock]:
         out = []
         for chunk in entry.chunks:
             info = storage.get(dcp.MetadataIndex(key, chunk.offsets))
@@ -100,7 +101,7 @@ class DistFiles:
                 raise UserError(Problem(f"{self.where}: {key}", rule, "save it uncompressed"))
             ends = zip(chunk.offsets, chunk.sizes, strict=True)
             box = tuple((start, start + size) for start, size in ends)
-            out.append(Block(box, info.relative_path, info.offset, info.length))
+            out.append(StoredBlock(box, info.relative_path, info.offset, info.length))
         return out
 
     def _check_blocks(self) -> None:
@@ -151,7 +152,7 @@ class DistFiles:
             out[_within(inside, box)] = part
         return out
 
-    def _open(self, key: str, block: Block) -> Tensor:
+    def _open(self, key: str, block: StoredBlock) -> Tensor:
         if block in self.cache:
             self.cache.move_to_end(block)
             return self.cache[block]
@@ -191,7 +192,7 @@ def _check_format(folder: Path) -> None:
         raise UserError(Problem(str(folder / INDEX), "missing", "fetch the folder again"))
 
 
-def form_of(files: DistFiles, column: Column) -> Form:
+def form_of(files: DistFiles, column: MegatronColumn) -> Form:
     """How the folder's keys are written, told by the first of each form that is there."""
     for form in ("stacked", "separate", "singleton"):
         wanted = [p for p in dist_pieces(column, form) if p.entry.layer is not None]
@@ -202,12 +203,12 @@ def form_of(files: DistFiles, column: Column) -> Form:
     raise UserError(Problem(files.where, rule))
 
 
-def read_dist(files: DistFiles, column: Column) -> MegatronReader:
+def read_dist(files: DistFiles, column: MegatronColumn) -> MegatronReader:
     """The folder under HF names; refuses missing, unknown and misshapen keys, each by name."""
     pieces = dist_pieces(column, form_of(files, column))
     shapes = key_shapes(pieces)
     problems: list[Problem] = []
-    held: list[Held] = []
+    held: list[StoredPiece] = []
     stored: dict[str, str] = {}
     for piece in pieces:
         if piece.key not in stored:
@@ -215,7 +216,7 @@ def read_dist(files: DistFiles, column: Column) -> MegatronReader:
             stored[piece.key] = names[0] if names else ""
             problems += _key_problems(files, piece.key, stored[piece.key], shapes[piece.key])
         if stored[piece.key]:
-            held.append(Held(piece, stored[piece.key]))
+            held.append(StoredPiece(piece, stored[piece.key]))
     problems += [
         Problem(f"{files.where}: {key}", "no rule of the map knows it")
         for key in files.infos

@@ -22,7 +22,7 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?(?:_(\d\d\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class MegatronRank:
     """Where a rank file stands."""
 
     tp: int
@@ -48,15 +48,15 @@ class MegatronLayout:
         start = sum(self.stages[:stage])
         return range(start, start + self.stages[stage])
 
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[MegatronRank]:
         """The ranks that have a file of their own: each pair of tp and ep that some rank is."""
         pairs = {
             (r % self.tp, r // self.etp % self.ep)
             for r in range(math.lcm(self.tp, self.etp * self.ep))
         }
-        return [Rank(tp, pp, ep) for pp in range(self.pp) for tp, ep in sorted(pairs)]
+        return [MegatronRank(tp, pp, ep) for pp in range(self.pp) for tp, ep in sorted(pairs)]
 
-    def folder(self, rank: Rank) -> str:
+    def folder(self, rank: MegatronRank) -> str:
         """The name of a rank's folder, `mp_rank_01_003`; axes of size 1 are left out."""
         name = f"mp_rank_{rank.tp:02d}"
         if self.pp > 1:
@@ -70,9 +70,9 @@ class MegatronLayout:
     def grid(self) -> set[str]:
         """Every folder of tp x pp x ep; where etp is not tp some are replicas nobody reads."""
         spots = itertools.product(range(self.tp), range(self.pp), range(self.ep))
-        return {self.folder(Rank(*spot)) for spot in spots}
+        return {self.folder(MegatronRank(*spot)) for spot in spots}
 
-    def coords(self, rank: Rank) -> dict[str, tuple[int, int]]:
+    def coords(self, rank: MegatronRank) -> dict[str, tuple[int, int]]:
         """How the rank's tensors are cut, for the parallel plan."""
         return {"tp": (self.tp, rank.tp), "etp": (self.etp, rank.tp % self.etp)}
 

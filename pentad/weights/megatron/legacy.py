@@ -29,12 +29,13 @@ from pentad.weights.megatron.layout import (
     infer_layout,
 )
 from pentad.weights.megatron.pickles import load_rank_file
-from pentad.weights.megatron.reader import Held, MegatronReader
 from pentad.weights.megatron.stored import (
     EXTRA_STATE,
-    Column,
+    MegatronColumn,
+    MegatronReader,
     Piece,
     Spelling,
+    StoredPiece,
     extra_states,
     rank_pieces,
 )
@@ -168,10 +169,10 @@ def _found(name: str, chunks: Mapping[str, Mapping[str, Any]]) -> Found:
     return Found((tp or 0, second, third), tuple(layers), rows)
 
 
-def read_legacy(files: LegacyFiles, column: Column) -> MegatronReader:
+def read_legacy(files: LegacyFiles, column: MegatronColumn) -> MegatronReader:
     """The folder under HF names; refuses missing, unknown and misshapen tensors, each by name."""
     problems: list[Problem] = []
-    held: list[Held] = []
+    held: list[StoredPiece] = []
     used: set[str] = set()
     for (rank, chunk), pieces in rank_pieces(column, files.layout).items():
         prefix = f"{files.layout.folder(rank)}:{chunk}:"
@@ -188,7 +189,7 @@ def read_legacy(files: LegacyFiles, column: Column) -> MegatronReader:
             if shape != piece.shape:
                 rule = f"shape {list(shape)}, but config and layout make it {list(piece.shape)}"
                 problems.append(Problem(f"{files.where}: {stored}", rule))
-            held.append(Held(piece, stored))
+            held.append(StoredPiece(piece, stored))
     ranks = files.layout.folders()
     for name in files.infos:
         # A full grid of tp and ep has files that no rank of this layout reads: replicas.
@@ -223,7 +224,7 @@ def write_rank_file(
 
 
 def pieces_of_file(
-    column: Column, layout: MegatronLayout, spelling: Spelling
+    column: MegatronColumn, layout: MegatronLayout, spelling: Spelling
 ) -> dict[str, dict[str, Sequence[Piece]]]:
     """File -> chunk -> what it holds."""
     out: dict[str, dict[str, Sequence[Piece]]] = {}

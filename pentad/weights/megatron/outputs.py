@@ -36,7 +36,7 @@ from pentad.weights.megatron.dist import Item, write_block, write_common, write_
 from pentad.weights.megatron.layout import MegatronLayout
 from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
 from pentad.weights.megatron.pickles import load_rank_file, load_tensor
-from pentad.weights.megatron.stored import Column, Form, Piece, Spelling, dist_pieces
+from pentad.weights.megatron.stored import Form, MegatronColumn, Piece, Spelling, dist_pieces
 from pentad.weights.regions import full_box
 
 Notes = list[Item]
@@ -117,7 +117,7 @@ class LegacyOutput:
 
     def __init__(
         self,
-        column: Column,
+        column: MegatronColumn,
         layout: MegatronLayout,
         filler: Filler,
         args: Namespace,
@@ -158,7 +158,7 @@ class DistOutput:
 
     def __init__(
         self,
-        column: Column,
+        column: MegatronColumn,
         filler: Filler,
         args: Namespace,
         *,

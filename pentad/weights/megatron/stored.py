@@ -1,4 +1,4 @@
-"""Megatron's tensors as files hold them: the pieces of a column, and the names they go by.
+"""Megatron's tensors as files hold them: their pieces, the names they have, and a reader over them.
 
 A `Piece` is one tensor of a rank file, or one part of a torch_dist key, with the blocks of the
 column's tensor that it is. Both directions use the same pieces: written, a piece is filled from
@@ -7,14 +7,31 @@ the regions of its blocks; read, the blocks are found in the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from pentad.core.errors import Problem, UserError
 from pentad.weights.cuts import Plan, cut_entry
+from pentad.weights.flow import Reader, TensorInfo, source_block, target_block
 from pentad.weights.map import Entry, Rule, Sizes, WeightMap
-from pentad.weights.megatron.layout import MegatronLayout, Rank
-from pentad.weights.regions import Box, Region, Run, Shape, clip, full_box
+from pentad.weights.megatron.layout import MegatronLayout, MegatronRank
+from pentad.weights.regions import (
+    Box,
+    Lookup,
+    Region,
+    Run,
+    Shape,
+    box_shape,
+    clip,
+    clip_all,
+    coverage_fault,
+    full_box,
+    join,
+)
 
 Spelling = Literal["te", "local"]
 """Which layer spec names the tensors: Transformer Engine's, or Megatron's own modules."""
@@ -44,7 +61,7 @@ STATEFUL: dict[Spelling, set[str]] = {"te": LINEARS | NORMS, "local": LINEARS}
 
 
 @dataclass(frozen=True)
-class Column:
+class MegatronColumn:
     """A model's Megatron tensors over its HF-on-disk tensors, and how ranks cut them."""
 
     map: WeightMap
@@ -101,10 +118,10 @@ def _add(a: Shape, b: Shape) -> Shape:
 
 
 def rank_pieces(
-    column: Column, layout: MegatronLayout, spelling: Spelling = "te"
-) -> dict[tuple[Rank, str], list[Piece]]:
+    column: MegatronColumn, layout: MegatronLayout, spelling: Spelling = "te"
+) -> dict[tuple[MegatronRank, str], list[Piece]]:
     """(rank, chunk) -> what it holds, under the names it counts its own layers and experts by."""
-    out: dict[tuple[Rank, str], list[Piece]] = {}
+    out: dict[tuple[MegatronRank, str], list[Piece]] = {}
     seen: set[tuple[str, tuple[tuple[Box, Shape], ...]]] = set()
     local_experts = column.map.dims.num_experts // layout.ep
     by_stage = _by_stage(column.map, layout)
@@ -162,7 +179,7 @@ def _by_stage(column: WeightMap, layout: MegatronLayout) -> list[list[Entry]]:
     return out
 
 
-def dist_pieces(column: Column, form: Form, spelling: Spelling = "te") -> list[Piece]:
+def dist_pieces(column: MegatronColumn, form: Form, spelling: Spelling = "te") -> list[Piece]:
     """What a torch_dist folder holds, whole tensors each."""
     out = []
     for entry in column.map.entries.values():
@@ -237,3 +254,94 @@ def extra_states(keys: Iterable[str], spelling: Spelling) -> list[str]:
         if kind == "linear_qkv" and spelling == "te":
             modules[module.removesuffix("linear_qkv") + "core_attention"] = None
     return [f"{module}.{EXTRA_STATE}" for module in modules]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A piece and the stored tensor in which it was found."""
+
+    piece: Piece
+    stored: str
+
+
+class MegatronReader:
+    """Implements `weights.flow.Reader` over the stored tensors of a checkpoint.
+
+    Elements that several ranks hold are read from the first and compared with the others: ranks
+    that disagree are a broken checkpoint, whichever of them is taken.
+    """
+
+    def __init__(
+        self, where: str, column: MegatronColumn, files: Reader, held: Iterable[StoredPiece]
+    ) -> None:
+        self.where = where
+        self.column = column
+        self.files = files
+        parts: dict[str, list[Region]] = {}
+        copies: dict[str, list[Region]] = {}
+        for one in held:
+            regions = one.piece.gives(one.stored, files.infos[one.stored].shape)
+            entry = one.piece.entry
+            if one.piece.is_copy:
+                original = entry.rule.tied if entry.is_copy else entry.name
+                copies.setdefault(original, []).extend(regions)
+            else:
+                parts.setdefault(entry.name, []).extend(regions)
+        _check_coverage(where, column, parts)
+        _check_dtypes(where, files, parts)
+        self.parts = {name: Lookup(regions) for name, regions in parts.items()}
+        self.copies = {name: Lookup(regions) for name, regions in copies.items()}
+        self.infos = {
+            name: TensorInfo(source.shape, self._dtype(source.regions))
+            for name, source in column.map.sources.items()
+        }
+
+    def _dtype(self, regions: Iterable[Region]) -> torch.dtype:
+        first = next(iter(regions))
+        return self.files.infos[self.parts[first.source].regions[0].source].dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        wanted = clip_all(self.column.map.sources[name].regions, box)
+        out = torch.empty(box_shape(box), dtype=self.infos[name].dtype)
+        for region in wanted:
+            for part in join([region], self.parts):
+                target_block(out, part).copy_(self._block(part))
+            if region.source in self.copies:
+                for part in join([region], self.copies):
+                    self._compare(name, part, out)
+        return out
+
+    def _block(self, part: Region) -> Tensor:
+        piece = self.files.read(part.source, part.source_box)
+        return source_block(piece, part.alone)
+
+    def _compare(self, name: str, part: Region, out: Tensor) -> None:
+        if not torch.equal(_bits(target_block(out, part)), _bits(self._block(part))):
+            rule = f"ranks disagree: {part.source} holds other values for {name} than the first"
+            raise UserError(Problem(self.where, rule, "save or fetch the checkpoint again"))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: a NaN equals itself."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()])
+
+
+def _check_dtypes(where: str, files: Reader, parts: Mapping[str, list[Region]]) -> None:
+    for name, regions in parts.items():
+        kinds = {files.infos[region.source].dtype: region.source for region in regions}
+        if len(kinds) > 1:
+            said = " and ".join(f"{dtype} in {key}" for dtype, key in kinds.items())
+            raise UserError(Problem(f"{where}: {name}", f"is {said}", "save it in one type"))
+
+
+def _check_coverage(where: str, column: MegatronColumn, parts: Mapping[str, list[Region]]) -> None:
+    problems = []
+    for name, entry in column.map.entries.items():
+        if entry.is_copy:
+            continue
+        fault = coverage_fault([region.target_box for region in parts.get(name, ())], entry.shape)
+        if fault:
+            problems.append(Problem(f"{where}: {name}", fault, "fetch the checkpoint again"))
+    if problems:
+        raise UserError(problems)

@@ -19,7 +19,7 @@ def tiny(monkeypatch):
     """One dense model small enough to be timed in no time."""
     config = bench_train.TOY | {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1}
     cases = [
-        bench_train.Case(
+        bench_train.TrainCase(
             model="tiny",
             config=config,
             length=8,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentad.cli import verify_parallel
-from pentad.cli.parallel_cases import Case, choose_cases, config_of, read_subject, shrink
+from pentad.cli.parallel_cases import LayoutCase, choose_cases, config_of, read_subject, shrink
 from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
 from pentad.config.catalog import MODELS
 from pentad.core.dims import dims_from_hf
@@ -27,7 +27,7 @@ def no_rank(monkeypatch):
         monkeypatch.delenv(key, raising=False)
 
 
-def texts(cases: list[Case]) -> list[str]:
+def texts(cases: list[LayoutCase]) -> list[str]:
     return [case.text for case in cases]
 
 
@@ -51,7 +51,9 @@ def test_a_folder_is_taken_with_its_switches(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     subject = read_subject([str(tmp_path)])
     assert subject.dims.qkv_bias and subject.folder is None
-    small = dims_from_hf(shrink(subject.hf_config, subject.dims, [Case("t2", Layout(tp=2))], 1))
+    small = dims_from_hf(
+        shrink(subject.hf_config, subject.dims, [LayoutCase("t2", Layout(tp=2))], 1)
+    )
     assert small.qkv_bias and small.num_heads == 32 and small.num_kv_heads == 8
     assert small.num_layers == 4 and small.num_params < 2_000_000
 
@@ -186,7 +188,7 @@ def test_a_wrong_gradient_and_a_dead_rank_fail_it_and_are_named(capfd, monkeypat
 )
 def test_ranks_that_end_oddly_end_the_command(monkeypatch, tmp_path, fails, writes, expected):
     subject = read_subject(["qwen3"])
-    cases = [Case("archon:d2", Layout(dp_shard=2))]
+    cases = [LayoutCase("archon:d2", Layout(dp_shard=2))]
 
     def run_ranks(target, asked, **settings):
         if writes:

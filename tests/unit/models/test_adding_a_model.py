@@ -9,7 +9,7 @@ import torch
 import transformers
 from closeness import assert_close
 
-from pentad.cli.new_model import run_new_model
+from pentad.cli.model_commands import run_new_model
 from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.decoder import causal_attend

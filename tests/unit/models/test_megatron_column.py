@@ -7,7 +7,7 @@ import transformers
 from pentad.models.columns import padded_vocab
 from pentad.models.families import dims_of, known_families, map_of, spec_of
 from pentad.weights import flow
-from pentad.weights.flow import Pairs, whole_shards
+from pentad.weights.flow import PairsReader, whole_shards
 
 TINY = dict(
     vocab_size=211,
@@ -33,7 +33,7 @@ def column(request):
     generator = torch.Generator().manual_seed(0)
     hf = {n: torch.randn(s.shape, generator=generator) for n, s in weight_map.sources.items()}
     theirs = {n: torch.zeros(e.shape) for n, e in weight_map.entries.items()}
-    flow.fill(whole_shards(theirs), weight_map, Pairs(hf.items()))
+    flow.fill(whole_shards(theirs), weight_map, PairsReader(hf.items()))
     return dims, weight_map, hf, theirs
 
 

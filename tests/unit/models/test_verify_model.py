@@ -12,9 +12,9 @@ from pentad.core.seams import Seam
 from pentad.models import families
 from pentad.models.columns import MEGATRON
 from pentad.models.families import spec_of
-from pentad.models.proof import checks, shards
-from pentad.models.proof.tiny import variants_of
-from pentad.models.proof.verify import Subject, subject_of, verify, verify_subject
+from pentad.models.proof import checks, ranks
+from pentad.models.proof.cases import variants_of
+from pentad.models.proof.verify import FamilySubject, subject_of, verify, verify_subject
 from pentad.weights import cuts
 from pentad.weights.map import Glu, Stack, Transposed, as_spec
 
@@ -47,7 +47,7 @@ def faults(spec, monkeypatch, variant="untied", **changes):
     monkeypatch.setitem(families.REGISTERED, spec.family, f"{module.__name__}:SPEC")
     keys = transformers.AutoConfig.for_model(spec.family).to_dict()
     config = {**variants_of(keys)[variant], **changes}
-    report = verify_subject(Subject(spec, {variant: config}))
+    report = verify_subject(FamilySubject(spec, {variant: config}))
     return {outcome.check: outcome.detail for outcome in report.outcomes if not outcome.passed}
 
 
@@ -349,8 +349,8 @@ def test_torn_key_heads_are_caught(monkeypatch):
 
 
 def test_a_resharding_that_loses_a_block_is_caught(monkeypatch):
-    plan_moves = shards.plan_moves
-    monkeypatch.setattr(shards, "plan_moves", lambda *args: plan_moves(*args)[:-1])
+    plan_moves = ranks.plan_moves
+    monkeypatch.setattr(ranks, "plan_moves", lambda *args: plan_moves(*args)[:-1])
     assert set(faults(spec_of("qwen3"), monkeypatch)) == {"layouts, resharding"}
 
 

@@ -10,8 +10,7 @@ import torch
 
 from pentad.core.errors import RunError, UserError
 from pentad.weights.flow import TensorInfo
-from pentad.weights.hf import SINGLE, save_folder
-from pentad.weights.hub import push_to_hub
+from pentad.weights.hf import SINGLE, push_to_hub, save_folder
 
 
 class Hub(BaseHTTPRequestHandler):

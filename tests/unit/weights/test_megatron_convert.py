@@ -19,8 +19,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from pentad.core.errors import UserError
 from pentad.models.exchange import native_tensors
 from pentad.models.families import dims_of, map_of
-from pentad.models.registry import build_model, load_model
-from pentad.models.sources import column_of, open_weights
+from pentad.models.registry import build_model, column_of, load_model, open_weights
 from pentad.weights import flow
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron.arguments import build_args

@@ -1,17 +1,21 @@
-"""Prints what `verify-model` finds: the rules of a map, every check with its time, every fault."""
+"""`pentad new-model` drafts a model file; `pentad verify-model` prints what its checks find."""
 
 from __future__ import annotations
 
 import json as jsonlib
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import transformers
 from rich.table import Table
 
 from pentad.cli.plan import make_console
-from pentad.models.proof.verify import Outcome, Report, verify
+from pentad.core.errors import Problem, UserError
+from pentad.models.families import read_config
+from pentad.models.proof.verify import CheckResult, FamilyReport, verify
+from pentad.models.skeleton import draft, full_config
 
 
 def run_verify_model(name_or_path: str, as_json: bool) -> int:
@@ -31,7 +35,7 @@ def run_verify_model(name_or_path: str, as_json: bool) -> int:
     return 0 if report.passed else 1
 
 
-def show(report: Report, seconds: float) -> None:
+def show(report: FamilyReport, seconds: float) -> None:
     console = make_console()
     with console.capture() as captured:
         console.print(rules_table(report))
@@ -51,7 +55,7 @@ def show(report: Report, seconds: float) -> None:
         print(f"\n{report.family}: {len(report.outcomes)} checks passed in {seconds:.1f} s.")
 
 
-def rules_table(report: Report) -> Table:
+def rules_table(report: FamilyReport) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("rule", "shape"):
         table.add_column(title)
@@ -62,7 +66,7 @@ def rules_table(report: Report) -> Table:
     return table
 
 
-def checks_table(report: Report) -> Table:
+def checks_table(report: FamilyReport) -> Table:
     """One row per check: how many cases, the slowest's words, and the time of all."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("check", "result", "what was seen"):
@@ -74,10 +78,34 @@ def checks_table(report: Report) -> Table:
     return table
 
 
-def _result(own: list[Outcome]) -> str:
+def _result(own: list[CheckResult]) -> str:
     failed = sum(not outcome.passed for outcome in own)
     return f"{failed} of {len(own)} FAILED" if failed else f"{len(own)} passed"
 
 
-def _seen(own: list[Outcome]) -> str:
+def _seen(own: list[CheckResult]) -> str:
     return next((o.detail for o in own if o.passed), "")
+
+
+def run_new_model(config: str, out: str | None) -> None:
+    """`config` is a folder, a config.json, or a model_type that transformers knows."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    text = draft(_read(config))
+    family = _read(config)["model_type"]
+    file = Path(out or f"{family}.py")
+    if file.exists():
+        rule = "is there already, and a draft would replace it"
+        raise UserError(Problem(f"--out = {file}", rule, "name another file"))
+    file.write_text(text)
+    open_rules, unread = text.count("# no rule yet"), text.count("# not read: ")
+    print(f"{file}: {text.count('Rule(')} rules", end="")
+    print(f", {open_rules} tensors without one" if open_rules else "", end="")
+    print(f", {unread} config keys that nothing reads" if unread else "")
+    print(f"Next: pentad verify-model {file}")
+
+
+def _read(config: str) -> dict[str, object]:
+    if not Path(config).exists() and config in transformers.CONFIG_MAPPING:
+        return full_config(config)
+    return read_config(config)
