@@ -161,7 +161,7 @@ def head_lines(device: torch.device, num_rounds: int = 3) -> list[Line]:
     ms = (time.perf_counter() - start) / num_rounds * 1e3
     key = f"log-probs T={num_tokens} V={vocab_size} D={width}"
     logits_gib = num_tokens * vocab_size * 4 / 2**30
-    if not is_gpu:  # a CPU does not tell its peak
+    if not is_gpu:  # a CPU does not report its peak
         return [Line(Figure(key, ms, "ms"), [f"{ms:.1f}", "", f"{logits_gib:.2f}"])]
     peak = (torch.cuda.max_memory_allocated() - held) / 2**30
     cells = [f"{ms:.1f}", f"{peak:.2f}", f"{logits_gib:.2f}"]

@@ -119,7 +119,7 @@ class Converted:
     size_bytes: int
     seconds: float
     command_line: str = ""
-    """What Megatron needs to be told besides `--use-checkpoint-args`."""
+    """What Megatron has to be started with besides `--use-checkpoint-args`."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Opened:
     reader: Reader
 
     def files(self) -> dict[str, Path]:
-        """Everything the output depends on, by a name that does not tell where it lies."""
+        """Everything the output depends on, by its name, wherever it lies."""
         if isinstance(self.reader, HfFolder):
             paths = {*self.reader.file_of.values(), self.folder / HF_INDEX}
         elif self.kind == "torch_dist":

@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,13 @@ def check_target(target: Path, *, force: bool) -> None:
 def write_aside(target: Path) -> Iterator[Path]:
     """An empty folder beside the target, for one writer at a time. It becomes the target when the
     body ends, and is removed when the body raises."""
-    aside = target.with_name(f".{target.name}.converting")
-    aside.mkdir(parents=True, exist_ok=True)
-    with (aside / LOCK).open("w") as lock:
-        _check_alone(lock.fileno(), aside, target)
-        for left in aside.iterdir():  # by a conversion that was killed
-            if left.is_dir():
-                shutil.rmtree(left)
-            elif left.name != LOCK:
-                left.unlink()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f".{escape(target.name)}.converting-*"):
+        with _locked(left, target):
+            shutil.rmtree(left)  # its conversion was killed
+    aside = target.with_name(f".{target.name}.converting-{os.getpid()}")
+    aside.mkdir()
+    with _locked(aside, target):
         try:
             yield aside
             move_into_place(aside, target)
@@ -150,16 +149,16 @@ def write_aside(target: Path) -> Iterator[Path]:
         (target / LOCK).unlink()
 
 
-def _check_alone(lock: int, aside: Path, target: Path) -> None:
-    """Takes the lock, which ends with the process; whoever had it may have moved the folder."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), (aside / LOCK).stat()):
-            return
-    except OSError:
-        pass
-    rule = "another conversion is writing it right now"
-    raise UserError(Problem(str(target), rule, "wait for it to end"))
+@contextmanager
+def _locked(folder: Path, target: Path) -> Iterator[None]:
+    """Holds the folder's lock, which also ends with the process."""
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            rule = "another conversion is writing it right now"
+            raise UserError(Problem(str(target), rule, "wait for it to end")) from None
+        yield
 
 
 def check_space(folder: Path, output: Output) -> None:

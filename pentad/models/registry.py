@@ -64,7 +64,7 @@ def open_weights(folder: str | Path, dims: ModelDims, checkpoint: str | None = N
 
 
 def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
-    """Tells of the layers that a folder holds to predict further tokens, and a model does not."""
+    """Warns of the layers that a folder holds to predict further tokens, and a model does not."""
     names = [name for name in reader.infos if name.startswith(weight_map.ignored_prefixes)]
     if names:
         log.warning(
@@ -90,7 +90,7 @@ def build_model(
     is_first: bool = True,
     is_last: bool = True,
 ) -> Decoder:
-    """The model with uninitialised weights. A value head replaces the lm head unless told.
+    """The model with uninitialised weights. A value head replaces the lm head by default.
 
     A pipeline stage is a model with some of the layers; the first has the embedding, the last the
     heads.

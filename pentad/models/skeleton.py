@@ -83,7 +83,7 @@ FACTS = {
     "mlp_bias": "mlp.down_proj.bias",
     "qk_norm": "self_attn.q_norm.weight",
 }
-"""Dimension -> the tensor whose presence tells it."""
+"""Dimension -> the tensor whose presence shows it."""
 LAYER = "model.layers.{i}."
 READ = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
@@ -291,7 +291,7 @@ def _folded_defaults(defaults: Mapping[str, Any]) -> str:
 
 
 def _adapter(config: Mapping[str, Any], always: Mapping[str, Any], has_defaults: bool) -> str:
-    """A config adapter, if something is to be said that reading the config does not tell."""
+    """A config adapter, if something is to be said that the config does not say."""
     dims = dims_from_hf({**config, **dict.fromkeys(SWITCHES, False)})
     read = {
         "qkv_bias": dims.qkv_bias,
@@ -299,8 +299,8 @@ def _adapter(config: Mapping[str, Any], always: Mapping[str, Any], has_defaults:
         "mlp_bias": dims.mlp_bias,
         "qk_norm": dims.qk_norm,
     }
-    told = {fact: LAYER + suffix in always for fact, suffix in FACTS.items()}
-    changes = "".join(f", {fact}={told[fact]}" for fact in FACTS if told[fact] != read[fact])
+    found = {fact: LAYER + suffix in always for fact, suffix in FACTS.items()}
+    changes = "".join(f", {fact}={found[fact]}" for fact in FACTS if found[fact] != read[fact])
     window = config.get("sliding_window")
     remark = window and dims.sliding_window is None and not config.get("use_sliding_window")
     if not changes and not remark and not has_defaults:

@@ -266,7 +266,7 @@ def _are_equal(reader: Reader, name: str, twin: str) -> bool:
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Equal numbers, or equal bytes: NaN equals nothing, and is told by its own name."""
+    """Equal numbers, or equal bytes: NaN equals nothing, and has a sentence of its own."""
     if torch.equal(a, b):
         return True
     return a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))

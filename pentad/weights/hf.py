@@ -13,6 +13,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -293,12 +294,14 @@ def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str
 
 
 def move_into_place(aside: Path, target: Path) -> None:
-    """Renames; a folder that is already there is moved out of the way first and removed last."""
+    """Renames; a folder that is already there is moved out of the way first and removed last, with
+    those that killed writers moved there."""
     old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():
         target.rename(old)
     aside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    for left in target.parent.glob(f".{escape(target.name)}.replaced-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def sweep(root: Path) -> list[Path]:
@@ -307,10 +310,10 @@ def sweep(root: Path) -> list[Path]:
     found = []
     for left in root.glob(".*-*"):
         name, _, rest = left.name[1:].rpartition(".")
-        deed, _, pid = rest.partition("-")
-        if deed not in ("writing", "replaced") or not pid.isdigit() or is_alive(int(pid)):
+        state, _, pid = rest.partition("-")
+        if state not in ("writing", "replaced") or not pid.isdigit() or is_alive(int(pid)):
             continue
-        if deed == "replaced" and not (root / name).exists():
+        if state == "replaced" and not (root / name).exists():
             left.rename(root / name)
         else:
             shutil.rmtree(left)

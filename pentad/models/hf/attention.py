@@ -25,7 +25,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.types import Attend
 
 NAME = "pentad"
-"""What models are told as their attention implementation. transformers builds no mask for it."""
+"""The attention implementation that models are given. transformers builds no mask for it."""
 PROBE = "pentad_probe"
 """The same, with masks that say what they are."""
 WINDOW = "pentad_window"

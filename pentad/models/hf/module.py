@@ -203,7 +203,7 @@ class _Note:
 
 
 def check_packable(causal: PreTrainedModel, where: str) -> int:
-    """Whether tokens meet in our attention core and nowhere else, told by a pass without memory.
+    """Whether tokens meet in our attention core and nowhere else, found by a pass without memory.
 
     Each attention is left with its window. Returns the width of the heads that the core is given,
     the widest if they differ.

@@ -1,7 +1,7 @@
 """The weight map of a transformers model: its tensors in memory as regions of those on disk.
 
 On disk tensors may have other names and be cut otherwise (one per expert). transformers can write
-what it holds as it lies on disk; here it does so with tensors that have no memory, whose views tell
+what it holds as it lies on disk; here it does so with tensors that have no memory, whose views show
 which block of which tensor each one is.
 """
 
@@ -86,7 +86,7 @@ def _parts_on_disk(
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """`contiguous` would copy, and a copy does not tell where it comes from."""
+    """`contiguous` would copy, and a copy does not show where it comes from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

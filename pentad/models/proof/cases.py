@@ -108,7 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def variants_of(family_keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The variants of a family, told by the keys its transformers config has."""
+    """The variants of a family, by the keys that its transformers config has."""
     has_experts = "moe_intermediate_size" in family_keys
     base = {**SIZES, "rope_parameters": PLAIN_ROPE}
     if has_experts:

@@ -1,7 +1,7 @@
 """What Megatron-core computes from Megatron's tensors, written out without Megatron.
 
 It reads the fused tensors as Megatron's code does (qkv rows group by group, a rank's fc1 as its
-gate rows over its up rows) and so tells a wrong Megatron column from a right one.
+gate rows over its up rows) and so separates a wrong Megatron column from a right one.
 """
 
 from __future__ import annotations

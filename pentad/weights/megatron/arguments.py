@@ -212,12 +212,12 @@ def differences(args: Args, dims: ModelDims) -> list[str]:
         if is_open or not _matters(name, args, wanted):
             continue
         if not _same(_meaning(name, args, dims), _meaning(name, wanted, dims)):
-            rule = f"args.{name} = {_told(name, args)}, but config.json makes it "
-            out.append(rule + _told(name, wanted))
+            rule = f"args.{name} = {_shown(name, args)}, but config.json makes it "
+            out.append(rule + _shown(name, wanted))
     return sorted(out)
 
 
-def _told(name: str, args: Args) -> str:
+def _shown(name: str, args: Args) -> str:
     other = WITH.get(name)
     return f"{args[name]}" + (f" with {other} = {args.get(other)}" if other else "")
 
@@ -414,7 +414,7 @@ def check_args(args: Mapping[str, Any], dims: ModelDims, where: str) -> None:
 
 
 def claimed_axes(args: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the parallel axes that the arguments name; etp is tp unless told."""
+    """The sizes of the parallel axes that the arguments name; etp is tp unless given."""
     named = {axis: args[name] for axis, name in AXES.items() if args.get(name) is not None}
     claimed = {axis: int(size) for axis, size in named.items()}
     if "tp" in claimed:

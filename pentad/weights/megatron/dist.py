@@ -1,6 +1,6 @@
 """Megatron's torch_dist folders: plain files of torch.distributed.checkpoint, without Megatron.
 
-`.metadata` tells where the blocks of each key lie in the `.distcp` files, each block a torch file
+`.metadata` says where the blocks of each key lie in the `.distcp` files, each block a torch file
 of its own; `common.pt` holds the arguments. Blocks may be cut in any way and are read as they
 are; ours are whole tensors.
 """
@@ -193,7 +193,7 @@ def _check_format(folder: Path) -> None:
 
 
 def form_of(files: DistFiles, column: MegatronColumn) -> Form:
-    """How the folder's keys are written, told by the first of each form that is there."""
+    """How the folder's keys are written: the first form of which one is there."""
     for form in ("stacked", "separate", "singleton"):
         wanted = [p for p in dist_pieces(column, form) if p.entry.layer is not None]
         fused = [p for p in wanted if "+" in p.entry.rule.shape]

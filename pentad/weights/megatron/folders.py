@@ -97,6 +97,6 @@ def _tracked(tracker: Path) -> str:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration a checkpoint folder's name tells."""
+    """The iteration in the name of a checkpoint's folder."""
     digits = folder.name.removeprefix("iter_")
     return int(digits) if digits.isdigit() else None

@@ -96,7 +96,7 @@ def build_layout(
 ) -> MegatronLayout:
     """A layout with equal stages; raises UserError with every rule that the sizes break.
 
-    `etp` is `tp` unless told, as in Megatron; without experts it does not matter and is 1.
+    `etp` is `tp` unless given, as in Megatron; without experts it does not matter and is 1.
     """
     default = tp if dims.num_experts else 1
     etp_size = default if etp is None else etp

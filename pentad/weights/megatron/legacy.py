@@ -82,7 +82,7 @@ class LegacyFiles:
         return {name: load_rank_file(self.folder / name / RANK_FILE) for name in names}
 
     def _check_claims(self, present: Set[str]) -> None:
-        """The folders must be those of the layout that the arguments tell."""
+        """The folders must be those of the layout that the arguments name."""
         claimed = claimed_axes(self.args)
         if not {"tp", "pp"} <= claimed.keys():
             return

@@ -112,26 +112,21 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+@dataclass
 class LegacyOutput:
     """A legacy checkpoint: one file per rank."""
 
-    def __init__(
-        self,
-        column: MegatronColumn,
-        layout: MegatronLayout,
-        filler: Filler,
-        args: Namespace,
-        *,
-        iteration: int | None,
-        spelling: Spelling,
-    ) -> None:
-        self.pieces = pieces_of_file(column, layout, spelling)
-        self.filler = filler
-        self.args = args
-        self.iteration = iteration or 0
-        self.spelling = spelling
+    column: MegatronColumn
+    layout: MegatronLayout
+    filler: Filler
+    args: Namespace
+    iteration: int | None
+    spelling: Spelling
+
+    def __post_init__(self) -> None:
+        self.pieces = pieces_of_file(self.column, self.layout, self.spelling)
         self.files = {
-            name: sum(filler.size_bytes(p) for pieces in chunks.values() for p in pieces)
+            name: sum(self.filler.size_bytes(p) for pieces in chunks.values() for p in pieces)
             for name, chunks in self.pieces.items()
         }
 
@@ -141,7 +136,8 @@ class LegacyOutput:
             for chunk, pieces in self.pieces[name].items()
         }
         written = {f"{c}.{key}": _sum(t) for c, ts in chunks.items() for key, t in ts.items()}
-        write_rank_file(path, chunks, self.args, iteration=self.iteration, spelling=self.spelling)
+        iteration = self.iteration or 0
+        write_rank_file(path, chunks, self.args, iteration=iteration, spelling=self.spelling)
         _sync(path)
         del chunks
         back = chunks_of(load_rank_file(path))
@@ -153,33 +149,27 @@ class LegacyOutput:
         pass
 
 
+@dataclass
 class DistOutput:
     """A torch_dist checkpoint: whole tensors, layer after layer, in files of limited size."""
 
-    def __init__(
-        self,
-        column: MegatronColumn,
-        filler: Filler,
-        args: Namespace,
-        *,
-        iteration: int | None,
-        form: Form,
-        spelling: Spelling,
-        shard_bytes: int,
-    ) -> None:
-        self.all = dist_pieces(column, form, spelling)
-        self.filler = filler
-        self.args = args
-        self.iteration = iteration or 0
-        self.form: Form = form
-        self.spelling = spelling
-        _check_one_dtype(filler, self.all)
+    column: MegatronColumn
+    filler: Filler
+    args: Namespace
+    iteration: int | None
+    form: Form
+    spelling: Spelling
+    shard_bytes: int
+
+    def __post_init__(self) -> None:
+        self.all = dist_pieces(self.column, self.form, self.spelling)
+        _check_one_dtype(self.filler, self.all)
         self.pieces: dict[str, list[Piece]] = {}
         self.files: dict[str, int] = {}
-        name, filled = "", shard_bytes
+        name, filled = "", self.shard_bytes
         for piece in self.all:
-            size = filler.size_bytes(piece)
-            if filled + size > shard_bytes and filled > 0:
+            size = self.filler.size_bytes(piece)
+            if filled + size > self.shard_bytes and filled > 0:
                 name, filled = f"__{len(self.files)}_0.distcp", 0
             self.pieces.setdefault(name, []).append(piece)
             filled += size
@@ -199,7 +189,7 @@ class DistOutput:
 
     def finish(self, folder: Path, notes: Mapping[str, Notes]) -> None:
         write_index(folder, notes, self.all, self.spelling)
-        write_common(folder, self.args, self.iteration, self.form)
+        write_common(folder, self.args, self.iteration or 0, self.form)
 
 
 def _check_one_dtype(filler: Filler, pieces: Iterable[Piece]) -> None:

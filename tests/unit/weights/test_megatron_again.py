@@ -53,7 +53,7 @@ def killed(source, tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr
-    aside = tmp_path / ".mg.converting"
+    (aside,) = tmp_path.glob(".mg.converting-*")
     assert len(list(aside.rglob("*.pt"))) == 2 and not (tmp_path / "mg").exists()
     return aside
 
@@ -72,9 +72,10 @@ def test_a_killed_conversion_is_not_taken_for_whole_and_starts_again(source, tmp
     assert bytes_of_folder(tmp_path / "mg") == bytes_of_folder(tmp_path / "direct")
 
 
-def test_what_a_killed_conversion_left_does_not_reach_another_target(source, tmp_path, killed):
+def test_what_a_killed_conversion_left_is_removed_by_one_to_another_kind(source, tmp_path, killed):
+    (tmp_path / ".mg.replaced-999999").mkdir()  # as one leaves that is killed while it renames
     assert run(source, tmp_path / "mg", "torch_dist").status == "written"
-    assert not killed.exists() and not list((tmp_path / "mg").rglob("*.pt.part"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
     assert not list((tmp_path / "mg").rglob("mp_rank_*"))
 
 
