@@ -54,7 +54,8 @@ def import_named(where: str, *, fresh: bool = False) -> ModuleType:
     origin = importlib.util.spec_from_file_location(name, file)
     if origin is None or origin.loader is None or not file.is_file():
         raise FileNotFoundError(f"no Python file {where}")
-    sys.path.append(str(file.parent))
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(origin)
     try:
         origin.loader.exec_module(module)
