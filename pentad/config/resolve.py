@@ -70,14 +70,15 @@ class _Draft:
 
     def set(self, key: str, value: object, why: str = "") -> None:
         """Without a reason it is the plain default and not worth a note."""
-        self.config = _replaced(self.config, key.split("."), value)
+        self.config = replaced(self.config, key.split("."), value)
         if why:
             self.notes.append(f"{key} = {show(value)}: {why}")
 
 
-def _replaced(section: Any, keys: list[str], value: object) -> Any:
+def replaced(section: Any, keys: list[str], value: object) -> Any:
+    """A section with the value at these keys replaced."""
     head, *rest = keys
-    inner = _replaced(dict(section)[head], rest, value) if rest else value
+    inner = replaced(dict(section)[head], rest, value) if rest else value
     return section.model_copy(update={head: inner})
 
 

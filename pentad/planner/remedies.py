@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentad.config.derived import known_dims, parsed_allocation, rows_per_step
+from pentad.config.resolve import replaced
 from pentad.config.rules.layout import count_devices, layout_problems, placed_components
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
@@ -210,14 +211,8 @@ def _with_actor(config: Config, actor: Component) -> Allocation:
 def with_values(config: Config, changes: Changes) -> Config:
     """The config with dotted keys replaced."""
     for key, value in changes.items():
-        config = _replaced(config, key.split("."), value)
+        config = replaced(config, key.split("."), value)
     return config
-
-
-def _replaced(section: Any, keys: list[str], value: object) -> Any:
-    head, *rest = keys
-    inner = _replaced(dict(section)[head], rest, value) if rest else value
-    return section.model_copy(update={head: inner})
 
 
 def _text(value: object) -> str:
