@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -54,6 +56,24 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """For the whole program: ctrl-C outside any command ends in a sentence too, and ctrl-C while
+    libraries tidy up ends it with the exit code it has, without their tracebacks."""
+    code = 0
+    try:
+        yield
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        _show(["interrupted."])
+        raise SystemExit(code) from None
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
 
 
 def _show(sentences: list[str], heading: str = "") -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pentad.cli.errors import BAD_INPUT, reporting
+from pentad.cli.errors import BAD_INPUT, leaving, reporting
 from pentad.cli.recipe import Recipe, read_subject, takes_recipe
 from pentad.core.errors import UserError
 
@@ -454,7 +454,8 @@ def new_model(
 
 
 def main() -> None:
-    app()
+    with leaving():
+        app()
 
 
 if __name__ == "__main__":

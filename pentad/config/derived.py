@@ -96,3 +96,8 @@ def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
     policy = archon.reshard_after_forward_policy
     gathers = world > 1 or archon.offload_params
     return pp == 1 and gathers if policy == "default" else policy == "always"
+
+
+def is_saved_within(config: Config) -> bool:
+    """Whether models are saved before the end, too."""
+    return any(dict(config.saver.model_dump(), mode=None).values())

@@ -185,6 +185,8 @@ class EmbeddedSampler:
 
     def _send(self, action: Callable[[], object]) -> asyncio.Future[object]:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        # Nobody waits for an abort of abandoned tokens: that it failed is no news either.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.commands.append(Command(action, future))
         self._kick()
         return future

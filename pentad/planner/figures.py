@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component
-from pentad.core.machine import GIB
+from pentad.core.machine import GIB, host_memory
 from pentad.core.sizes import PROCESS_BYTES, DeviceKind
 from pentad.planner.memory import Phase, Sampling, Training, kv_token_bytes
 
@@ -29,6 +30,13 @@ class Device:
     @property
     def word(self) -> str:
         return "GPU" if self.kind == "cuda" else "CPU"
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory that is free beside it; another machine is taken to have enough."""
+        if self.kind == "cpu":
+            return self.memory_bytes
+        return host_memory()[1] if self.is_here else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +145,8 @@ class RunPlan:
     files: Files
     host_bytes: dict[str, float]
     """Per node and phase."""
+    copies_weights: bool
+    """Whether `host_bytes` hold a copy of the weights, from which models are saved."""
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -10,6 +10,7 @@ import math
 from pentad.config.catalog import dims_of
 from pentad.config.derived import (
     compute_bytes,
+    is_saved_within,
     num_running,
     reshards,
     rows_per_step,
@@ -48,6 +49,8 @@ from pentad.planner.memory import (
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
+COPY_HEADROOM = 1.25
+"""Host memory that must be free for a copy of the weights, over their size."""
 
 
 def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:
@@ -95,7 +98,12 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> R
         add_neighbours(trainer, sum(others), samplers, config)
     files = plan_files(config, dims, batch, device)
     hosts = host_phases(config, trainers, samplers, device)
-    plan = RunPlan(config, allocation, dims, device, batch, trainers, samplers, files, hosts)
+    copies = sum(map(staged_bytes, trainers))
+    if is_copied := copies_weights(config, copies, device.host_bytes - max(hosts.values())):
+        hosts |= {name: hosts[name] + copies for name in PHASES[1:]}
+    plan = RunPlan(
+        config, allocation, dims, device, batch, trainers, samplers, files, hosts, is_copied
+    )
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
         plan.notes.append(
@@ -313,13 +321,17 @@ def host_phases(
             else:
                 totals[name] += _host_bytes(group, name, config.cluster.n_gpus_per_node)
     totals["publish"] += transfer_bytes(config, samplers)
-    if config.saver.mode == "async":  # auto makes a copy only where there is room
-        for name in PHASES[1:]:
-            totals[name] += sum(map(staged_bytes, trainers))
     if device.kind == "cpu":
         extra = sum(s.component.world * s.device_bytes for s in samplers if s.is_alone)
         totals = {name: size + extra for name, size in totals.items()}
     return totals
+
+
+def copies_weights(config: Config, copy_bytes: float, free_bytes: float) -> bool:
+    """Whether models are saved from a copy in host memory while training goes on, if `free_bytes`
+    are left there besides. The export at the end is made without one."""
+    mode, is_room = config.saver.mode, COPY_HEADROOM * copy_bytes <= free_bytes
+    return is_saved_within(config) and (mode == "async" or (mode == "auto" and is_room))
 
 
 def _process_bytes(trainer: TrainPlan, name: str) -> float:

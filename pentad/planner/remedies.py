@@ -21,7 +21,7 @@ from pentad.core.layout import Allocation, Component, Dims, parse_allocation
 from pentad.core.machine import GIB
 from pentad.core.stages import splits_backward
 from pentad.planner.figures import Device, RunPlan
-from pentad.planner.plan import build_plan
+from pentad.planner.plan import build_plan, copies_weights
 
 MAX_TP = 64
 
@@ -98,6 +98,13 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
     need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
     why = f"sampler and training need {need:.1f} GiB together, and the GPU has {have:.1f}"
     return changed, [f"offload_rollout = true: {why}"]
+
+
+def saves_beside(config: Config, device: Device) -> bool:
+    """Whether a run writes models while training goes on, as its plan says it."""
+    if _is_counted(config):
+        return build_plan(config, device).copies_weights
+    return copies_weights(config, 0.0, device.host_bytes)
 
 
 def _is_counted(config: Config) -> bool:

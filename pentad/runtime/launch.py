@@ -329,6 +329,9 @@ class RankGroup:
             if is_led and (hung := self._find_hang(min(LEAVE_S, self.settings.stall_s or LEAVE_S))):
                 raise self._explain(self._stuck(*hung))
             time.sleep(POLL_S)
+        if is_led and len(self.signals) > 1:  # it knows which model is whole on disk
+            self.processes[0].send(self.signals[1])
+            self._wait(FOLLOW_S)
         if all(process.code == 0 for process in self.processes):
             return [self._result(rank) for rank in range(self.world)]
         failures = self._failures()
@@ -351,7 +354,7 @@ class RankGroup:
         when = "before the first step" if step is None else f"in step {step}"
         halted = [f"{n}" for n, process in enumerate(self.processes) if process.is_stopped]
         why = f"; held up by SIGSTOP: rank {', '.join(halted)} of {self.world}" if halted else ""
-        lost = "what was trained since the last save is lost"
+        lost = "what was trained since the last save is lost" if step else "nothing was trained"
         kind = Interrupted if number == signal.SIGINT else RunError
         return kind(f"stopped by a second {name} {when}; {lost}{why}")
 

@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 
-from pentad.config.derived import compute_bytes
+from pentad.config.derived import compute_bytes, is_saved_within
 from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
+from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
 from pentad.core.sizes import export_bytes
 from pentad.engine.flops import detect_peak_tflops
+from pentad.planner.figures import Device
+from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.manifest import describe_start
@@ -34,7 +37,7 @@ from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import kind_of
 from pentad.trainer.records import StepRecorder
-from pentad.trainer.saver import Saver, writes_beside
+from pentad.trainer.saver import Saver
 from pentad.trainer.stopping import stop_early
 from pentad.weights.hf import sweep
 
@@ -152,7 +155,7 @@ def open_run(
                 num_steps,
                 config.total_train_epochs,
             )
-        if not any(dict(config.saver.model_dump(), mode=None).values()):
+        if not is_saved_within(config):
             log.info(
                 "the model is saved at the end and not before: a run that is killed leaves none; "
                 "saver.freq_steps=N saves it every N steps",
@@ -184,7 +187,7 @@ def open_run(
             mfu_target=telemetry.mfu_target,
         )
         size = export_size(config, dims, device)
-        saves_beside = writes_beside(config.saver.mode, size)
+        saves_beside = writes_beside(config, device)
         yield OpenRun(
             config, folder, recorder, steps, checkpoints, steps_per_epoch, size, saves_beside
         )
@@ -215,6 +218,19 @@ def logged_end() -> Iterator[None]:
         log.info("the run failed", exc_info=True)
         raise
     log.info("the run is complete")
+
+
+def writes_beside(config: Config, device: torch.device) -> bool:
+    """Whether models are written while training goes on; says so where `auto` finds no room."""
+    here = Device(kind_of(device), host_memory()[1], "this machine")
+    found = saves_beside(config, here)
+    if config.saver.mode == "auto" and is_saved_within(config) and not found:
+        log.warning(
+            "saver.mode = auto: training waits while the model is saved, since %.3g GiB of host "
+            "memory are too little for the run and a copy of the weights",
+            here.host_bytes / GIB,
+        )
+    return found
 
 
 def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentad.core.errors import RunError
-from pentad.core.machine import GIB, host_memory
+from pentad.core.machine import GIB
 from pentad.core.roles import Learner
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
@@ -27,8 +27,6 @@ MAX_WAIT_STEPS = 32
 """Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
 LAST_WAITS_S = (2.0, 8.0)
 """Between attempts at the end of a run."""
-HEADROOM = 1.25
-"""Host memory that must be free for the copy of the weights, over their size."""
 
 
 @dataclass(slots=True)
@@ -177,22 +175,6 @@ class Saver:
                 free / GIB,
                 self.size_bytes / GIB,
             )
-
-
-def writes_beside(mode: str, size_bytes: float) -> bool:
-    """Whether exports are asynchronous: yes, unless the host cannot hold the weights as well."""
-    if mode != "auto":
-        return mode == "async"
-    _, free = host_memory()
-    if HEADROOM * size_bytes <= free:
-        return True
-    log.warning(
-        "saver.mode = auto: training waits while the model is saved, since %.3g GiB of host memory "
-        "are free and a copy of the weights takes %.3g",
-        free / GIB,
-        size_bytes / GIB,
-    )
-    return False
 
 
 def rescue(savers: Sequence[Saver], num_done: int, *, num_moved: int = 0) -> None:

@@ -88,7 +88,7 @@ def test_records_say_how_exports_were_written(lab):
 
 
 def test_a_host_without_room_for_a_copy_saves_while_training_waits(lab, monkeypatch, capsys):
-    monkeypatch.setattr(saver, "host_memory", lambda: (1000, 1000))
+    monkeypatch.setattr("pentad.trainer.run.host_memory", lambda: (1000, 1000))
     summary = lab.train("saver.freq_steps=1", "total_train_steps=2")
     assert "saver.mode = auto: training waits while the model is saved" in capsys.readouterr().err
     infra = read_lines(summary.records / "steps.jsonl")[-1]["infra"]

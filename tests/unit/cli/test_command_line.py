@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,26 @@ def recipe(tmp_path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(EXAMPLE)
     return path
+
+
+@pytest.mark.parametrize(
+    "when, code", [("typer.Typer.__call__ = wait", 130), ("atexit.register(wait)", 0)]
+)
+def test_ctrl_c_outside_of_commands_shows_no_traceback(when, code):
+    program = (
+        "import atexit, sys, time, typer\n"
+        "def wait(*_):\n    print('now', flush=True)\n    time.sleep(60)\n"
+        "sys.argv = ['pentad', '--version']\n"
+        f"from pentad.cli.main import main\n{when}\nmain()"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        while "now" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == code and "Traceback" not in rest
+    assert ("interrupted." in rest) == (code == 130)
 
 
 def test_help_is_quick_and_loads_nothing_heavy():

@@ -1,6 +1,7 @@
 """What is particular to the embedded engine: updates under way, failures, refusals, memory."""
 
 import asyncio
+import gc
 import random
 import threading
 
@@ -157,6 +158,25 @@ def test_a_cancelled_request_leaves_the_engine(make_sampler, make_request):
     assert stats["running"] == stats["kv_usage"] == 0
     assert stats["tokens_drawn"] < 400
     assert sampler.open == {}
+
+
+def test_a_sampler_that_is_closed_after_a_cancelled_request_is_quiet(make_sampler, make_request):
+    sampler, complaints = make_sampler(), []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        drawn = asyncio.Event()
+        request = make_request("a", [1, 2], n=4, max_new_tokens=100)
+        task = asyncio.create_task(sampler.generate(request, lambda *_: drawn.set()))
+        await drawn.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await sampler.close()
+        gc.collect()
+
+    asyncio.run(main())
+    assert complaints == []
 
 
 @pytest.mark.parametrize("way", ["abort", "cancel"])

@@ -265,8 +265,27 @@ def test_weights_of_many_gpus_are_gathered_on_the_host():
     straight = plan_of(*keys, "rollout.server.weight_transport=broadcast")
     assert straight.trainers[0].phases[0]["publish"].device["snapshot"] == 2 * model
     assert straight.host_bytes["publish"] == straight.host_bytes["rollout"]
-    saved = plan_of(*keys, "saver.mode=async")
-    assert saved.host_bytes["backward"] - plan.host_bytes["backward"] == pytest.approx(model)
+
+
+@pytest.mark.parametrize("mode", ["auto", "async"])
+def test_a_copy_of_the_weights_is_counted_where_the_run_makes_one(mode):
+    keys = ("actor.path=Qwen/Qwen3-0.6B", f"saver.mode={mode}")
+
+    def added(*more, free=None):
+        device = H100 if free is None else Device("cpu", int(free), "")
+        plain, saved = (
+            plan_of(*keys, *more, *x, device=device) for x in ((), ("saver.freq_steps=9",))
+        )
+        assert not plain.copies_weights, "the export at the end is made without one"
+        return plain, saved, saved.host_bytes["backward"] - plain.host_bytes["backward"]
+
+    plain, saved, size = added()
+    assert saved.copies_weights and size == pytest.approx(2 * plain.dims.num_params)
+    _, _, both = added("algorithm.name=ppo")
+    assert both == pytest.approx(2 * size, rel=0.01)
+    # On the host that has just room for the run itself `auto` makes none.
+    whole = max(added(free=64 * GIB)[0].host_bytes.values())
+    assert added(free=whole)[1].copies_weights == (mode == "async")
 
 
 def test_files_count_every_export():

@@ -117,7 +117,13 @@ def lead_or_follow(rank, payload):
     (folder / f"alive-{rank.rank}").write_text(str(os.getpid()))
     if rank.rank == 0:
         asked = []
-        signal.signal(signal.SIGTERM, lambda got, frame: asked.append(got))
+
+        def hear(number, frame):
+            asked.append(number)
+            if len(asked) > 1 and "last_words" in payload:
+                raise RunError(payload["last_words"])
+
+        signal.signal(signal.SIGTERM, hear)
         while not asked:
             time.sleep(0.01)
         (folder / "asked").write_text("yes")

@@ -231,8 +231,20 @@ def test_a_led_run_that_is_cut_short_says_so_and_who_held_it_up(tmp_path, number
     kind = "Interrupted" if number == signal.SIGINT else "RunError"
     said = f"{kind}: stopped by a second {number.name} before the first step; "
     assert main.returncode == 1 and out.startswith(said)
-    assert out.endswith("is lost; held up by SIGSTOP: rank 1 of 2\n")
+    assert out.endswith("nothing was trained; held up by SIGSTOP: rank 1 of 2\n")
     assert not any(map(is_alive, pids))
+
+
+def test_a_second_signal_is_rank_0s_too_which_knows_what_is_saved(tmp_path):
+    words = "cut short, the last whole one is x"
+    payload = {"folder": str(tmp_path), "takes_s": 60.0, "dies": False, "last_words": words}
+    main = program(tmp_path, "lead_or_follow", payload, is_led=True)
+    alive_notes(tmp_path)
+    main.send_signal(signal.SIGTERM)
+    until((tmp_path / "asked").exists)
+    main.send_signal(signal.SIGTERM)
+    out, _ = main.communicate(timeout=30)
+    assert (main.returncode, out) == (1, f"RunError: {words}\n")
 
 
 def test_ranks_that_do_not_leave_are_ended_after_a_while(tmp_path):
