@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +41,8 @@ except ModuleNotFoundError as error:
 from pentad.serve.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CLIENT_SHARE = 0.75
+"""Of the requests under way, those of one address; at loopback there is one address for all."""
 
 
 class Seldom(logging.Filter):
@@ -90,10 +95,15 @@ def run_serve(
     sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings)
     listener = bind(host, port)
     service = Service(sampler, tokenizer, name or Path(model).resolve().name)
-    face = Face(service, limits)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    face = Face(service, limits if is_loopback else replace(limits, client_share=CLIENT_SHARE))
     guard = Guard(face.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *hosts])
     asyncio.run(until_signal(face, guard, listener, drain_s))
+    if service.text_work.num_running:  # the interpreter's end would wait for these threads
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
+        logging.shutdown()
+        os._exit(0)
 
 
 def load_sampler(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from pentad.serve.service import (
 from pentad.serve.wire import (
     ApiError,
     as_api_error,
+    parse_json,
     read_chat,
     read_completion,
 )
@@ -50,7 +51,12 @@ class Face:
     def __init__(self, service: Service, limits: ServeLimits) -> None:
         self.service = service
         self.limits = limits
-        self.num_open = 0
+        self.open: Counter[str] = Counter()
+        """Address of a client -> its requests under way."""
+
+    @property
+    def num_open(self) -> int:
+        return self.open.total()
 
     def app(self) -> Starlette:
         return app_of(
@@ -98,26 +104,36 @@ class Face:
         return self.service.sampler.engine.limits
 
     async def _run(self, request: Request, job_of: Callable[[dict[str, Any]], Job]) -> Response:
-        self._check_room()
+        client = request.client.host if request.client else ""
+        self._check_room(client)
         body = await read_body(request, self.limits)
-        self._check_room()
-        self.num_open += 1  # from here on: a client that is slow to ask holds no place
+        self._check_room(client)
+        self.open[client] += 1  # from here on: a client that is slow to ask holds no place
         is_passed_on = False
         try:
             read = partial(read_object, body, self.limits)
             job = await self.service.text_work.run(len(body), lambda: job_of(read()))
             if job.is_streamed:
                 is_passed_on = True
-                return EventStream(self, job)
+                return EventStream(self, job, client)
             answer = self.service.answer(job)
             return json_answer(await while_connected(disconnected(request.receive), answer))
         finally:
             if not is_passed_on:
-                self.num_open -= 1
+                self.ended(client)
 
-    def _check_room(self) -> None:
-        if self.num_open >= self.limits.max_requests:
+    def ended(self, client: str) -> None:
+        self.open[client] -= 1
+        if not self.open[client]:
+            del self.open[client]
+
+    def _check_room(self, client: str) -> None:
+        own, most = self.open[client], self.limits.max_client_requests
+        is_full = self.num_open >= self.limits.max_requests
+        if is_full or own >= most:
             rule = f"{self.num_open} requests are under way, which is the most"
+            if not is_full:
+                rule = f"{own} requests of {client} are under way, which is the most of one client"
             problem = Problem("server", rule, "try again later")
             raise ApiError(problem, status=429, kind="rate_limit_error", code="too_many_requests")
 
@@ -141,11 +157,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, face: Face, job: Job) -> None:
+    def __init__(self, face: Face, job: Job, client: str) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self.face = face
         self.job = job
+        self.client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(chunk: dict[str, Any]) -> None:
@@ -163,7 +180,7 @@ class EventStream(Response):
             await emit(stopping().body())
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self.face.num_open -= 1
+            self.face.ended(self.client)
 
     async def _events(self, emit: Emit) -> None:
         try:
@@ -210,8 +227,8 @@ def read_object(body: bytes, limits: ServeLimits) -> dict[str, Any]:
     """Within the limits. Raises ApiError."""
     check_body(body, limits)
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(body)
+    except ValueError as error:
         raise ApiError(Problem("body", f"is not JSON: {error}")) from error
     if not isinstance(value, dict):
         raise ApiError(Problem("body", f"is a {type(value).__name__}, not a JSON object"))

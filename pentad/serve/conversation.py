@@ -12,7 +12,8 @@ from typing import Any
 from pentad.core.errors import Problem
 from pentad.data.render import TOOL_CALL, BadRow, Columns, encode_prompts, messages_of, render
 from pentad.data.tokenizer import Tokenizer
-from pentad.serve.wire import ApiError, ChatBody, shown
+from pentad.serve.limits import MAX_DEPTH, size_of
+from pentad.serve.wire import ApiError, ChatBody, parse_json, shown
 
 CHAT = Columns(key="messages", messages_key="messages")
 ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}
@@ -112,10 +113,13 @@ def read_call(call: object) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError as error:
             rule = f"the arguments of {shown(function['name'])} are not JSON: {error}"
             raise BadRow(rule) from error
+        if size_of(arguments, len(function["arguments"]))[1] > MAX_DEPTH:
+            rule = f"are nested more than {MAX_DEPTH} levels deep"
+            raise BadRow(f"the arguments of {shown(function['name'])} {rule}", "flatten them")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -155,14 +159,14 @@ def check_shown(
 
 
 def read_calls(text: str, ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
-    """The text before the first call, and the calls as OpenAI has them; no calls where one of them
-    is not an object with name and arguments. Their names are made of `ids`, so that equal answers
-    are equal."""
+    """The text beside the calls, and the calls as OpenAI has them; no calls where one of them is
+    not an object with name and arguments. A call that is cut off is text. Their names are made of
+    `ids`, so that equal answers are equal."""
     calls = []
     for number, found in enumerate(TOOL_CALL.findall(text)):
         try:
-            call = json.loads(found)
-        except (ValueError, RecursionError):
+            call = parse_json(found)
+        except ValueError:
             return text, []
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
@@ -170,7 +174,10 @@ def read_calls(text: str, ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]
         function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
         name = f"call_{hashlib.sha256(repr((number, *ids)).encode()).hexdigest()[:24]}"
         calls.append({"id": name, "type": "function", "function": function})
-    return (text.partition(CALL_START)[0], calls) if calls else (text, [])
+    if not calls:
+        return text, []
+    before, *between = TOOL_CALL.split(text)[::2]
+    return before + "".join(part for part in between if part.strip()), calls
 
 
 def check_unicode(text: str, where: str) -> None:

@@ -37,12 +37,14 @@ class Guard:
         self.app = app
         self.api_key = api_key
         self.is_loopback = is_loopback
-        self.hosts = frozenset(host.lower() for host in hosts)
+        self.hosts = frozenset(name_of(host) or host.lower() for host in hosts)
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            pairs = scope["headers"]
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+            headers: dict[str, str] = {}
+            for name, value in scope["headers"]:  # one that is given twice has both values
+                key, text = name.decode("latin-1"), value.decode("latin-1")
+                headers[key] = f"{headers[key]}, {text}" if key in headers else text
             try:
                 self.check(scope["path"], headers)
             except ApiError as error:
@@ -67,13 +69,16 @@ class Guard:
         if name.lower() in self.hosts or is_local(name):
             return
         rule = "a server at loopback answers to localhost alone"
-        problem = Problem(f"{header} = {value or 'none'}", rule, f"--allow-host {name or 'NAME'}")
+        remedy = f"start it with --allow-host {name or 'NAME'}"
+        problem = Problem(f"{header} = {value or 'none'}", rule, remedy)
         raise ApiError(problem, status=403, kind="permission_error", code="host_not_allowed")
 
 
 def check_key(headers: Mapping[str, str], key: str, whose: str) -> None:
     """Raises ApiError unless the request has the key; takes as long for any other."""
-    given = headers.get("authorization", "").removeprefix("Bearer ")
+    given = headers.get("authorization", "")
+    if given[:7].lower() == "bearer ":
+        given = given[7:]
     if not secrets.compare_digest(given.encode(), key.encode()):
         problem = Problem("authorization", f"is not the api_key of {whose}")
         raise ApiError(problem, status=401, kind="authentication_error", code="invalid_api_key")

@@ -136,6 +136,7 @@ async def serve(
             access_log=False,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,  # who asks is who has the connection, not what a header says
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )

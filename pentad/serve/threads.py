@@ -25,14 +25,17 @@ class TextWork:
     def __init__(self) -> None:
         self.small = asyncio.Semaphore(NUM_SMALL)
         self.large = asyncio.Semaphore(1)
+        self.num_running = 0
 
     async def run(self, num_bytes: int, action: Callable[[], T]) -> T:
         free = self.small if num_bytes <= SMALL_BYTES else self.large
         await free.acquire()
         work = in_thread(action)
+        self.num_running += 1
 
         def ended(done: asyncio.Future[Any]) -> None:
             free.release()
+            self.num_running -= 1
             if not done.cancelled():
                 done.exception()  # nobody may be left to hear of it
 

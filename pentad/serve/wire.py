@@ -201,6 +201,18 @@ def as_api_error(error: ValidationError) -> ApiError:
     return ApiError(Problem(where, rule), param=name, code="invalid_value")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Raises ValueError, also on what Python reads and JSON does not have: NaN and Infinity."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def readable(text: str) -> str:
     """Can be sent: halves of surrogate pairs, which JSON may hold, are spelt out."""
     return text.encode(errors="backslashreplace").decode()

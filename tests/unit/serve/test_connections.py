@@ -8,12 +8,17 @@ import httpx
 import openai
 import pytest
 
+from pentad.serve.guard import Guard
+from pentad.serve.wire import ApiError
+
 POST = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def connect(server, text="", receive=None):
+def connect(server, text="", receive=None, source=None):
     connection = socket.socket()
     connection.settimeout(30)
+    if source is not None:
+        connection.bind((source, 0))
     if receive is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
     connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
@@ -117,6 +122,26 @@ def test_a_client_may_have_so_many_connections(start_server):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_one_client_cannot_take_every_place(start_server):
+    """Told by the connection: a header that names another address changes nothing."""
+    server = start_server(max_requests=4, client_share=0.75)
+    long = post(stream=True, max_tokens=3000, ignore_eos=True)
+    busy = [connect(server, long) for _ in range(3)]
+    wait_until(lambda: server.face.num_open == 3)
+    forged = post(max_tokens=1).replace("\r\n", "\r\nx-forwarded-for: 10.0.0.1\r\n", 1)
+    with connect(server, forged) as fourth:
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += fourth.recv(2000)
+    assert b" 429 " in answer and b"3 requests of 127.0.0.1 are under way" in answer
+    with connect(server, post(max_tokens=1), source="127.0.0.2") as other:
+        assert other.recv(2000).startswith(b"HTTP/1.1 200")
+    for one in busy:
+        one.close()
+    wait_until(lambda: server.face.num_open == 0)
+    assert not server.face.open
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -132,16 +157,25 @@ def test_a_client_may_have_so_many_connections(start_server):
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "http://localhost.evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ([("origin", "http://evil.example"), ("origin", "http://localhost")], 403),
     ],
 )
 def test_a_server_at_loopback_answers_to_localhost_alone(server, headers, status):
     answer = httpx.get(f"{server.url}/v1/models", headers=headers)
     assert answer.status_code == status
     if status == 403:
-        [name] = headers
-        assert answer.json()["error"]["message"].startswith(
-            f"{name} = {headers[name]}: a server at"
-        )
+        name, value = headers[0] if isinstance(headers, list) else next(iter(headers.items()))
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"{name} = {value}") and "start it with --allow-host" in message
+
+
+@pytest.mark.parametrize("given", ["box", "BOX:8000"])
+def test_further_names_are_given_with_or_without_a_port(given):
+    guard = Guard(None, is_loopback=True, hosts=[given])
+    for host in ("box", "box:9000", "Box"):
+        guard.check("/health", {"host": host})
+    with pytest.raises(ApiError, match="answers to localhost alone"):
+        guard.check("/health", {"host": "other"})
 
 
 def test_a_key_is_asked_for_everywhere_but_health(start_server):
@@ -152,6 +186,11 @@ def test_a_key_is_asked_for_everywhere_but_health(start_server):
             f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}".encode()}
         )
         assert answer.status_code == 401
+    for value in ("Bearer secret", "bearer secret", "BEARER secret"):  # schemes have no case
+        answer = httpx.get(f"{server.url}/v1/models", headers={"authorization": value})
+        assert answer.status_code == 200
+    twice = [("authorization", "Bearer none"), ("authorization", "Bearer secret")]
+    assert httpx.get(f"{server.url}/v1/models", headers=twice).status_code == 401
     with pytest.raises(openai.AuthenticationError, match="is not the api_key of this server"):
         client.completions.create(model="tiny", prompt="x", max_tokens=1)
     client.with_options(api_key="secret").completions.create(model="tiny", prompt="x", max_tokens=1)

@@ -4,6 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -163,6 +164,7 @@ def test_calls_in_an_answer_are_parsed_whole_and_streamed(hermes, finish):
         "<tool_call>{not json}</tool_call>",
         '<tool_call>{"name": "a", "arguments": "text"}</tool_call>',
         '<tool_call>["a"]</tool_call>',
+        '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
         '<tool_call>{"name": "never closed", "arguments": {}}',
         f"<tool_call>{'[' * 5000}</tool_call>",
     ],
@@ -174,6 +176,57 @@ def test_what_is_no_call_stays_text(hermes, text):
     assert choice["finish_reason"] == streamed.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("rest", [' Then:\n<tool_call>{"name": "ad', " That is all.", "<tool"])
+def test_text_beside_calls_is_kept(hermes, rest, finish):
+    """Also a call that is cut off."""
+    choice, streamed = answers(hermes, TWO + rest, finish)
+    assert choice["message"]["content"] == streamed.content == "Let me see.\n" + rest
+    assert [call["function"]["name"] for call in streamed.calls] == ["add", "now"]
+    assert len(choice["message"]["tool_calls"]) == 2
+
+
 def test_equal_answers_have_equal_calls():
     assert read_calls(TWO, [1, 2]) == read_calls(TWO, [1, 2])
     assert read_calls(TWO, [1, 2])[1][0]["id"] != read_calls(TWO, [1, 3])[1][0]["id"]
+
+
+def arguments(value):
+    call = {"type": "function", "function": {"name": "f", "arguments": value}}
+    return [CALLED[1], {"role": "assistant", "tool_calls": [call]}, CALLED[1]]
+
+
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": arguments("[" * 100_000)}, "are not JSON: it is nested too deep"),
+        ({"messages": arguments("[" * 900 + "]" * 900)}, "nested more than 64 levels deep"),
+        ({"messages": arguments(nested(100))}, "request: is nested more than 64 levels deep"),
+        ({"messages": arguments('{"a": NaN}')}, "are not JSON: NaN is no number of JSON"),
+        ({"tools": [{"type": "x", "y": nested(400)}]}, "nested more than 64 levels deep"),
+        ({"user": nested(400)}, "nested more than 64 levels deep"),
+        ({"tools": [ADD] * 129}, "tools: 129 tools: a request may have 128"),
+        (
+            {"messages": [CALLED[1], {"role": "assistant", "tool_calls": [CALL] * 1025}]},
+            "messages: 1025 tool_calls: a request may have 1024",
+        ),
+    ],
+)
+def test_what_would_take_long_or_overflow_is_refused(client, fields, said):
+    body = {"messages": CALLED[:2], "max_tokens": 1} | fields
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(model="tiny", **body)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_refused(client, value):
+    body = f'{{"model": "tiny", "prompt": "a", "temperature": {value}}}'
+    answer = httpx.post(
+        f"{client.base_url}completions", content=body, headers={"content-type": "application/json"}
+    )
+    said = f"body: is not JSON: {value} is no number of JSON."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
