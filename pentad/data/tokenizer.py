@@ -114,17 +114,17 @@ def resolve_stop_ids(
     """The tokenizer's own end first, then those of the generation config, each once."""
     more = config.get("eos_token_id")
     listed = more if isinstance(more, list) else [more]
-    stop_ids = tuple(dict.fromkeys(i for i in [eos_id, *listed] if i is not None))
-    if not stop_ids:
+    given = [i for i in [eos_id, *listed] if i is not None]
+    if not given:
         rule = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
         remedy = 'set "eos_token" in tokenizer_config.json'
         raise UserError(Problem(where, rule, remedy))
-    for stop_id in stop_ids:
+    for stop_id in given:
         if not isinstance(stop_id, int) or not 0 <= stop_id < vocab_size:
             rule = f"eos_token_id {stop_id!r} is not an id of the tokenizer (0 to {vocab_size - 1})"
             remedy = "tokenizer and generation_config.json belong to different models"
             raise UserError(Problem(where, rule, remedy))
-    return stop_ids
+    return tuple(dict.fromkeys(given))
 
 
 def find_prefix(inner: Any) -> tuple[int, ...]:

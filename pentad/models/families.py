@@ -23,6 +23,8 @@ from pentad.models.spec import ModelSpec
 from pentad.weights.map import WeightMap
 
 PACKAGE = "pentad.models"
+MAX_NAME = 100
+"""Letters of a family's name, which is that of a file."""
 REGISTERED: dict[str, str] = {}
 """model_type -> dotted path of its SPEC, for families from outside this package."""
 _MAPS: dict[tuple[str, str], WeightMap] = {}
@@ -134,10 +136,10 @@ def dims_of(source: ConfigLike, model: str | None = None) -> ModelDims:
 def family_of(config: Mapping[str, Any]) -> str:
     """The `model_type` of a config. It is a name: a path in it would let a folder run its code."""
     family = str(config.get("model_type"))
-    if not family.replace("-", "_").isidentifier():
+    if not family.replace("-", "_").isidentifier() or len(family) > MAX_NAME:
         rule = "is no name of a family"
         remedy = "name a model file of your own where the model is loaded, not in config.json"
-        raise UserError(Problem(f"config.json: model_type = {family}", rule, remedy))
+        raise UserError(Problem(f"config.json: model_type = {family[:MAX_NAME]}", rule, remedy))
     return family
 
 

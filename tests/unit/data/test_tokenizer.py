@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.data.tokenizer import load_tokenizer
+from pentad.data.tokenizer import load_tokenizer, resolve_stop_ids
 
 
 def test_encoding_adds_nothing_and_decoding_gives_the_text_back(plain):
@@ -87,3 +87,9 @@ def test_a_broken_generation_config_is_named(tokenizer_folder, tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match="generation_config.json: is not JSON"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [[[1]], {"a": 1}, "1", [True, 9999], -1])
+def test_ends_that_are_no_ids_are_refused(listed):
+    with pytest.raises(UserError, match="is not an id of the tokenizer"):
+        resolve_stop_ids(1, {"eos_token_id": listed}, 100, "folder")

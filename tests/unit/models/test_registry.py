@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pentad.core.errors import UserError
 from pentad.models import families
-from pentad.models.families import dims_of, spec_of
+from pentad.models.families import dims_of, family_of, spec_of
 from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
 from pentad.weights import flow
 
@@ -161,3 +161,9 @@ def test_integers_are_no_weights(folder):
     edit(folder, **{"model.norm.weight": table.to(torch.int8)})
     with pytest.raises(UserError, match="model.norm.weight: holds torch.int8, and weights are"):
         load_model(folder)
+
+
+def test_a_family_of_thousands_of_letters_is_refused():
+    with pytest.raises(UserError, match="is no name of a family") as refused:
+        family_of({"model_type": "x" * 4000})
+    assert len(str(refused.value)) < 400
