@@ -100,7 +100,16 @@ class Service:
 
 
 def as_json(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    """Choice by choice: one call that encodes a large answer whole holds up every other thread."""
+    choices = [_encoded(choice) for choice in body.get("choices", [])]
+    if len(choices) < 2:
+        return _encoded(body).encode()
+    head, tail = _encoded({**body, "choices": []}).split('"choices":[]', 1)
+    return f'{head}"choices":[{",".join(choices)}]{tail}'.encode()
+
+
+def _encoded(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 async def _emit_some(emit: Emit, chunk: dict[str, Any] | None) -> None:

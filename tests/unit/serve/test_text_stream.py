@@ -1,9 +1,12 @@
 """Text piece by piece is the text as a whole."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pentad.serve.service import as_json
 from pentad.serve.text import MAX_WINDOW, TextStream
 
 
@@ -92,3 +95,10 @@ def test_endless_garbage_costs_a_bounded_window():
     stream = TextStream(decode)
     assert "".join(pieces(stream, [0xFF] * 1000)) == "\ufffd" * 1000
     assert max(sizes) <= 2 * MAX_WINDOW + 2
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 5])
+def test_an_answer_encoded_choice_by_choice_is_the_same_json(num):
+    choices = [{"index": i, "text": '"choices":[] \u2028 "', "logprobs": None} for i in range(num)]
+    body = {"id": 'a"choices":[]b', "choices": choices, "usage": {"choices": []}}
+    assert json.loads(as_json(body)) == body
