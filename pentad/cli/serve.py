@@ -83,9 +83,11 @@ def run_serve(
     hosts: Sequence[str] = (),
     model_files: Sequence[str] = (),
 ) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(Seldom())
+    handler = logging.StreamHandler()  # ours alone: other handlers of the process lose nothing
+    handler.addFilter(Seldom())
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[handler]
+    )
     check_key_given(api_key)
     raise_file_limit()
     transformers.utils.logging.disable_progress_bar()

@@ -287,4 +287,5 @@ def test_a_streamed_dataset_that_is_rewritten_ends_the_run(lab, task, tmp_path, 
     streamed = (f"train_dataset.path={data}", "use_streaming_dataset=true")
     with pytest.raises(RunError, match="data.jsonl was changed while the run reads from it"):
         lab.train(*streamed, "total_train_steps=6", trial="rewritten")
-    assert exports_of(lab, "rewritten").keys() == {1}
+    (last,) = exports_of(lab, "rewritten")
+    assert last in (1, 2)  # rows of the step after it may have been read before
