@@ -1,0 +1,98 @@
+"""The operations that change storage, one method each, so that tests can record or fail any one.
+
+Reading does not go through here. Data is durable after `fsync`, a name in a folder after
+`fsync_dir` of that folder; nothing else is relied on, except that `rename` is atomic.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FILE_MODE = 0o644
+
+
+class Disk:
+    """The real one. Paths are absolute; errors are the operating system's."""
+
+    def make_dir(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """A new file, open for writing; one that is there already is an error."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """All of the data, however many calls it takes."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, path: Path, target: Path) -> None:
+        path.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_dir(self, path: Path) -> None:
+        path.rmdir()
+
+
+REAL_DISK = Disk()
+
+
+def make_folders(disk: Disk, folder: Path) -> None:
+    """The folder with those above it; names of new ones are durable when this returns."""
+    if folder.is_dir():
+        return
+    make_folders(disk, folder.parent)
+    try:
+        disk.make_dir(folder)
+    except FileExistsError:  # another rank was quicker
+        if not folder.is_dir():
+            raise
+    disk.fsync_dir(folder.parent)
+
+
+def write_aside(disk: Disk, path: Path, data: bytes, *, is_durable: bool = True) -> None:
+    """A small file, whole or not at all, in the place of one that may be there."""
+    aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    fd = disk.create(aside)
+    try:
+        try:
+            disk.write(fd, memoryview(data), 0)
+            if is_durable:
+                disk.fsync(fd)
+        finally:
+            disk.close(fd)
+        disk.rename(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    if is_durable:
+        disk.fsync_dir(path.parent)
+
+
+def remove_tree(disk: Disk, folder: Path) -> None:
+    """A folder with all it holds; what is gone already is no error."""
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            remove_tree(disk, entry)
+        else:
+            disk.unlink(entry)
+    if folder.is_dir():
+        disk.remove_dir(folder)

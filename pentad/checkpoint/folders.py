@@ -1,0 +1,382 @@
+"""What is on disk: the manifests of committed checkpoints, their verification and their removal.
+
+The trial's root holds `ROLE/recover_checkpoint/globalstepG/` (state) and
+`recover_info/globalstepG/` (everything else, `manifest.json` and `COMMIT`). A checkpoint exists
+while its COMMIT holds the sha256 of its manifest; COMMIT is written last and removed first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
+from pentad.core.errors import RunError
+from pentad.core.text import visible
+
+FORMAT = 1
+INFO, STATE = "recover_info", "recover_checkpoint"
+MANIFEST, COMMIT, DAMAGED = "manifest.json", "COMMIT", "damaged"
+READ_BYTES = 4 << 20
+NUM_READERS = 8
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_COMMIT_BYTES = 4096
+
+log = logging.getLogger(__name__)
+
+
+class Damaged(RunError):
+    """Bytes of a committed checkpoint are not those that were written; names file and piece."""
+
+
+def info_folder(step: int) -> str:
+    return f"{INFO}/globalstep{step}"
+
+
+def state_folder(role: str, step: int) -> str:
+    return f"{role}/{STATE}/globalstep{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in "globalstep12"; None for any other name."""
+    found = re.fullmatch(r"globalstep(0|[1-9][0-9]{0,17})", name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class PieceEntry:
+    """One run of bytes with a digest of its own, such as one tensor's."""
+
+    name: str
+    offset: int
+    length: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    size: int
+    pieces: tuple[PieceEntry, ...]
+    """In the order of the file, without gaps."""
+
+    @property
+    def sha256(self) -> str:
+        """Over the digests of the pieces."""
+        digests = b"".join(bytes.fromhex(piece.sha256) for piece in self.pieces)
+        return hashlib.sha256(digests).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        pieces = [[p.name, p.offset, p.length, p.sha256] for p in self.pieces]
+        return {"size": self.size, "sha256": self.sha256, "pieces": pieces}
+
+    @classmethod
+    def from_json(cls, value: Any) -> FileEntry:
+        """ValueError for anything that `to_json` would not give."""
+        pieces = []
+        end = 0
+        for name, offset, length, digest in value["pieces"]:
+            if not (isinstance(name, str) and type(offset) is type(length) is int):
+                raise ValueError("a piece has no name, offset and length")
+            if offset != end or length < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"piece {name!r} does not follow the one before it")
+            end += length
+            pieces.append(PieceEntry(name, offset, length, digest))
+        entry = cls(end, tuple(pieces))
+        if value["size"] != end or value["sha256"] != entry.sha256:
+            raise ValueError("size or digest do not fit the pieces")
+        return entry
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one checkpoint consists of."""
+
+    step: int
+    """Counted from 0: the last finished one."""
+    files: Mapping[str, FileEntry]
+    """By path relative to the trial's root."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """World, layout of each role, config digest, versions, time: JSON values."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        files = {path: entry.to_json() for path, entry in sorted(self.files.items())}
+        body = {"format": FORMAT, "step": self.step, "facts": dict(self.facts), "files": files}
+        return _canonical({**body, "digest": _digest(body)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """ValueError with the reason for anything that `to_bytes` would not give."""
+        try:
+            body = json.loads(data)
+            digest = body.pop("digest")
+            if body["format"] != FORMAT:
+                raise ValueError(f"its format is {body['format']!r}, not {FORMAT}")
+            if digest != _digest(body):
+                raise ValueError("its own digest does not fit its text")
+            files = {_checked(path): FileEntry.from_json(v) for path, v in body["files"].items()}
+            return cls(body["step"], files, body["facts"])
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"it is no manifest ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed one: COMMIT and manifest fit each other; its files are not yet verified."""
+
+    root: Path
+    step: int
+    manifest: Manifest
+
+    @property
+    def info(self) -> str:
+        """Folder of the small files, relative to the root."""
+        return info_folder(self.step)
+
+    def folders(self) -> list[Path]:
+        """Every folder that holds files of it; that with COMMIT last."""
+        parents = {str(Path(path).parent) for path in self.manifest.files} - {self.info}
+        return [self.root / path for path in [*sorted(parents), self.info]]
+
+
+def read_checkpoint(root: Path, step: int) -> Checkpoint | None:
+    """The committed checkpoint of a step; None without COMMIT, Damaged where it does not fit."""
+    folder = root / info_folder(step)
+    try:
+        marker = _read_small(folder / COMMIT, MAX_COMMIT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{folder / COMMIT}: cannot be read ({error})") from error
+    try:
+        data = _read_small(folder / MANIFEST, MAX_MANIFEST_BYTES)
+        if marker != commit_marker(data):
+            raise Damaged(f"{folder / COMMIT}: does not hold the sha256 of {MANIFEST} beside it")
+        manifest = Manifest.from_bytes(data)
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{folder / MANIFEST}: cannot be used: {error}") from error
+    if manifest.step != step:
+        raise Damaged(f"{folder / MANIFEST}: belongs to step {manifest.step}, not to {step}")
+    return Checkpoint(root, step, manifest)
+
+
+def find_checkpoints(
+    root: str | Path, report: Callable[[str], None] = log.warning
+) -> list[Checkpoint]:
+    """Committed ones, newest first; `report` gets a sentence for everything that is passed over."""
+    root = Path(root)
+    found = []
+    for step in sorted(_steps(root / INFO), reverse=True):
+        try:
+            checkpoint = read_checkpoint(root, step)
+        except Damaged as error:
+            report(f"{error}; this checkpoint is passed over")
+            continue
+        if checkpoint is None:
+            report(f"{root / info_folder(step)}: was never committed; it is passed over")
+        else:
+            found.append(checkpoint)
+    return found
+
+
+def commit_marker(manifest: bytes) -> bytes:
+    """What COMMIT holds."""
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+
+
+def damage(checkpoint: Checkpoint) -> list[str]:
+    """Verifies every byte; a sentence for each piece that is not what was written."""
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        files = checkpoint.manifest.files
+        found = pool.map(lambda p: list(file_damage(checkpoint.root / p, files[p])), files)
+        return [sentence for sentences in found for sentence in sentences]
+
+
+def read_file(checkpoint: Checkpoint, path: str) -> bytes:
+    """The verified bytes of a file, by its path relative to the root; raises Damaged."""
+    entry = checkpoint.manifest.files.get(path)
+    if entry is None:
+        raise Damaged(f"{checkpoint.root / path}: the checkpoint holds no such file")
+    try:
+        data = (checkpoint.root / path).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{checkpoint.root / path}: cannot be read ({error.strerror})") from error
+    if len(data) != entry.size:
+        raise Damaged(_size_sentence(checkpoint.root / path, len(data), entry.size))
+    for piece in entry.pieces:
+        part = memoryview(data)[piece.offset : piece.offset + piece.length]
+        if hashlib.sha256(part).hexdigest() != piece.sha256:
+            raise Damaged(_piece_sentence(checkpoint.root / path, piece))
+    return data
+
+
+def quarantine(checkpoint: Checkpoint, why: str, disk: Disk = REAL_DISK) -> Path:
+    """Sets a damaged checkpoint aside as `globalstepG.damaged`; returns its info folder there."""
+    return _set_aside(checkpoint.root, checkpoint.step, checkpoint.folders(), why, disk)
+
+
+def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
+    """Removes what interrupted saves and removals left, and returns it; for the holder of the run
+    lock. A checkpoint whose COMMIT does not fit is not removed but set aside."""
+    root = Path(root)
+    removed = []
+    for step, folders in sorted(_folders_by_step(root).items()):
+        try:
+            if read_checkpoint(root, step) is not None:
+                continue
+        except Damaged as error:
+            _set_aside(root, step, folders, str(error), disk)
+            continue
+        for folder in folders:
+            remove_tree(disk, folder)
+        removed += folders
+    return removed
+
+
+def prune(
+    root: str | Path,
+    keep_last: int,
+    may_delete: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+    disk: Disk = REAL_DISK,
+) -> list[Path]:
+    """Removes all but the newest `keep_last` checkpoints, and what older saves left unfinished."""
+    assert keep_last >= 1, "the newest checkpoint is never removed"
+    root = Path(root)
+    found = find_checkpoints(root, report=lambda sentence: None)
+    removed = []
+    for checkpoint in found[keep_last:]:
+        if may_delete(checkpoint):
+            remove_checkpoint(checkpoint, disk)
+            removed.append(root / checkpoint.info)
+    newest = found[0].step if found else -1
+    for step, folders in sorted(_folders_by_step(root).items()):
+        if step < newest and not (root / info_folder(step) / COMMIT).exists():
+            for folder in folders:
+                remove_tree(disk, folder)
+    return removed
+
+
+def remove_checkpoint(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> None:
+    """COMMIT first, durably: what a crash leaves is no checkpoint."""
+    folder = checkpoint.root / checkpoint.info
+    disk.unlink(folder / COMMIT)
+    disk.fsync_dir(folder)
+    for path in checkpoint.folders():
+        remove_tree(disk, path)
+
+
+def _set_aside(root: Path, step: int, folders: list[Path], why: str, disk: Disk) -> Path:
+    suffix = DAMAGED
+    number = 1
+    while any(folder.with_name(f"{folder.name}.{suffix}").exists() for folder in folders):
+        number += 1
+        suffix = f"{DAMAGED}-{number}"
+    info = root / info_folder(step)
+    if (info / COMMIT).exists():
+        disk.rename(info / COMMIT, info / f"{COMMIT}.{DAMAGED}")
+        disk.fsync_dir(info)
+    if info.is_dir():
+        (info / "why.txt").write_text(why + "\n", encoding="utf-8")
+    for folder in folders:
+        if folder.is_dir():
+            disk.rename(folder, folder.with_name(f"{folder.name}.{suffix}"))
+            disk.fsync_dir(folder.parent)
+    return info.with_name(f"{info.name}.{suffix}")
+
+
+def file_damage(place: Path, entry: FileEntry) -> Iterator[str]:
+    """A sentence for each piece that is not what was written."""
+    try:
+        fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        yield f"{place}: cannot be read ({error.strerror})"
+        return
+    try:
+        size = os.fstat(fd).st_size
+        if size != entry.size:
+            yield _size_sentence(place, size, entry.size)
+        buffer = memoryview(bytearray(min(READ_BYTES, max(entry.size, 1))))
+        for piece in entry.pieces:
+            if _read_digest(fd, piece, buffer) != piece.sha256:
+                yield _piece_sentence(place, piece)
+    except OSError as error:
+        yield f"{place}: cannot be read ({error.strerror})"
+    finally:
+        os.close(fd)
+
+
+def _read_digest(fd: int, piece: PieceEntry, buffer: memoryview) -> str:
+    digest = hashlib.sha256()
+    done = 0
+    while done < piece.length:
+        want = min(len(buffer), piece.length - done)
+        got = os.preadv(fd, [buffer[:want]], piece.offset + done)
+        if got == 0:  # the file is shorter than it was
+            break
+        digest.update(buffer[:got])
+        done += got
+    return digest.hexdigest()
+
+
+def _size_sentence(path: Path, found: int, wanted: int) -> str:
+    return f"{path}: has {found} bytes, and {wanted} were written"
+
+
+def _piece_sentence(path: Path, piece: PieceEntry) -> str:
+    place = f"bytes {piece.offset} to {piece.offset + piece.length}"
+    return (
+        f"{path}: piece {visible(piece.name)} ({place}) does not have the digest it was saved with"
+    )
+
+
+def _folders_by_step(root: Path) -> dict[int, list[Path]]:
+    """Folders of all steps, those of the roles before the info folder."""
+    parents = [*sorted(root.glob(f"[!.]*/{STATE}")), root / INFO]
+    found: dict[int, list[Path]] = {}
+    for parent in parents:
+        for step in _steps(parent):
+            found.setdefault(step, []).append(parent / f"globalstep{step}")
+    return found
+
+
+def _steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    steps = (step_of(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    return sorted(step for step in steps if step is not None)
+
+
+def _read_small(path: Path, limit: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return data
+
+
+def _checked(path: str) -> str:
+    """A path that stays within the root."""
+    parts = path.split("/")
+    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"the path {path!r} is not relative to the root")
+    return path
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()

@@ -1,0 +1,404 @@
+"""Jobs of a writer: files as lists of byte ranges, their digests, and the commit that joins them.
+
+Neither torch nor numpy: a job runs in this process (`run_job`) or in a `Writer`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree, write_aside
+from pentad.checkpoint.folders import (
+    COMMIT,
+    INFO,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    commit_marker,
+    file_damage,
+    prune,
+    step_of,
+)
+from pentad.core.errors import RunError
+
+NUM_THREADS = 4
+"""Each takes a piece, computes its digest and writes it."""
+CHUNK_BYTES = 8 << 20
+"""What is summed and written in one go."""
+POLL_S = 0.02
+
+
+class Memory:
+    """Host memory that a writer process can map, too."""
+
+    def __init__(self, size: int) -> None:
+        if sys.platform == "linux":
+            fd = os.memfd_create("pentad-checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, size)
+        self._hold(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    @classmethod
+    def received(cls, fd: int) -> Memory:
+        """That of another process, to be read."""
+        memory = cls.__new__(cls)
+        memory._hold(fd, os.fstat(fd).st_size, mmap.PROT_READ)
+        return memory
+
+    def _hold(self, fd: int, size: int, access: int) -> None:
+        self.fd = fd
+        self.size = size
+        self._map = mmap.mmap(fd, max(size, 1), prot=access) if size else None
+        self.view = memoryview(b"" if self._map is None else self._map)
+
+    def close(self) -> None:
+        """The pages stay while somebody, such as a tensor, still looks at them."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.view = memoryview(b"")
+        if self._map is not None:
+            with suppress(BufferError):
+                self._map.close()
+            self._map = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    memory: Memory
+    start: int
+    length: int
+
+
+Lazy = Callable[[], memoryview]
+"""Gives its bytes when they are written; they must hold until the next one is asked. Only for jobs
+that run in this process."""
+Segment = bytes | Span | Lazy
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file that get a digest of their own, such as those of one tensor."""
+
+    name: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpec:
+    path: str
+    """Relative to the job's root."""
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Files of one rank, durable, then the receipt: a small JSON file with sizes and digests, or
+    with the words of what failed; in that case the files are removed again."""
+
+    root: Path
+    files: tuple[FileSpec, ...]
+    receipt: str
+    """In the info folder of the checkpoint; a new name for every save."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitJob:
+    """Waits for the receipts of all ranks, writes the small files, the manifest and COMMIT; then
+    the hint for people; then removes older checkpoints. If it fails, nothing of the step stays."""
+
+    root: Path
+    info: str
+    """`recover_info/globalstepG`."""
+    receipts: tuple[str, ...]
+    files: tuple[FileSpec, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    keep_last: int = 2
+    keep_steps: tuple[int, ...] = ()
+    """Steps whose checkpoints are not removed, however old."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJob:
+    """A folder written aside, read back and compared, and renamed into the place of `target`."""
+
+    target: Path
+    files: tuple[FileSpec, ...]
+
+
+Job = WriteJob | CommitJob | ExportJob
+
+
+def receipt_name(info: str, role: str, rank: int) -> str:
+    """A path for a receipt that no other save has."""
+    return f"{info}/.{role}-{rank}-{os.urandom(4).hex()}.receipt"
+
+
+def run_job(job: Job, disk: Disk = REAL_DISK) -> dict[str, Any]:
+    """Runs it here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and of a
+    commit `notes`: what failed after it and does no harm. Raises OSError or RunError."""
+    begun = time.monotonic()
+    match job:
+        case WriteJob():
+            result = _write(job, disk)
+        case CommitJob():
+            result = _commit(job, disk)
+        case ExportJob():
+            result = _export(job, disk)
+    num_bytes = sum(entry["size"] for entry in result["files"].values())
+    return {**result, "bytes": num_bytes, "ms": round(1e3 * (time.monotonic() - begun), 3)}
+
+
+def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
+    receipt = job.root / job.receipt
+    make_folders(disk, receipt.parent)
+    try:
+        _refuse_committed(receipt.parent)
+        result = {"files": _write_files(job.root, job.files, disk)}
+    except (OSError, RunError) as error:
+        with suppress(OSError):  # then the commit runs into its deadline
+            _write_receipt(receipt, {"error": str(error)}, disk)
+        raise
+    _write_receipt(receipt, result, disk)
+    return result
+
+
+def _write_receipt(path: Path, value: Mapping[str, Any], disk: Disk) -> None:
+    """Not durable: it is of no use after a crash."""
+    write_aside(disk, path, json.dumps(value).encode(), is_durable=False)
+
+
+def _refuse_committed(info: Path) -> None:
+    if (info / COMMIT).exists():
+        raise RunError(f"{info}: this checkpoint is committed, and nothing in it is written again")
+
+
+def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
+    info = job.root / job.info
+    step = step_of(info.name)
+    assert step is not None and job.info == f"{INFO}/{info.name}", job.info
+    make_folders(disk, info)
+    _refuse_committed(info)
+    files: dict[str, Any] = {}
+    try:
+        _collect(job, files)
+        files |= _write_files(job.root, job.files, disk)
+        entries = {path: FileEntry.from_json(value) for path, value in files.items()}
+        manifest = Manifest(step, entries, job.facts).to_bytes()
+        write_aside(disk, info / MANIFEST, manifest)
+        write_aside(disk, info / COMMIT, commit_marker(manifest))
+    except BaseException:
+        _give_back(job.root, [*files, *job.receipts, f"{job.info}/{MANIFEST}"], disk)
+        raise
+    return {"files": files, "notes": _tidy(job, disk)}
+
+
+def _collect(job: CommitJob, files: dict[str, Any]) -> None:
+    """Adds the files of all receipts; raises the words of one that failed."""
+    deadline = time.monotonic() + job.timeout_s
+    waiting = list(job.receipts)
+    failed = ""
+    while waiting and not failed:
+        for name in list(waiting):
+            with suppress(FileNotFoundError):
+                found = json.loads((job.root / name).read_bytes())
+                waiting.remove(name)
+                files |= found.get("files", {})
+                failed = failed or found.get("error", "")
+        if waiting and not failed:
+            if time.monotonic() > deadline:
+                others = f" (and {len(waiting) - 1} more)" if waiting[1:] else ""
+                raise RunError(
+                    f"{job.root / waiting[0]}{others}: not there after {job.timeout_s:g} s; every "
+                    "rank must see the same folder, and its writer must live"
+                )
+            time.sleep(POLL_S)
+    if failed:
+        raise RunError(failed)
+    for path, value in files.items():
+        found_bytes = (job.root / path).stat().st_size
+        if found_bytes != value["size"]:
+            raise RunError(f"{job.root / path}: has {found_bytes} bytes, not {value['size']}")
+
+
+def _tidy(job: CommitJob, disk: Disk) -> list[str]:
+    """What follows a commit; it stands, whatever fails here."""
+    notes = []
+    try:
+        for receipt in job.receipts:
+            disk.unlink(job.root / receipt)
+        hint = f"{job.info}/step_info.json"
+        if any(file.path == hint for file in job.files):
+            data = (job.root / hint).read_bytes()
+            write_aside(disk, job.root / INFO / "step_info.json", data)
+    except OSError as error:
+        notes.append(f"the hint was not written ({error})")
+    try:
+        kept = job.keep_steps
+        prune(job.root, job.keep_last, lambda found: found.step not in kept, disk)
+    except OSError as error:
+        notes.append(f"older checkpoints were not removed ({error})")
+    return notes
+
+
+def _export(job: ExportJob, disk: Disk) -> dict[str, Any]:
+    parent, name = job.target.parent, job.target.name
+    make_folders(disk, parent)
+    aside = parent / f".{name}.writing-{os.getpid()}"
+    old = parent / f".{name}.replaced-{os.getpid()}"
+    try:
+        remove_tree(disk, aside)
+        make_folders(disk, aside)
+        files = _write_files(aside, job.files, disk)
+        for path, value in files.items():
+            for sentence in file_damage(aside / path, FileEntry.from_json(value)):
+                raise RunError(f"{sentence}; {job.target} was not replaced")
+        remove_tree(disk, old)
+        if job.target.exists():
+            disk.rename(job.target, old)
+        disk.rename(aside, job.target)
+        disk.fsync_dir(parent)
+    except BaseException:
+        with suppress(OSError):
+            remove_tree(disk, aside)
+        raise
+    remove_tree(disk, old)
+    return {"files": files}
+
+
+def _write_files(root: Path, files: Iterable[FileSpec], disk: Disk) -> dict[str, Any]:
+    """Sizes and digests by path, once files and their names are durable. If it fails, they are
+    removed and the first failure is raised."""
+    files = list(files)
+    written: dict[str, Any] = {}
+    try:
+        for file in files:
+            path = root / file.path
+            make_folders(disk, path.parent)
+            if path.exists():  # of a save that failed
+                disk.unlink(path)
+            try:
+                written[file.path] = _write_file(path, file, disk).to_json()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+        for folder in _chains(root, files):
+            disk.fsync_dir(folder)
+    except BaseException:
+        _give_back(root, [file.path for file in files], disk)
+        raise
+    return written
+
+
+def _chains(root: Path, files: list[FileSpec]) -> list[Path]:
+    """The folders of the files with those between them and the root, deepest first: another rank
+    may have made them and not come to its fsync."""
+    found = {root}
+    for file in files:
+        path = (root / file.path).parent
+        while path != root:
+            found.add(path)
+            path = path.parent
+    return sorted(found, key=lambda path: (-len(path.parts), path))
+
+
+def _write_file(path: Path, file: FileSpec, disk: Disk) -> FileEntry:
+    fd = disk.create(path)
+    try:
+        if any(callable(segment) for piece in file.pieces for segment in piece.segments):
+            entries = list(_write_in_order(fd, file.pieces, disk))
+        else:
+            entries = _write_in_threads(fd, file.pieces, disk)
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+    return FileEntry(sum(entry.length for entry in entries), tuple(entries))
+
+
+def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[PieceEntry]:
+    """A piece is the work of one thread, which sums and writes it."""
+
+    def write(piece: Piece, start: int) -> PieceEntry:
+        digest = hashlib.sha256()
+        end = start
+        for part in _parts(piece):
+            digest.update(part)
+            disk.write(fd, part, end)
+            end += len(part)
+        return PieceEntry(piece.name, start, end - start, digest.hexdigest())
+
+    lengths = [sum(_length(segment) for segment in piece.segments) for piece in pieces]
+    starts = [0, *accumulate(lengths)][:-1]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        tasks = [pool.submit(write, *pair) for pair in zip(pieces, starts, strict=True)]
+        try:
+            return [task.result() for task in tasks]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_in_order(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> Iterator[PieceEntry]:
+    """One part at a time, summed beside its writing: the next may come in the same memory."""
+    end = 0
+    with ThreadPoolExecutor(1) as pool:
+        for piece in pieces:
+            digest = hashlib.sha256()
+            start = end
+            for part in _parts(piece):
+                summing = pool.submit(digest.update, part)
+                disk.write(fd, part, end)
+                summing.result()
+                end += len(part)
+            yield PieceEntry(piece.name, start, end - start, digest.hexdigest())
+
+
+def _parts(piece: Piece) -> Iterator[memoryview]:
+    for segment in piece.segments:
+        view = view_of(segment)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def view_of(segment: Segment) -> memoryview:
+    match segment:
+        case bytes():
+            return memoryview(segment)
+        case Span():
+            return segment.memory.view[segment.start : segment.start + segment.length]
+        case _:
+            return segment().cast("B")
+
+
+def _length(segment: Segment) -> int:
+    assert not callable(segment)
+    return segment.length if isinstance(segment, Span) else len(segment)
+
+
+def _give_back(root: Path, paths: Iterable[str], disk: Disk) -> None:
+    """Removes the files, with the folders that hold nothing else; what cannot be removed stays for
+    the next start."""
+    paths = list(paths)
+    for path in paths:
+        with suppress(OSError):
+            disk.unlink(root / path)
+    for folder in _chains(root, [FileSpec(path, ()) for path in paths]):
+        if step_of(folder.name) is not None:
+            with suppress(OSError):
+                disk.remove_dir(folder)

@@ -1,0 +1,291 @@
+"""The background process that runs a trainer process's jobs: `python -m pentad.checkpoint.writer`.
+
+Jobs run in the order they came. Their bytes stay where they are: the process gets the memory's file
+descriptors and maps them. It ends with its parent, in the middle of a job too, and ignores the
+signals that a terminal or a scheduler sends to all processes of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pentad.checkpoint.job import (
+    CommitJob,
+    ExportJob,
+    FileSpec,
+    Job,
+    Memory,
+    Piece,
+    Span,
+    WriteJob,
+    run_job,
+)
+from pentad.core.errors import RunError
+
+KINDS: dict[str, type[Job]] = {kind.__name__: kind for kind in (WriteJob, CommitJob, ExportJob)}
+NUMBER = struct.Struct("<Q")
+MAX_FDS = 250
+WATCH_S = 0.5
+NICENESS = 5
+"""The steps of the run come first."""
+
+
+class Pending:
+    """A job that was handed over."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: dict[str, Any] = {}
+        self._error: OSError | RunError | None = None
+        self._begun = time.monotonic()
+        self._seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def error(self) -> OSError | RunError | None:
+        """What it failed with; None while it goes on."""
+        return self._error
+
+    @property
+    def seconds(self) -> float:
+        """Since it was handed over, until it was done."""
+        return self._seconds if self.is_done else time.monotonic() - self._begun
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """The result, or what the job failed with; TimeoutError if it is not done by then."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the writer is not done after {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
+        self._result, self._error = result, error
+        self._seconds = time.monotonic() - self._begun
+        self._done.set()
+
+
+class Writer:
+    """The parent's end. The process is started with the first job, and again after it was lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.popen.pid
+
+    def submit(self, job: Job) -> Pending:
+        """Returns at once. The memory of its spans must not change until the job is done."""
+        with self._lock:
+            if self._process is None or not self._process.is_alive:
+                self._process = _Process()
+            return self._process.send(job)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for the jobs under way; those that take longer than `timeout_s` fail."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.close(timeout_s)
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        package = str(Path(__file__).parents[2])
+        known = environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = f"{known}{os.pathsep}{package}" if known else package
+        command = [sys.executable, "-P", "-m", "pentad.checkpoint.writer"]
+        with theirs:
+            self.popen = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._waiting: list[Pending] = []
+        self._guard = threading.Lock()
+        self.is_alive = True
+        self._reader = threading.Thread(target=self._read, name="checkpoint-writer", daemon=True)
+        self._reader.start()
+
+    def send(self, job: Job) -> Pending:
+        pending = Pending()
+        letter, memories = encode(job)
+        fds = [memory.fd for memory in (letter, *memories)]
+        assert len(fds) <= MAX_FDS, "a job has few memories"
+        with self._guard:
+            self._waiting.append(pending)
+        try:
+            socket.send_fds(self._socket, [NUMBER.pack(len(fds))], fds)
+        except OSError:
+            self._fail()
+        finally:
+            letter.close()
+        return pending
+
+    def close(self, timeout_s: float | None) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            self.popen.wait(timeout_s)
+        except OSError:
+            pass  # it is gone
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+        self._reader.join()
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            try:
+                for line in lines:
+                    answer = json.loads(line)
+                    with self._guard:
+                        pending = self._waiting.pop(0)
+                    pending.settle(answer.get("result", {}), _error_from(answer.get("error")))
+            except (OSError, ValueError):
+                pass  # its last line was cut short
+        self._fail()
+
+    def _fail(self) -> None:
+        """It ended: jobs that it has not answered are lost."""
+        self.is_alive = False
+        code = self.popen.wait()
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        words = f"the process that writes checkpoints ended ({how}) before this one was written"
+        with self._guard:
+            lost, self._waiting = self._waiting, []
+        for pending in lost:
+            pending.settle({}, RunError(words))
+
+
+def _error_from(value: dict[str, Any] | None) -> OSError | RunError | None:
+    if value is None:
+        return None
+    if value["errno"] is None:
+        return RunError(value["text"])
+    return OSError(value["errno"], value["text"], value["path"])
+
+
+def encode(job: Job) -> tuple[Memory, list[Memory]]:
+    """A letter with the job and its inline bytes, and the memories that its spans lie in."""
+    memories: dict[int, Memory] = {}
+    inline: list[bytes] = []
+    end = 0
+
+    def segment_of(segment: Any) -> list[int]:
+        nonlocal end
+        if isinstance(segment, Span):
+            memories.setdefault(id(segment.memory), segment.memory)
+            number = list(memories).index(id(segment.memory)) + 1
+            return [number, segment.start, segment.length]
+        assert isinstance(segment, bytes), "lazy bytes are for jobs of this process"
+        inline.append(segment)
+        end += len(segment)
+        return [0, end - len(segment), len(segment)]
+
+    files = [
+        [file.path, [[p.name, [segment_of(s) for s in p.segments]] for p in file.pieces]]
+        for file in job.files
+    ]
+    values = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "files"}
+    text = json.dumps({"kind": type(job).__name__, "files": files, **values}, default=str).encode()
+    letter = Memory(NUMBER.size + len(text) + end)
+    place = 0
+    for part in (NUMBER.pack(len(text)), text, *inline):
+        letter.view[place : place + len(part)] = part
+        place += len(part)
+    return letter, list(memories.values())
+
+
+def decode(letter: Memory, memories: list[Memory]) -> Job:
+    """The job of a letter; its inline bytes have become spans."""
+    (length,) = NUMBER.unpack(letter.view[: NUMBER.size])
+    begin = NUMBER.size + length
+    value = json.loads(bytes(letter.view[NUMBER.size : begin]))
+
+    def span(number: int, start: int, length: int) -> Span:
+        return (
+            Span(memories[number - 1], start, length)
+            if number
+            else Span(letter, begin + start, length)
+        )
+
+    files = tuple(
+        FileSpec(path, tuple(Piece(name, tuple(span(*s) for s in parts)) for name, parts in pieces))
+        for path, pieces in value.pop("files")
+    )
+    kind = KINDS[value.pop("kind")]
+    for name in ("root", "target"):
+        if name in value:
+            value[name] = Path(value[name])
+    for name in ("receipts", "keep_steps"):
+        if name in value:
+            value[name] = tuple(value[name])
+    return kind(files=files, **value)
+
+
+def main(fd: int, parent: int) -> None:
+    """Runs jobs until the parent hangs up or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    jobs: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+    connection = socket.socket(fileno=fd)
+    threading.Thread(target=_receive, args=(connection, parent, jobs), daemon=True).start()
+    while (fds := jobs.get()) is not None:
+        connection.sendall(json.dumps(_answer(fds)).encode() + b"\n")
+
+
+def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any]) -> None:
+    """Also while a job runs, so that the end of the parent is seen at once."""
+    while True:
+        readable, _, _ = select.select([connection], [], [], WATCH_S)
+        if os.getppid() != parent:
+            os._exit(1)
+        if readable:
+            data, fds, _, _ = socket.recv_fds(connection, NUMBER.size, MAX_FDS)
+            if not data:
+                break
+            jobs.put(list(fds))
+    jobs.put(None)
+    while os.getppid() == parent:  # it hung up, and waits for the jobs under way
+        time.sleep(WATCH_S)
+    os._exit(1)
+
+
+def _answer(fds: list[int]) -> dict[str, Any]:
+    memories = [Memory.received(fd) for fd in fds]
+    try:
+        return {"result": run_job(decode(memories[0], memories[1:]))}
+    except OSError as error:
+        text = error.strerror or str(error)
+        return {"error": {"errno": error.errno, "text": text, "path": error.filename}}
+    except Exception as error:
+        text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        return {"error": {"errno": None, "text": text, "path": None}}
+    finally:
+        for memory in memories:
+            memory.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,143 @@
+"""Jobs write what they are given, in this process and through the writer's, and commit it."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentad.checkpoint.folders import (
+    damage,
+    find_checkpoints,
+    info_folder,
+    read_file,
+    state_folder,
+)
+from pentad.checkpoint.job import (
+    CommitJob,
+    ExportJob,
+    FileSpec,
+    Job,
+    Memory,
+    Piece,
+    Span,
+    WriteJob,
+    receipt_name,
+    run_job,
+)
+from pentad.checkpoint.writer import Writer
+from pentad.core.errors import RunError
+
+Runner = Callable[[Job], dict[str, Any]]
+
+
+@pytest.fixture(params=["here", "writer"])
+def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    if request.param == "here":
+        yield run_job
+        return
+    writer = Writer()
+    yield lambda job: writer.submit(job).wait(30)
+    writer.close()
+
+
+def memory_of(data: bytes) -> Memory:
+    memory = Memory(len(data))
+    memory.view[:] = data
+    return memory
+
+
+def write_job(root: Path, step: int, rank: int, role: str = "default") -> WriteJob:
+    memory = memory_of(bytes([step, rank]) * 5000)
+    folder = state_folder(role, step)
+    pieces = (
+        Piece("model.a", (b"head", Span(memory, 0, 4000), b"tail")),
+        Piece("model.b", (Span(memory, 4000, 6000),)),
+    )
+    file = FileSpec(f"{folder}/__{rank}_0.distcp", pieces)
+    return WriteJob(root, (file,), receipt_name(info_folder(step), role, rank))
+
+
+def commit_job(root: Path, step: int, receipts: list[str], **options: Any) -> CommitJob:
+    info = info_folder(step)
+    text = json.dumps({"global_step": step}).encode()
+    file = FileSpec(f"{info}/step_info.json", (Piece("step_info.json", (text,)),))
+    return CommitJob(root, info, tuple(receipts), (file,), facts={"world": 2}, **options)
+
+
+def save(run: Runner, root: Path, step: int, **options: Any) -> dict[str, Any]:
+    jobs = [write_job(root, step, rank) for rank in range(2)]
+    for job in jobs:
+        run(job)
+    return run(commit_job(root, step, [job.receipt for job in jobs], **options))
+
+
+def test_a_committed_checkpoint_is_found_and_whole(tmp_path: Path, run: Runner):
+    root = tmp_path / "new" / "root"
+    result = save(run, root, 3)
+    (found,) = find_checkpoints(root)
+    assert (found.step, found.manifest.facts) == (3, {"world": 2})
+    assert damage(found) == []
+    assert result["bytes"] == found.manifest.num_bytes == 2 * 10008 + len('{"global_step": 3}')
+    data = read_file(found, "default/recover_checkpoint/globalstep3/__1_0.distcp")
+    assert data == b"head" + bytes([3, 1]) * 2000 + b"tail" + bytes([3, 1]) * 3000
+    assert (root / "recover_info" / "step_info.json").read_text() == '{"global_step": 3}'
+    assert [p.name for p in root.rglob(".*")] == []
+
+
+def test_older_checkpoints_are_removed_but_those_kept(tmp_path: Path, run: Runner):
+    for step in range(4):
+        save(run, tmp_path, step, keep_last=1, keep_steps=(1,))
+    assert [found.step for found in find_checkpoints(tmp_path)] == [3, 1]
+    names = sorted(p.name for p in (tmp_path / "default/recover_checkpoint").iterdir())
+    assert names == ["globalstep1", "globalstep3"]
+
+
+def test_a_rank_that_failed_fails_the_commit_with_its_words(tmp_path: Path, run: Runner):
+    save(run, tmp_path, 1)
+    good, bad = write_job(tmp_path, 2, 0), write_job(tmp_path, 2, 1)
+    run(good)
+    (tmp_path / bad.receipt).write_text('{"error": "rank 1 has no space"}')
+    with pytest.raises(RunError, match="rank 1 has no space"):
+        run(commit_job(tmp_path, 2, [good.receipt, bad.receipt]))
+    assert [found.step for found in find_checkpoints(tmp_path)] == [1]
+    assert list(tmp_path.rglob("*globalstep2*")) == []
+    save(run, tmp_path, 2)
+    assert [found.step for found in find_checkpoints(tmp_path)] == [2, 1]
+
+
+def test_a_receipt_that_never_comes_fails_the_commit(tmp_path: Path, run: Runner):
+    job = write_job(tmp_path, 2, 0)
+    run(job)
+    with pytest.raises(RunError, match="receipt: not there after 0.1 s"):
+        run(commit_job(tmp_path, 2, [job.receipt, "recover_info/x.receipt"], timeout_s=0.1))
+    assert list(tmp_path.rglob("*globalstep2*")) == []
+
+
+def test_what_is_committed_is_not_written_again(tmp_path: Path, run: Runner):
+    save(run, tmp_path, 1)
+    with pytest.raises(RunError, match="is committed"):
+        run(write_job(tmp_path, 1, 0))
+    (found,) = find_checkpoints(tmp_path)
+    assert damage(found) == []
+
+
+def test_lazy_bytes_are_asked_one_after_the_other(tmp_path: Path):
+    buffer = bytearray(3)
+
+    def give(value: int) -> memoryview:
+        buffer[:] = bytes([value]) * 3
+        return memoryview(buffer)
+
+    pieces = tuple(Piece(str(n), (lambda n=n: give(n), b"-")) for n in range(3))
+    run_job(WriteJob(tmp_path, (FileSpec("d/f", pieces),), "recover_info/globalstep0/.r"))
+    assert (tmp_path / "d/f").read_bytes() == b"\0\0\0-\1\1\1-\2\2\2-"
+
+
+def test_an_export_replaces_a_folder_whole(tmp_path: Path, run: Runner):
+    target = tmp_path / "model"
+    for text in (b"old", b"new"):
+        run(ExportJob(target, (FileSpec("sub/weights", (Piece("w", (text,)),)),)))
+        assert (target / "sub" / "weights").read_bytes() == text
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
