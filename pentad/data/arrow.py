@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import datetime
 import decimal
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pentad.core.errors import Problem, UserError
-from pentad.data.stamp import Stamp
+from pentad.data.stamp import Stamp, digest_of_file
 
 ROW_GROUPS_KEPT = 8
 
@@ -33,6 +33,10 @@ class TableRows:
         self.stamp = stamp
         """Of a file that is mapped."""
         self.table = table
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest_of_file(self.path)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -57,6 +61,10 @@ class ParquetRows:
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
         self.size = meta.num_rows if limit is None else min(limit, meta.num_rows)
         self.group = lru_cache(maxsize=ROW_GROUPS_KEPT)(self.file.read_row_group)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest_of_file(self.path)
 
     def __len__(self) -> int:
         return int(self.size)

@@ -12,14 +12,18 @@ Invariants: every gid ends exactly once, as done or as dropped; drawn = trained 
 flight, at all times. A transition that the picture above does not show raises LedgerError.
 Attempts are numbered per group: what a superseded attempt reports is ignored.
 
+A snapshot of it is JSON. Restored, ready groups stay ready as far as the store has their samples;
+all others are planned again, and their next attempt has the number, hence the seeds, of the one
+that was lost.
+
 No tensors, no threads: payloads lie in the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 LiveState = Literal["planned", "running", "ready", "leased"]
 
@@ -187,6 +191,48 @@ class Ledger:
 
     def funnel(self) -> Funnel:
         return Funnel(self.next_gid, self._trained, dict(self._dropped), len(self._live))
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as JSON values; taken between two events it is always consistent."""
+        return {
+            "groups_per_batch": self.groups_per_batch,
+            "next_gid": self.next_gid,
+            "first_batch": self._first_batch,
+            "trained": self._trained,
+            "dropped": dict(self._dropped),
+            "batches": [
+                {
+                    "batch": number,
+                    "num_drawn": batch.num_drawn,
+                    "done": [[s, gid] for s, gid in batch.slots.items() if gid not in self._live],
+                }
+                for number, batch in self._batches.items()
+            ],
+            "live": [{"gid": gid, **asdict(entry)} for gid, entry in self._live.items()],
+        }
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, Any], available: Collection[int]) -> Ledger:
+        """Continues from a snapshot; of the groups in `available` the store holds the samples."""
+        ledger = cls(snapshot["groups_per_batch"])
+        ledger.next_gid = snapshot["next_gid"]
+        ledger._first_batch = snapshot["first_batch"]
+        ledger._trained = snapshot["trained"]
+        ledger._dropped = dict(snapshot["dropped"])
+        for saved in snapshot["batches"]:
+            done = dict(saved["done"])
+            ledger._batches[saved["batch"]] = _Batch(done, saved["num_drawn"], len(done))
+        for saved in snapshot["live"]:
+            entry = _Entry(saved["batch"], saved["slot"], saved["state"], saved["num_attempts"])
+            if entry.state in ("ready", "leased") and saved["gid"] in available:
+                entry.state = "ready"
+            elif entry.state != "planned":
+                entry.state, entry.num_attempts = "planned", entry.num_attempts - 1
+            ledger._live[saved["gid"]] = entry
+            ledger._batches[entry.batch].slots[entry.slot] = saved["gid"]
+        return ledger
 
     # -- inside ---------------------------------------------------------------------------------
 

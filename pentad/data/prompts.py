@@ -1,7 +1,7 @@
 """The prompt stream: an endless sequence of tokenised prompts in which every gid has its place.
 
 `prompt(gid)` is a pure function of the data, the settings and gid: gid // len is the epoch, and the
-epoch's shuffled order gives the row. So there is no cursor that could be lost.
+epoch's shuffled order gives the row. So a resumed run needs no cursor.
 
 Read at once (the default), all rows are tokenised at the start: broken rows stop the run then and
 there, over-long ones are left out and counted, and `len` is the number of prompts an epoch really
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from pentad.data.render import (
 )
 from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.shuffle import epoch_order
+from pentad.data.stamp import check_same_data, digest_of_arrays
 from pentad.data.tokenizer import Tokenizer
 
 ENCODE_AT_ONCE = 1024
@@ -132,6 +134,24 @@ class PromptStream:
         for reason, count in self.dropped.items():
             text += f", {count} left out: {reason}"
         return text
+
+    def state(self) -> dict[str, Any]:
+        """All that decides which prompt a gid is, as JSON values."""
+        settings = self.settings
+        prompts = self.prompts
+        return {
+            "rows": len(self.rows),
+            "prompts": len(self),
+            "digest": self.rows.digest.hex(),
+            "tokens": None if prompts is None else digest_of_arrays(p.ids for p in prompts),
+            "shuffle": settings.shuffle,
+            "seed": settings.seed if settings.shuffle else None,
+        }
+
+    def check_state(self, saved: Mapping[str, Any]) -> None:
+        """UserError if a gid would now be another prompt."""
+        where = f"{self.settings.columns.key}.path = {self.settings.path}"
+        check_same_data(where, saved, self.state())
 
     def _prompt(self, gid: int, found: _Tokenised, epoch: int) -> Prompt:
         fields = dict(self.rows.row(found.row))

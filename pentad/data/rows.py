@@ -19,6 +19,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -41,6 +42,11 @@ MAX_PROBLEMS = 20
 
 
 class DatasetRows(Protocol):
+    @property
+    def digest(self) -> bytes:
+        """Changes when the rows do."""
+        ...
+
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
@@ -60,11 +66,10 @@ class JsonLines:
         self.limit = limit
         self.stamp = Stamp(path)
         self.file = path.open("rb")
-        self.digest = b""
-        """Of the lines that were scanned."""
         self.starts = array("q")
         self.lines = array("q")
-        self._scan(limit)
+        self.digest = self._scan(limit)
+        """Of the lines that were scanned."""
         self.parsed: list[dict[str, Any]] | None = None
         if not streaming:
             self.parsed = self._parse_all()
@@ -89,7 +94,7 @@ class JsonLines:
     def where(self, index: int) -> str:
         return f"{self.path}:{self.lines[index]}"
 
-    def _scan(self, limit: int | None) -> None:
+    def _scan(self, limit: int | None) -> bytes:
         start, digest = 0, hashlib.blake2b(digest_size=16)
         for number, line in enumerate(self.file, 1):
             if limit is not None and len(self.lines) == limit:
@@ -100,7 +105,7 @@ class JsonLines:
                 self.lines.append(number)
             start += len(line)
         self.starts.append(start)
-        self.digest = digest.digest()
+        return digest.digest()
 
     def _parse(self, index: int) -> dict[str, Any]:
         start, end = self.starts[index], self.starts[index + 1]
@@ -128,6 +133,10 @@ class Joined:
     def __init__(self, parts: Sequence[DatasetRows]) -> None:
         self.parts = parts
         self.ends = list(accumulate(len(part) for part in parts))
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(b"".join(part.digest for part in self.parts)).digest()
 
     def __len__(self) -> int:
         return self.ends[-1]

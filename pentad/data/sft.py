@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from pentad.data.render import (
 )
 from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.shuffle import epoch_order
+from pentad.data.stamp import check_same_data, digest_of_arrays
 from pentad.data.tokenizer import Messages, Tokenizer
 
 TOO_LONG = "too_long"
@@ -87,6 +89,21 @@ class SftDataset:
         for what, count in self.counts.items():
             text += f", {count} {what}"
         return text
+
+    def state(self) -> dict[str, Any]:
+        """All that decides which example an ordinal is, as JSON values."""
+        settings = self.settings
+        return {
+            "examples": len(self),
+            "tokens": digest_of_arrays(a for e in self.examples for a in (e.ids, e.mask)),
+            "shuffle": settings.shuffle,
+            "seed": settings.seed if settings.shuffle else None,
+        }
+
+    def check_state(self, saved: Mapping[str, Any]) -> None:
+        """UserError if an ordinal would now be another example."""
+        where = f"{self.settings.columns.key}.path = {self.settings.path}"
+        check_same_data(where, saved, self.state())
 
     def _make_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self), self.settings.seed, epoch)

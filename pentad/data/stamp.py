@@ -1,10 +1,15 @@
-"""Whether a data file is still the one that a run began to read."""
+"""Whether data are still those that a run began with: while it reads them, and when it resumes."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from pentad.core.errors import RunError
+import numpy as np
+
+from pentad.core.errors import Problem, RunError, UserError
 
 
 class Stamp:
@@ -35,3 +40,30 @@ class Stamp:
             f"{self.path} was changed while the run reads from it: its rows are not those the run "
             "began with; write new data to a new file"
         )
+
+
+def digest_of_file(path: Path) -> bytes:
+    """Over all bytes, about a second a gigabyte."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+
+
+def digest_of_arrays(arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def check_same_data(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """UserError if an ordinal would now be another row than when `saved` was noted."""
+    changes = [
+        f"{name} was {saved.get(name)}, is {new}"
+        for name, new in now.items()
+        if saved.get(name) != new
+    ]
+    if changes:
+        remedy = "restore the old data and settings, or start anew with --fresh"
+        rule = f"not the data that the run began with: {'; '.join(changes)}"
+        raise UserError(Problem(where, rule, remedy))

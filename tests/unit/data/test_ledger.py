@@ -1,5 +1,6 @@
 """The ledger: legal transitions, sentences for illegal ones, and conservation under faults."""
 
+import json
 from dataclasses import asdict
 
 import pytest
@@ -146,8 +147,25 @@ def test_ack_applies_to_all_or_none(ledger):
     assert ledger.gids_in("leased") == [0]
 
 
+def test_restore_plans_again_what_was_under_way_with_the_attempt_it_had():
+    ledger = Ledger(5)
+    for _ in range(5):
+        ledger.admit(0)
+    for gid in range(1, 5):
+        ledger.start(gid)
+    for gid in range(2, 5):
+        ledger.commit(gid, 0)
+    ledger.lease(0, [2])  # now: planned, running, leased, ready, ready
+    saved = json.loads(json.dumps(ledger.snapshot()))
+    again = Ledger.restore(saved, available={2, 3})
+    assert again.gids_in("planned") == [0, 1, 4]
+    assert again.gids_in("ready") == [2, 3]
+    assert [again.start(gid) for gid in (0, 1, 4)] == [0, 0, 0], "the same seeds as without a crash"
+    assert again.funnel() == ledger.funnel()
+
+
 class LedgerUnderFaults(RuleBasedStateMachine):
-    """Random samplers, trainers and zombies against a plain record of what ended how."""
+    """Random samplers, trainers, crashes and zombies against a plain record of what ended how."""
 
     @initialize(size=st.integers(1, 3), lead=st.integers(1, 3))
     def begin(self, size, lead):
@@ -156,6 +174,7 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         self.ended: dict[int, str] = {}
         self.batch_of: dict[int, int] = {}
         self.attempts: list[tuple[int, int]] = []
+        self.stored: set[int] = set()
         self.trained_batches = 0
 
     def gids(self, *states):
@@ -186,6 +205,8 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         gid, attempt = data.draw(st.sampled_from(self.attempts))
         was_current = self.ledger.is_current(gid, attempt)
         assert self.ledger.commit(gid, attempt) == was_current
+        if was_current:
+            self.stored.add(gid)
 
     @precondition(lambda self: self.gids("running"))
     @rule(data=st.data())
@@ -218,6 +239,19 @@ class LedgerUnderFaults(RuleBasedStateMachine):
     def lease_and_give_back(self):
         gids = self.ledger.lease(self.trained_batches)
         self.ledger.release(gids)
+
+    @rule(data=st.data())
+    def crash(self, data):
+        """The process dies with some groups leased; some stored samples are lost with it."""
+        if data.draw(st.booleans()):
+            self.ledger.lease(self.trained_batches)
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.stored) or [0])))
+        saved = json.loads(json.dumps(self.ledger.snapshot()))
+        self.ledger = Ledger.restore(saved, available=self.stored - lost)
+        self.stored -= lost
+        self.attempts = []
+        assert not self.gids("running", "leased")
+        assert set(self.gids("ready")) <= self.stored
 
     @invariant()
     def every_group_is_alive_or_ended_once(self):

@@ -1,5 +1,6 @@
 """The prompt stream: every gid has one prompt for ever, and bad rows get a sentence."""
 
+import json
 import math
 
 import numpy as np
@@ -243,3 +244,14 @@ def test_the_first_prompts_pass_over_rejected_rows(open_stream):
     assert [prompt.text for prompt in stream.first(1)] == ["a"]
     with pytest.raises(UserError, match=r"no row of it can be a prompt: .*train.jsonl:1"):
         open_stream([{"oops": 1}], streaming=True).first(3)
+
+
+def test_a_resumed_run_sees_that_its_data_changed(open_stream, chat):
+    state = json.loads(json.dumps(open_stream(seed=1).state()))
+    open_stream(seed=1).check_state(state)
+    with pytest.raises(UserError, match="not the data that the run began with: seed was 1, is 2"):
+        open_stream(seed=2).check_state(state)
+    with pytest.raises(UserError, match="digest was .* is .*start anew with --fresh"):
+        open_stream([*ROWS[:-1], {"prompt": "x" * 20, "answer": "20"}], seed=1).check_state(state)
+    with pytest.raises(UserError, match="prompts was 20, is 5; tokens was .* is "):
+        open_stream(seed=1, max_tokens=5).check_state(state)

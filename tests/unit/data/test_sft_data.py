@@ -234,3 +234,11 @@ def test_batches_cover_an_epoch_and_any_step_can_be_found_again(open_data, plain
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == [float(i + 2) for i in range(10)]
     again = [row.count for row in open_data(rows, shuffle=True, seed=4).batch(3, 4)]
     assert again == drawn[12:16]
+
+
+def test_a_resumed_run_sees_that_its_examples_changed(open_data):
+    rows = [{"prompt": "1>", "response": str(i)} for i in range(4)]
+    state = json.loads(json.dumps(open_data(rows).state()))
+    open_data(rows).check_state(state)
+    with pytest.raises(UserError, match=r"train_dataset\.path = .*tokens was .* is .*--fresh"):
+        open_data([*rows[:3], {"prompt": "1>", "response": "5"}]).check_state(state)

@@ -1,11 +1,14 @@
 """The store gives back what was put, and no older attempt replaces a newer one."""
 
+import io
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
-from pentad.data.store import Store
+from pentad.data.store import Store, pack_groups, unpack_groups
 
 
 def make_group(gid=17, attempt=0, num_samples=2, reward=0.5):
@@ -53,3 +56,45 @@ def test_an_older_attempt_never_replaces_a_newer_one(store):
     assert store.get(17).samples[0].reward == 1.0
     store.put(make_group(attempt=2, reward=2.0))
     assert store.get(17).samples[0].reward == 2.0
+
+
+def same(left, right):
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    return type(left) is type(right) and left == right
+
+
+def test_groups_come_back_from_bytes_with_every_field():
+    one, two, three = make_group(3, attempt=2), make_group(17, num_samples=1), make_group(40)
+    one.samples[0].given_text = "other \ud800"
+    one.samples[1].turns = (("assistant", "a"), ("tool", "b"))
+    one.samples[1].columns = {}
+    two.samples[0].routes = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
+    two.samples[0].finish, two.samples[0].reward = "length", None
+    three.samples[0].ids = three.samples[0].ids[:0]
+    three.samples[1].columns["odd"] = np.ones(4)
+    groups = [one, two, three]
+    again = list(unpack_groups(pack_groups(groups), {g.gid: g.prompt for g in groups}.get))
+    assert [g.attempt for g in again] == [2, 0, 0]
+    for old, new in zip(groups, again, strict=True):
+        assert new.prompt is old.prompt
+        for left, right in zip(old.samples, new.samples, strict=True):
+            for field in fields(left):
+                assert same(getattr(left, field.name), getattr(right, field.name)), field.name
+
+
+def test_what_only_a_pickle_could_keep_is_refused_and_none_is_read():
+    group = make_group()
+    group.samples[0].columns["objects"] = np.array([{"a": 1}], dtype=object)
+    with pytest.raises(RunError, match="group 17 cannot be kept in a file: columns/objects"):
+        pack_groups([group])
+    group = make_group()
+    group.samples[0].reward_parts = {"x": np.float32(0.5), "y": b"z"}
+    with pytest.raises(RunError, match="bytes is no plain value"):
+        pack_groups([group])
+    file = io.BytesIO()
+    np.savez(file, meta=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(RunError, match="cannot be read"):
+        list(unpack_groups(file.getvalue(), lambda gid: None))
