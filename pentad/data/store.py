@@ -59,7 +59,9 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
             own = {}
             for name, array in _arrays_of(sample):
                 if array.dtype.hasobject:
-                    raise RunError(f"group {group.gid} cannot be kept in a file: {name} has objects")
+                    raise RunError(
+                        f"group {group.gid} cannot be kept in a file: {name} has objects"
+                    )
                 key = f"{name} {array.dtype.str} {array.shape[1:]}"
                 own[name] = [key, len(array)]
                 parts.setdefault(key, []).append(array)
@@ -93,7 +95,9 @@ def unpack_groups(data: bytes, prompt_of: Callable[[int], Prompt]) -> Iterator[G
         samples = []
         for saved in group["samples"]:
             own = {name: take(*place) for name, place in saved["arrays"].items()}
-            columns = {n.removeprefix(COLUMN): own.pop(n) for n in list(own) if n.startswith(COLUMN)}
+            columns = {
+                n.removeprefix(COLUMN): own.pop(n) for n in list(own) if n.startswith(COLUMN)
+            }
             plain = {name: saved[name] for name in PLAIN} | {
                 "turns": tuple((role, words) for role, words in saved["turns"])
             }

@@ -77,6 +77,18 @@ class Infra:
     num_failed_saves: int | None = about(
         "attempts to export that failed since the last good one", "attempts", varies=True
     )
+    last_recover_step: int | None = about(
+        "the last step whose recovery checkpoint is committed, as far as known",
+        "steps",
+        varies=True,
+    )
+    recover_stall_ms: float | None = about(
+        "time training stood still for the last recovery checkpoint", "ms", varies=True
+    )
+    recover_commit_ms: float | None = about("from its start to its commit", "ms", varies=True)
+    num_failed_recovers: int | None = about(
+        "recovery checkpoints that failed since the last good one", "attempts", varies=True
+    )
     active_nodes: int | None = about("machines at work", "nodes")
     ep_world_size: int | None = about("ranks that share the experts", "ranks")
 
@@ -137,6 +149,8 @@ class Funnel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     step: int = about("optimizer steps done, this one included: the first record has 1", "steps")
+    generation: int = about("how often the run had been started before", varies=True)
+    superseded: bool = about("true once a resumed run has done the step again", varies=True)
     epoch: int | None = about("epoch of the data, from 0")
     version: int | None = about("version of the weights after the step")
     time_s: float | None = about("when the record was written, Unix time", "s", varies=True)
@@ -177,6 +191,7 @@ class StepRecord:
     def as_json(self) -> dict[str, Any]:
         """Ready to be written: every field present, plain values, no NaN or infinity."""
         record = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        record |= {"generation": self.generation or 0, "superseded": bool(self.superseded)}
         for block in BLOCKS:
             record[block] = record[block] or dict.fromkeys(_names(BLOCKS[block]))
         return plain_json(record)
@@ -198,11 +213,14 @@ def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**_finite(dict(value), "", nonfinite), "nonfinite": nonfinite or None}
 
 
+NO_CURVES = ("schema", "step", "generation", "superseded")
+
+
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record by path, `rl/reward_mean`, for sinks that draw curves."""
     found = {}
     for path, value in _leaves(record, ""):
-        if isinstance(value, bool | int | float) and path not in ("schema", "step"):
+        if isinstance(value, bool | int | float) and path not in NO_CURVES:
             found[path] = float(value)
     return found
 
@@ -235,8 +253,8 @@ HEAD = """# What a step record says
 in every record; what does not apply or was not measured is `null`. This page is written from the
 classes in `pentad/telemetry/record.py` by `make docs`.
 
-`pentad.telemetry.steps.read_lines(path)` reads the file. A line that a crash tore off at the end of
-it is passed over.
+`pentad.telemetry.steps.read_lines(path)` reads the file. It passes over a line that a crash tore
+off at the end, and over steps that a resumed run did again: those are kept and marked `superseded`.
 
 Two runs of one seed give the same records apart from the fields marked *varies*, which measure
 the machine.

@@ -3,6 +3,9 @@
 It stops a run for one reason: the run folder is no longer there. What else fails here (a full disk,
 a closed terminal, a logger's bug) is reported once and counted; training goes on. The files are
 tried again at the next step. Steps and evaluations may be reported from different threads.
+
+`resume` goes on where an earlier start of the run left off: what it recorded beyond the step that
+was restored is marked, everything else counts as if this start had recorded it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pentad.telemetry.runfolder import RunFolder
 from pentad.telemetry.samples import pick_samples
 from pentad.telemetry.screen import Screen
 from pentad.telemetry.sinks import BackgroundSink
-from pentad.telemetry.steps import LineWriter
+from pentad.telemetry.steps import LineWriter, read_lines, supersede
 
 if TYPE_CHECKING:
     from pentad.core.types import Group
@@ -51,19 +54,66 @@ class Recorder:
         self.find_alarms = find_alarms
         self.failures: dict[str, int] = {}
         """What could not be done, and how often."""
-        self._steps = LineWriter(folder.file("steps.jsonl"))
-        self._samples = LineWriter(folder.file("samples.jsonl"))
-        self._evals = LineWriter(folder.file("evals.jsonl"))
+        self.generation = len(folder.manifest["starts"])
+        self._open_files()
         self._new_evals: list[dict[str, Any]] = []
         self._first: Mapping[str, Any] | None = None
         self._recent: list[Mapping[str, Any]] = []
         self._alarmed: dict[str, int] = {}
+        self._drawn: dict[str, set[int]] = {"steps": set(), "evals": set()}
+        """What superseded lines said before: a sink that cannot redraw has it."""
         self._lock = threading.Lock()
+
+    def _open_files(self) -> None:
+        self._steps = LineWriter(self.folder.file("steps.jsonl"))
+        self._samples = LineWriter(self.folder.file("samples.jsonl"))
+        self._evals = LineWriter(self.folder.file("evals.jsonl"))
+
+    def resume(self, step: int, alarmed: Mapping[str, int] | None = None) -> int:
+        """Goes on after `step`; how many recorded steps will be done again. Once, at the start."""
+        with self._lock:
+            for writer in (self._steps, self._samples, self._evals):
+                writer.close()
+            supersede(self.folder.file("samples.jsonl"), after=step)
+            self._drawn["evals"] = supersede(
+                self.folder.file("evals.jsonl"), after=step, key="version"
+            )
+            redone = supersede(self.folder.file("steps.jsonl"), after=step)
+            self._drawn["steps"] = redone
+            self._open_files()
+            records = read_lines(self.folder.file("steps.jsonl"))
+            evals = read_lines(self.folder.file("evals.jsonl"))
+            told = [e["version"] for record in records for e in record.get("evals") or ()]
+            self._new_evals = [line for line in evals if line["version"] not in told]
+            self._alarmed = dict(alarmed or {})
+            if records:
+                self._first = records[0]["rl"]
+                self._recent = [record["rl"] for record in records[-RECORDS_KEPT:]]
+            if self.generation:
+                for sink in self.sinks:
+                    sink.resume(step)
+            self._show(lambda screen: screen.resume(records, evals))
+            return len(redone)
+
+    def evaluated(self) -> set[int]:
+        """The versions that evals.jsonl has."""
+        return {line["version"] for line in read_lines(self.folder.file("evals.jsonl"))}
+
+    def state(self) -> dict[str, Any]:
+        """What the files do not say, as JSON values."""
+        with self._lock:
+            return {"alarmed": dict(self._alarmed)}
+
+    def sync(self) -> None:
+        """All that was recorded so far outlives a power cut."""
+        with self._lock:
+            for writer in (self._steps, self._samples, self._evals):
+                self._try(writer.path.name, writer.sync)
 
     def step(self, record: StepRecord, groups: Sequence[Group] = ()) -> dict[str, Any]:
         """Records one step and some samples of its groups; returns the record as written."""
         with self._lock:
-            line = record.as_json()
+            line = record.as_json() | {"generation": self.generation}
             line["evals"] = self._new_evals or None
             self._new_evals = []
             self._try("steps.jsonl", lambda: self._steps.append(line))
@@ -72,7 +122,7 @@ class Recorder:
                 "samples.jsonl", lambda: picks.extend(self._write_samples(record.step, groups))
             )
             values = scalars(line)
-            for sink in self.sinks:
+            for sink in self._takers("steps", record.step):
                 sink.write(record.step, values)
                 if picks:
                     sink.write_samples(record.step, picks)
@@ -89,7 +139,7 @@ class Recorder:
             self._new_evals.append(line)
             self._try("evals.jsonl", lambda: self._evals.append(line))
             values = {f"eval/{path}": value for path, value in scalars(line).items()}
-            for sink in self.sinks:
+            for sink in self._takers("evals", int(result["version"])):
                 sink.write(int(result["version"]), values)
             self._show(lambda screen: screen.evaluation(line))
 
@@ -102,6 +152,9 @@ class Recorder:
                 writer.close()
             for what, count in self.failures.items():
                 log.warning("%s failed %d times in this run", what, count)
+
+    def _takers(self, kind: str, step: int) -> list[BackgroundSink]:
+        return [s for s in self.sinks if s.can_redraw or step not in self._drawn[kind]]
 
     def _write_samples(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         picks = pick_samples(groups, self.samples_per_step, step=step, seed=self.seed)

@@ -37,6 +37,10 @@ ASCII_BLOCKS = "_.-=+*#@"
 
 
 class Screen(Protocol):
+    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
+        """What an earlier start of the run recorded, without what is done again."""
+        ...
+
     def step(self, record: Record) -> None: ...
 
     def samples(self, lines: Sequence[Record]) -> None: ...
@@ -122,6 +126,11 @@ class Picture:
         self.losses: list[float] = []
         self.best: Record | None = None
         self.worst: Record | None = None
+
+    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
+        for record in records:
+            self.add(record)
+        self.evals.extend(evals)
 
     def add(self, record: Record) -> None:
         self.records.append(record)
@@ -282,6 +291,10 @@ class LiveScreen:
         self.live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
         self.live.start()
 
+    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
+        self.picture.resume(records, evals)
+        self.live.update(self._draw())
+
     def step(self, record: Record) -> None:
         self.picture.add(record)
         self.live.update(self._draw())
@@ -310,6 +323,9 @@ class PlainScreen:
         self.columns: list[Column] = []
         self.lines = 0
         self._say(f"{picture.title}: {picture.total_steps} steps")
+
+    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
+        self.picture.resume(records, evals)
 
     def step(self, record: Record) -> None:
         picture = self.picture

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,10 @@ CLOSE_S = 10.0
 
 class Sink(Protocol):
     """Takes numbers by path, `rl/reward_mean`, at a step, and what the policy said there."""
+
+    def resume(self, step: int) -> None:
+        """What was drawn beyond `step` will be drawn again."""
+        ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -54,6 +59,7 @@ class BackgroundSink:
         name: str,
         make: Callable[[], Sink],
         *,
+        can_redraw: bool = True,
         clock: Callable[[], float] = time.monotonic,
         max_waiting: int = MAX_WAITING,
         max_write_s: float = MAX_WRITE_S,
@@ -61,12 +67,18 @@ class BackgroundSink:
         self.name = name
         self.clock = clock
         self.max_write_s = max_write_s
+        self.can_redraw = can_redraw
+        """Whether points that come again replace those that are there."""
         self.is_off = False
         self._make = make
         self._busy_since: float | None = clock()
         self._waiting: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
+
+    def resume(self, step: int) -> None:
+        if self.can_redraw:
+            self._put(lambda sink: sink.resume(step))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Returns at once, whatever the sink does."""
@@ -143,8 +155,8 @@ def build_sinks(
             from pentad.telemetry.wandb_sink import WandbSink
         except ImportError as error:
             raise _missing(f"telemetry.wandb.project = {wandb.project}", "wandb") from error
-        given = asdict(wandb)
-        sinks.append(BackgroundSink("wandb", lambda: WandbSink(folder, run_name, **given)))
+        make = partial(WandbSink, folder, run_name, **asdict(wandb))
+        sinks.append(BackgroundSink("wandb", make, can_redraw=False))
     return sinks
 
 

@@ -2,13 +2,14 @@
 
 A line is on disk for any reader as soon as `append` returns. A crash can tear the last line only:
 readers pass over it, and opening the file to append cuts it off, so it never merges with the next.
+Lines of steps that a resumed run did again stay, marked `superseded`, and readers pass over them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,49 @@ class LineWriter:
             raise
         self.size += len(line)
 
+    def sync(self) -> None:
+        """What was appended outlives a power cut from here on."""
+        os.fsync(self.file)
+
     def close(self) -> None:
         os.close(self.file)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; none if there is no file. A broken line before the last is an error."""
+def read_lines(path: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
+    """Every whole line that is not superseded (or all); none if there is no file. A broken line
+    before the last is an error."""
+    return [line for line in _lines(path) if superseded or not line.get("superseded")]
+
+
+def supersede(path: Path, *, after: int, key: str = "step") -> set[int]:
+    """Marks the lines beyond step (or version) `after`, which a resumed run does again; which they
+    are. For a file that no writer has open."""
+    redone = {line[key] for line in read_lines(path) if line[key] > after}
+    if not redone:
+        return redone
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("w") as file:
+        for line in _lines(path):
+            marked = {**line, "superseded": True} if line[key] > after else line
+            file.write(json.dumps(marked) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    return redone
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
-        return []
-    *whole, _torn = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(whole, 1):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise UserError(Problem(f"{path}:{number}", "not JSON", "was it edited?")) from error
-        found.append(value)
-    return found
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                where = f"{path}:{number}"
+                raise UserError(Problem(where, "not JSON", "was it edited?")) from error
 
 
 def _whole_bytes(path: Path) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -23,6 +23,11 @@ class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
+
+    def resume(self, step: int) -> None:
+        """The viewer forgets the points after it."""
+        start = SessionLog(status=SessionLog.START)
+        self.writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

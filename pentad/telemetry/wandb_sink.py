@@ -13,8 +13,9 @@ from pentad.telemetry.samples import transcript_of
 
 
 class WandbSink:
-    """One run there for one run folder: its id follows from the folder's path. Steps are a field,
-    since evaluations come at steps that wandb's own counter has passed.
+    """One run there for one run folder: its id follows from the folder's path, so a resumed run
+    goes on in the same curves. Steps are a field, since evaluations come at steps that wandb's own
+    counter has passed. What was sent cannot be taken back: nobody sends it twice.
     """
 
     def __init__(
@@ -34,6 +35,9 @@ class WandbSink:
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
+
+    def resume(self, step: int) -> None:
+        """Never asked: `can_redraw` is False."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, "step": step})

@@ -56,7 +56,7 @@ def test_every_record_has_the_whole_envelope():
 
 def test_what_nobody_measured_is_null():
     line = StepRecord(step=3, loss=2.5, memory=Memory(reserved_gb=1.0)).as_json()
-    given = {"schema": 1, "step": 3, "loss": 2.5}
+    given = {"schema": 1, "step": 3, "loss": 2.5, "generation": 0, "superseded": False}
     for name, value in line.items():
         if name == "memory":
             assert value.pop("reserved_gb") == 1.0

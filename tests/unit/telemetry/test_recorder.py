@@ -56,6 +56,10 @@ class Spy:
     def step(self, record):
         self._note("step", record["step"])
 
+    def resume(self, records, evals):
+        told = [[r["step"] for r in records], [e["version"] for e in evals]]
+        self._note("resume", told)
+
     def samples(self, lines):
         self._note("samples", [line["pick"] for line in lines])
 
@@ -215,3 +219,78 @@ def test_messages_go_to_the_file_and_warnings_to_the_screen_as_well(tmp_path, ca
     assert lines.count("INFO    pentad.trainer: step 3 done") == 2, "the next start appends"
     assert "WARNING someone.else: their trouble" in lines and "old way" in lines
     assert "chatter" not in lines and "detail" not in lines and "after the run" not in lines
+
+
+class Drawn:
+    """A sink on no thread."""
+
+    def __init__(self, can_redraw):
+        self.can_redraw, self.seen = can_redraw, []
+
+    def resume(self, step):
+        self.seen.append(("resume", step))
+
+    def write(self, step, values):
+        self.seen.append((step, *sorted(values)))
+
+    def write_samples(self, step, lines):
+        self.seen.append((step, "samples"))
+
+    def close(self):
+        pass
+
+
+def test_a_resumed_run_goes_on_without_gaps_and_doubles(folder):
+    first = Recorder(folder, samples_per_step=1)
+    first.evaluation({"version": 0, "accuracy": 0.1})
+    for step in range(1, 6):
+        first.step(StepRecord(step=step, loss=step / 8), make_groups())
+        if step in (3, 5):
+            first.evaluation({"version": step, "accuracy": 0.2})
+    first.close()
+    folder.add_start({})
+    screen, redraws, appends = Spy(), Drawn(True), Drawn(False)
+    again = Recorder(folder, screen, [redraws, appends], samples_per_step=1)
+    assert again.resume(3) == 2
+    assert again.evaluated() == {0, 3}
+    for step in (4, 5, 6):
+        again.step(StepRecord(step=step, loss=step / 8), make_groups())
+    again.evaluation({"version": 5, "accuracy": 0.3})
+    again.evaluation({"version": 6, "accuracy": 0.3})
+    again.sync()
+    again.close()
+    steps = read_lines(folder.file("steps.jsonl"))
+    assert [(s["step"], s["generation"]) for s in steps] == [
+        *((step, 0) for step in (1, 2, 3)),
+        *((step, 1) for step in (4, 5, 6)),
+    ]
+    assert [[e["version"] for e in s["evals"] or ()] for s in steps] == [[0], [], [], [3], [], []]
+    assert [s["step"] for s in read_lines(folder.file("samples.jsonl"))] == [1, 2, 3, 4, 5, 6]
+    assert [e["version"] for e in read_lines(folder.file("evals.jsonl"))] == [0, 3, 5, 6]
+    every = read_lines(folder.file("evals.jsonl"), superseded=True)
+    assert [e["version"] for e in every if e.get("superseded")] == [5]
+    assert screen.seen[0] == ("resume", [[1, 2, 3], [0, 3]])
+    assert redraws.seen[0] == ("resume", 3)
+    assert [entry[0] for entry in redraws.seen[1:]] == [4, 4, 5, 5, 6, 6, 5, 6]
+    assert [entry[0] for entry in appends.seen[1:]] == [6, 6, 6], "what is there is not sent again"
+
+
+def test_alarms_of_a_resumed_run_know_what_came_before(folder, caplog):
+    first = Recorder(folder, find_alarms=find_alarms)
+    first.step(StepRecord(step=1, rl=Rl(entropy=2.0)))
+    first.close()
+    again = Recorder(folder, find_alarms=find_alarms)
+    again.resume(1)
+    for step in range(2, 8):
+        again.step(StepRecord(step=step, rl=Rl(entropy=0.01)))
+    alarmed = again.state()
+    again.close()
+    said = [text for text in warnings(caplog) if "entropy has fallen from 2 to 0.01" in text]
+    assert len(said) == 1
+    last = Recorder(folder, find_alarms=find_alarms)
+    last.resume(7, **alarmed)
+    last.step(StepRecord(step=8, rl=Rl(entropy=0.01)))
+    last.close()
+    assert [text for text in warnings(caplog) if "entropy" in text] == said, (
+        "not said again so soon"
+    )

@@ -136,6 +136,15 @@ def test_plain_lines_are_aligned_and_fit_80_columns():
     assert "best of step 3, reward 1.000 (correct 1.000):" in lines
 
 
+def test_the_steps_before_a_resume_count():
+    out = io.StringIO()
+    screen = open_screen("x", 40, out)
+    screen.resume([rl_record(step) for step in range(1, 21)], [])
+    screen.step(rl_record(21))
+    assert out.getvalue().splitlines()[-1].split()[-1] == "0:38"
+    assert len(out.getvalue().splitlines()) == 3, "a title, a header and the new step"
+
+
 def test_a_pipe_gets_plain_lines():
     out = io.StringIO()
     screen = open_screen("x", 40, out)

@@ -146,6 +146,20 @@ def test_tensorboard_files_hold_the_curves(tmp_path):
     }
 
 
+def test_tensorboard_forgets_the_points_a_resumed_run_draws_again(tmp_path):
+    for start, steps in ((None, (1, 2, 3, 4)), (2, (3, 4)), (0, (1,))):
+        (sink,) = build_sinks(tmp_path, tensorboard=True)
+        if start is not None:
+            sink.resume(start)
+        for step in steps:
+            sink.write(step, {"loss": (start or 0) + step / 8})
+        sink.close()
+        if start == 2:
+            curve = read_curves(tmp_path / "tensorboard")["loss"]
+            assert curve == [(1, 0.125), (2, 0.25), (3, 2.375), (4, 2.5)]
+    assert read_curves(tmp_path / "tensorboard")["loss"] == [(1, 0.125)]
+
+
 def test_tensorboard_shows_what_was_said(tmp_path):
     (sink,) = build_sinks(tmp_path, tensorboard=True)
     line = {"pick": "best", "question": "6*7?", "text": "42", "turns": [], "reward": 1.0}

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from pentad.core.errors import UserError
-from pentad.telemetry.steps import LineWriter, read_lines
+from pentad.telemetry.steps import LineWriter, read_lines, supersede
 
 
 def test_every_line_can_be_read_as_soon_as_it_is_written(tmp_path):
@@ -66,3 +66,22 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     assert path.read_bytes() == b'{"step": 1}\n'
     writer.append({"step": 3})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+
+
+def test_redone_steps_are_marked_kept_and_passed_over(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    writer = LineWriter(path)
+    for step in range(1, 6):
+        writer.append({"step": step, "generation": 0, "superseded": False})
+    writer.close()
+    with path.open("ab") as file:
+        file.write(b'{"step": 6, "gener')
+    assert supersede(path, after=3) == {4, 5}
+    assert supersede(path, after=3) == set(), "marked once"
+    writer = LineWriter(path)
+    writer.append({"step": 4, "generation": 1, "superseded": False})
+    writer.sync()
+    kept = [(r["step"], r["generation"]) for r in read_lines(path)]
+    assert kept == [(1, 0), (2, 0), (3, 0), (4, 1)]
+    everything = read_lines(path, superseded=True)
+    assert [r["superseded"] for r in everything] == [False, False, False, True, True, False]
