@@ -100,4 +100,5 @@ def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
 
 def is_saved_within(config: Config) -> bool:
     """Whether models are saved before the end, too."""
-    return any(dict(config.saver.model_dump(), mode=None).values())
+    saver = config.saver
+    return any((saver.freq_epochs, saver.freq_steps, saver.freq_secs))

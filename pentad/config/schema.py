@@ -482,6 +482,12 @@ class SaverConfig(FrequencyConfig):
     mode: Literal["auto", "sync", "async"] = "auto"
     """Whether training waits while a HF folder is written (sync) or goes on, with a copy of the
     weights in host memory (async). auto: async, unless the host cannot hold that copy."""
+    keep_last: Count | None = None
+    """HF folders that stay, the newest; older ones are removed once a newer one is whole. null:
+    all, or where keep_best is set, the last one."""
+    keep_best: Count | None = None
+    """HF folders that stay for their held-out evaluation besides: accuracy (mean reward where
+    nothing is right or wrong), in SFT the loss. Steps without one are never the best."""
 
 
 class WandbConfig(Section):

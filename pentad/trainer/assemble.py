@@ -389,6 +389,9 @@ class Assembly:
             reward = await open_reward(config, answer_key, stack)
 
         def record(result: EvalResult) -> None:
+            score = result.reward_mean if result.accuracy is None else result.accuracy
+            for saver in self.savers:
+                saver.scored(result.version - 1, score)
             self.open.recorder.evaluation(result.as_record())
 
         return Evaluator(

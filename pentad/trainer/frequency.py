@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -31,3 +32,12 @@ class Frequency:
         if due:
             self.last_time = now
         return due
+
+    def state(self) -> dict[str, Any]:
+        """For JSON: how long ago the clock was started."""
+        since = None if self.last_time is None else self.clock() - self.last_time
+        return {"seconds_since": since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        since = state["seconds_since"]
+        self.last_time = None if since is None else self.clock() - since

@@ -77,6 +77,8 @@ class OpenRun:
             steps_per_epoch=self.steps_per_epoch,
             is_async=self.saves_beside,
             size_bytes=self.export_bytes,
+            keep_last=self.config.saver.keep_last,
+            keep_best=self.config.saver.keep_best,
         )
 
     def frequency(self, config: FrequencyConfig) -> Frequency:

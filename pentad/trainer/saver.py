@@ -2,18 +2,23 @@
 
 Asynchronous (`saver.mode`), the weights are copied to host memory while they are those of the step,
 and a thread writes them while training goes on: at most one is under way. A folder that cannot be
-written is reported at once and tried again after further steps; folders that are whole stay.
+written is reported at once and tried again after further steps. Folders that are whole stay, unless
+`saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer one is whole.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pentad.core.errors import RunError
 from pentad.core.machine import GIB
@@ -27,6 +32,7 @@ MAX_WAIT_STEPS = 32
 """Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
 LAST_WAITS_S = (2.0, 8.0)
 """Between attempts at the end of a run."""
+FOLDER = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
 
 @dataclass(slots=True)
@@ -63,6 +69,9 @@ class Saver:
     is_async: bool = False
     size_bytes: float = 0.0
     """Of one folder, to warn before there is no room for it; 0: unknown."""
+    keep_last: int | None = None
+    keep_best: int | None = None
+    """How many of the newest and of the best evaluated folders stay; both None: all."""
     last_saved: int = -1
     """The last step whose folder is whole on disk."""
     commit_ms: float | None = None
@@ -72,6 +81,8 @@ class Saver:
     retry_at: int | None = None
     under_way: Export | None = None
     warned_room_at: int | None = None
+    scores: dict[int, float] = field(default_factory=dict)
+    """Of the weights after a step, by step, in the order of evaluation; higher is better."""
 
     def folder(self, step: int) -> Path:
         """The folder for the weights after global step `step` (counted from 0)."""
@@ -103,7 +114,25 @@ class Saver:
                 time.sleep(wait_s)
             else:
                 self._succeeded(step)
+        self._prune()  # the evaluation of the last export may have come after it
         return folder
+
+    def scored(self, step: int, score: float) -> None:
+        """The held-out evaluation of the weights after `step`; higher is better, -1: untrained."""
+        self.scores[step] = score
+
+    def state(self) -> dict[str, Any]:
+        """What a run that is continued needs, for JSON; the folders themselves are on disk."""
+        return {
+            "last_saved": self.last_saved,
+            "scores": [list(pair) for pair in dict(self.scores).items()],
+            "frequency": self.frequency.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.last_saved = state["last_saved"]
+        self.scores = dict(state["scores"])
+        self.frequency.restore(state["frequency"])
 
     @property
     def good(self) -> str:
@@ -145,6 +174,24 @@ class Saver:
     def _succeeded(self, step: int) -> None:
         self.last_saved, self.num_failed, self.retry_at = step, 0, None
         log.info("saved %s", self.folder(step))
+        self._prune()
+
+    def _prune(self) -> None:
+        """Removes what neither `keep_last` nor `keep_best` keeps, up to the last that is whole."""
+        if self.keep_last is None and self.keep_best is None:
+            return
+        found = {int(m[1]): f for f in self.root.glob("epoch*") if (m := FOLDER.fullmatch(f.name))}
+        scores = dict(self.scores)  # evaluations come from another thread
+        for step in outdated(found, self.last_saved, self.keep_last, self.keep_best, scores):
+            gone = found[step].with_name(f".{found[step].name}.removed-{os.getpid()}")
+            try:
+                found[step].rename(gone)  # at no moment is there half a folder under its name
+                shutil.rmtree(gone)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", found[step], error)
+            else:
+                rule = f"keep_last = {self.keep_last}, keep_best = {self.keep_best}"
+                log.info("removed %s (saver.%s)", found[step], rule)
 
     def _failed(self, step: int, now: int, error: Exception) -> None:
         self.num_failed += 1
@@ -175,6 +222,24 @@ class Saver:
                 free / GIB,
                 self.size_bytes / GIB,
             )
+
+
+def outdated(
+    steps: Iterable[int],
+    last_saved: int,
+    keep_last: int | None,
+    keep_best: int | None,
+    scores: Mapping[int, float],
+) -> list[int]:
+    """Which of the steps on disk go. Later ones than the last saved are of a run that was set back
+    and are not counted; what may still be evaluated stays until it is."""
+    present = sorted(step for step in steps if step <= last_saved)
+    kept = set(present[-(keep_last or 1) :])
+    if keep_best is not None:
+        finite = [step for step in present if math.isfinite(scores.get(step, math.nan))]
+        kept |= set(sorted(finite, key=lambda step: (scores[step], step))[-keep_best:])
+        kept |= {step for step in present if step > max(scores, default=-1)}
+    return [step for step in present if step not in kept]
 
 
 def rescue(savers: Sequence[Saver], num_done: int, *, num_moved: int = 0) -> None:

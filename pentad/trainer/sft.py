@@ -195,6 +195,7 @@ def train(
     def evaluate(version: int) -> None:
         assert held_out is not None
         evals.append(held_out.evaluate(version))
+        saver.scored(version - 1, -evals[-1]["loss"])
         run.recorder.evaluation(evals[-1])
 
     try:

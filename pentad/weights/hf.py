@@ -311,7 +311,11 @@ def sweep(root: Path) -> list[Path]:
     for left in root.glob(".*-*"):
         name, _, rest = left.name[1:].rpartition(".")
         state, _, pid = rest.partition("-")
-        if state not in ("writing", "replaced") or not pid.isdigit() or is_alive(int(pid)):
+        if (
+            state not in ("writing", "replaced", "removed")
+            or not pid.isdigit()
+            or is_alive(int(pid))
+        ):
             continue
         if state == "replaced" and not (root / name).exists():
             left.rename(root / name)

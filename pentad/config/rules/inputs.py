@@ -278,3 +278,12 @@ def evaluation_has_prompts(config: Config) -> Problem | None:
     if not given or config.valid_dataset is not None:
         return None
     return Problem(given[0], "there is no valid_dataset", "give valid_dataset.path")
+
+
+@RULES.add("saver", "valid_dataset", commands=("train", "plan", "sft"))
+def the_best_is_known(config: Config) -> Problem | None:
+    if config.saver.keep_best is None or config.valid_dataset is not None:
+        return None
+    where = f"saver.keep_best = {config.saver.keep_best}"
+    rule = "the best export is found by held-out evaluation, and there is no valid_dataset"
+    return Problem(where, rule, "give valid_dataset.path, or use saver.keep_last")

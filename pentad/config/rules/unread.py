@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.derived import parsed_allocation, pipeline_size
+from pentad.config.derived import is_saved_within, parsed_allocation, pipeline_size
 from pentad.config.describe import fields, show
 from pentad.config.rules.rule import Command
 from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig, Section
@@ -135,6 +135,11 @@ READERS = (
         ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
         lambda config: config.valid_dataset is not None,
         "there is no valid_dataset",
+    ),
+    KeyUse(
+        ("saver.keep_last", "saver.keep_best"),
+        is_saved_within,
+        "the model is saved at the end alone; saver.freq_steps=N saves it every N steps",
     ),
     KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
     KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),

@@ -247,6 +247,13 @@ BROKEN = [
         "U+001B",
     ),
     (
+        "the_best_is_known",
+        "train",
+        ["saver.keep_best=2", "saver.freq_steps=5"],
+        "saver.keep_best = 2",
+        "use saver.keep_last",
+    ),
+    (
         "evaluation_has_prompts",
         "train",
         ["evaluator.freq_secs=5"],
