@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
+from pentad.checkpoint.hold import is_held
 from pentad.core.errors import RunError
 from pentad.core.text import visible
 
@@ -217,7 +218,7 @@ def read_file(checkpoint: Checkpoint, path: str) -> bytes:
     for piece in entry.pieces:
         part = memoryview(data)[piece.offset : piece.offset + piece.length]
         if hashlib.sha256(part).hexdigest() != piece.sha256:
-            raise Damaged(_piece_sentence(checkpoint.root / path, piece))
+            raise Damaged(piece_sentence(checkpoint.root / path, piece))
     return data
 
 
@@ -256,7 +257,7 @@ def prune(
     found = find_checkpoints(root, report=lambda sentence: None)
     removed = []
     for checkpoint in found[keep_last:]:
-        if may_delete(checkpoint):
+        if may_delete(checkpoint) and not is_held(root / checkpoint.info / COMMIT):
             remove_checkpoint(checkpoint, disk)
             removed.append(root / checkpoint.info)
     newest = found[0].step if found else -1
@@ -309,7 +310,7 @@ def file_damage(place: Path, entry: FileEntry) -> Iterator[str]:
         buffer = memoryview(bytearray(min(READ_BYTES, max(entry.size, 1))))
         for piece in entry.pieces:
             if _read_digest(fd, piece, buffer) != piece.sha256:
-                yield _piece_sentence(place, piece)
+                yield piece_sentence(place, piece)
     except OSError as error:
         yield f"{place}: cannot be read ({error.strerror})"
     finally:
@@ -333,7 +334,7 @@ def _size_sentence(path: Path, found: int, wanted: int) -> str:
     return f"{path}: has {found} bytes, and {wanted} were written"
 
 
-def _piece_sentence(path: Path, piece: PieceEntry) -> str:
+def piece_sentence(path: Path | str, piece: PieceEntry) -> str:
     place = f"bytes {piece.offset} to {piece.offset + piece.length}"
     return (
         f"{path}: piece {visible(piece.name)} ({place}) does not have the digest it was saved with"

@@ -40,6 +40,7 @@ MIN_OPEN_FILES = 4096
 UNEQUAL_STAGES = (2, 13)
 """First torch whose pipelines take microbatches of unequal length."""
 OPTIONAL = {
+    "boto3": ("checkpoints on S3", "pip install 'pentad[s3]'"),
     "pyarrow": ("Parquet and saved HF datasets", "pip install 'pentad[parquet]'"),
     "tensorboard": ("curves in TensorBoard", "pip install 'pentad[tensorboard]'"),
     "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
@@ -48,10 +49,7 @@ OPTIONAL = {
 """Distribution -> (what it gives, how to get it)."""
 SERVERS = ("vllm", "sglang")
 """Commands that sample for a run, from an environment of their own."""
-UNUSED = {
-    "ray": "runs over several machines",
-    "boto3": "checkpoints on S3",
-}
+UNUSED = {"ray": "runs over several machines"}
 """Stacks that have a place in a recipe and that this version does not drive."""
 
 

@@ -1,0 +1,260 @@
+"""Checkpoints in a store: which are whole, verified or fetched without trusting a byte of them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree, write_aside
+from pentad.checkpoint.folders import (
+    COMMIT,
+    DAMAGED,
+    INFO,
+    MANIFEST,
+    MAX_COMMIT_BYTES,
+    MAX_MANIFEST_BYTES,
+    STATE,
+    Checkpoint,
+    Damaged,
+    Manifest,
+    PieceEntry,
+    commit_marker,
+    info_folder,
+    piece_sentence,
+    step_of,
+)
+from pentad.checkpoint.s3 import Gone, Store
+
+SPAN_BYTES = 16 << 20
+"""Pieces are asked for together up to this size: a request for each small tensor would be slow."""
+TRIES = 3
+"""Of a range whose digest does not fit: the bytes may have changed on the way."""
+
+log = logging.getLogger(__name__)
+Report = Callable[[str], None]
+Write = Callable[[memoryview, int], None]
+
+
+class Vanished(Damaged):
+    """A checkpoint that was removed from the store while it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A committed one: COMMIT and manifest fit each other; its objects are not yet verified."""
+
+    store: Store
+    step: int
+    manifest: Manifest
+    data: bytes
+    """The manifest as it is there."""
+
+    @property
+    def place(self) -> str:
+        return self.store.place(info_folder(self.step))
+
+
+def step_of_key(key: str) -> int | None:
+    """The step that an object of a run belongs to; None for others."""
+    found = re.fullmatch(rf"(?:{INFO}|[^/]+/{STATE})/([^/]+)/.+", key)
+    return step_of(found[1]) if found else None
+
+
+def committed_steps(keys: Iterable[str]) -> list[int]:
+    """Steps with a COMMIT among the keys, newest first."""
+    found = {step_of_key(key) for key in keys if key.endswith(f"/{COMMIT}")}
+    return sorted((step for step in found if step is not None), reverse=True)
+
+
+def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
+    """The committed checkpoint of a step; None without COMMIT, Damaged where it does not fit."""
+    folder = info_folder(step)
+    try:
+        marker = store.read(f"{folder}/{COMMIT}", MAX_COMMIT_BYTES)
+        if marker is None:
+            return None
+        data = store.read(f"{folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
+    except Gone as error:
+        raise Damaged(str(error)) from error
+    place = store.place(f"{folder}/{MANIFEST}")
+    if data is None or marker != commit_marker(data):
+        raise Damaged(f"{place}: does not have the sha256 that {COMMIT} beside it holds")
+    try:
+        manifest = Manifest.from_bytes(data)
+    except ValueError as error:
+        raise Damaged(f"{place}: cannot be used: {error}") from error
+    strange = [path for path in manifest.files if step_of_key(path) != step]
+    if manifest.step != step or strange:
+        raise Damaged(f"{place}: is not the manifest of step {step}")
+    return RemoteCheckpoint(store, step, manifest, data)
+
+
+def remote_damage(found: RemoteCheckpoint) -> list[str]:
+    """Reads every byte; a sentence for each object that is not what was uploaded."""
+
+    def sentence(path: str) -> str:
+        try:
+            _check_size(found, path)
+            for span in _spans(found, path):
+                _read_span(found, path, span, lambda data, offset: None)
+        except Damaged as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(found.store.remote.num_workers) as pool:
+        return [text for text in pool.map(sentence, found.manifest.files) if text]
+
+
+def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkpoint:
+    """Makes a local checkpoint of it, verified, COMMIT last; raises Damaged and leaves nothing."""
+    local = Checkpoint(root, found.step, found.manifest)
+    for folder in local.folders():
+        remove_tree(disk, folder)  # of a fetch or save that was not finished
+        make_folders(disk, folder)
+    try:
+        with ThreadPoolExecutor(found.store.remote.num_workers) as pool:
+            for path in found.manifest.files:
+                _fetch_file(found, path, root / path, pool, disk)
+        for folder in local.folders():
+            disk.fsync_dir(folder)
+        info = root / local.info
+        write_aside(disk, info / MANIFEST, found.data)
+        write_aside(disk, info / COMMIT, commit_marker(found.data))
+    except BaseException:
+        for folder in local.folders():
+            remove_tree(disk, folder)
+        raise
+    return local
+
+
+def set_aside(store: Store, step: int, name: str, why: str) -> None:
+    """COMMIT becomes COMMIT.NAME, with the reason; the objects stay for whoever looks."""
+    folder = info_folder(step)
+    store.put(f"{folder}/{COMMIT}.{name}", f"{why}\n".encode())
+    store.delete([f"{folder}/{COMMIT}"])
+
+
+def give_up(store: Store) -> None:
+    """Whatever is committed there belongs to a run that is started anew."""
+    for step in committed_steps(store.sizes(f"{INFO}/")):
+        set_aside(store, step, "superseded", "the run was started anew")
+
+
+def fetch_newest(
+    store: Store, root: Path, *, newer_than: int = -1, report: Report = log.warning
+) -> Checkpoint | None:
+    """The newest whole one after a step; damaged ones are named, set aside, and passed over."""
+    for step in committed_steps(store.sizes(f"{INFO}/")):
+        if step <= newer_than:
+            return None
+        began = time.monotonic()
+        try:
+            found = read_remote(store, step)
+            local = None if found is None else fetch(found, root)
+        except Vanished as error:
+            report(str(error))
+            continue
+        except Damaged as error:
+            place = store.place(info_folder(step))
+            report(f"{error}; {place} is set aside and the one before it is used")
+            set_aside(store, step, DAMAGED, str(error))
+            continue
+        if local is not None:
+            size, seconds = local.manifest.num_bytes / 1e9, time.monotonic() - began
+            place = store.place(info_folder(step))
+            report(f"fetched {place}: {size:.3g} GB in {seconds:.1f} s, every byte verified")
+            return local
+    return None
+
+
+def _spans(found: RemoteCheckpoint, path: str) -> list[list[PieceEntry]]:
+    """Neighbouring pieces in groups of about SPAN_BYTES."""
+    spans: list[list[PieceEntry]] = []
+    size = SPAN_BYTES
+    for piece in found.manifest.files[path].pieces:
+        if size >= SPAN_BYTES:
+            spans.append([])
+            size = 0
+        spans[-1].append(piece)
+        size += piece.length
+    return spans
+
+
+def _fetch_file(
+    found: RemoteCheckpoint, path: str, place: Path, pool: ThreadPoolExecutor, disk: Disk
+) -> None:
+    _check_size(found, path)
+    fd = disk.create(place)
+    try:
+        waiting = [
+            pool.submit(
+                _read_span, found, path, span, lambda data, offset: disk.write(fd, data, offset)
+            )
+            for span in _spans(found, path)
+        ]
+        try:
+            for one in waiting:
+                one.result()
+        finally:  # nothing may write into what is closed
+            for one in waiting:
+                one.cancel()
+            for one in waiting:
+                if not one.cancelled():
+                    one.exception()
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+
+
+def _check_size(found: RemoteCheckpoint, path: str) -> None:
+    head, size = found.store.head(path), found.manifest.files[path].size
+    place = found.store.place(path)
+    if head is None:
+        raise _lost(found, f"{place} is not there")
+    if head.size != size:
+        raise Damaged(f"{place}: has {head.size} bytes, and {size} were written")
+
+
+def _lost(found: RemoteCheckpoint, why: str) -> Damaged:
+    """Whether an object is missing, or all of the checkpoint is gone."""
+    if found.store.head(f"{info_folder(found.step)}/{COMMIT}") is None:
+        return Vanished(f"{found.place} was removed while it was read")
+    return Damaged(why)
+
+
+def _read_span(found: RemoteCheckpoint, path: str, span: list[PieceEntry], write: Write) -> None:
+    """Reads neighbouring pieces and hands their bytes on; raises Damaged for the first bad one."""
+    first = span[0].offset
+    length = span[-1].offset + span[-1].length - first
+    for attempt in range(1, TRIES + 1):
+        try:
+            bad = _bad_piece(found.store.stream(path, first, length), span, write)
+        except Gone as error:
+            raise _lost(found, str(error)) from error
+        if bad is None:
+            return
+        if attempt == TRIES:
+            raise Damaged(piece_sentence(found.store.place(path), bad))
+
+
+def _bad_piece(chunks: Iterator[bytes], span: list[PieceEntry], write: Write) -> PieceEntry | None:
+    """The first piece whose digest does not fit."""
+    rest, bad = memoryview(b""), None
+    for piece in span:
+        digest, done = hashlib.sha256(), 0
+        while done < piece.length:
+            if not rest:
+                rest = memoryview(next(chunks))
+            part = rest[: piece.length - done]
+            digest.update(part)
+            write(part, piece.offset + done)
+            done, rest = done + len(part), rest[len(part) :]
+        if digest.hexdigest() != piece.sha256 and bad is None:
+            bad = piece
+    return bad

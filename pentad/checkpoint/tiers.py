@@ -1,0 +1,212 @@
+"""The tiers of a run's checkpoints: local folders, and a store where one is configured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints
+from pentad.checkpoint.hold import holding
+from pentad.core.remote import Remote
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UploadStatus:
+    """What became of the checkpoints that were handed over."""
+
+    last_step: int | None = None
+    """Newest whole one in the store, as far as is known."""
+    waiting_step: int | None = None
+    """Newest one that is not there yet."""
+    num_bytes: int = 0
+    """Sent and acknowledged in this run."""
+    num_retries: int = 0
+    num_failures: int = 0
+    """Attempts at a checkpoint that failed after all retries; each is reported."""
+    error: str = ""
+    """The last failure."""
+
+
+class Tiers:
+    """Rank 0's: `find` at the start, `after_commit` for every checkpoint, `close` at the end.
+
+    Make it on the main thread: the uploader is a process that ends with the thread that started
+    it. Without a `remote` there is no process, `find` looks at the local folders alone, and the
+    committer prunes them. With one the uploader prunes both tiers, and the committer none
+    (`keep_committed`): a local copy is removed only when the store has it or a newer one.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        remote: Remote | None = None,
+        *,
+        keep_last: int = 2,
+        report: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`remote`: of this run, with user, experiment and trial in it; `keep_last`: local."""
+        self.root = root
+        self.remote = remote
+        self.keep_last = keep_last
+        self.report = report
+        self.lock = threading.Lock()
+        self.known = UploadStatus()
+        self.held = ExitStack()
+        self.process: subprocess.Popen[str] | None = None
+        self.is_closed = False
+        if remote is not None:
+            self._start(remote)
+
+    def find(self) -> Checkpoint | None:
+        """The newest committed checkpoint of both tiers as a local one; None where there is none.
+
+        One that only the store has is fetched, every byte verified; a damaged one there is named,
+        set aside, and the one before it used. A local one is verified by whoever restores it: when
+        it is quarantined, `find` again gives the next, which may be the store's copy of it. Local
+        ones that the store lacks are uploaded. Raises RunError where the store does not answer.
+        """
+        self.held.close()
+        found = self._find()
+        if found is not None:  # until the first commit nobody removes it
+            self.held.enter_context(holding(found.root / found.info / COMMIT))
+        return found
+
+    def _find(self) -> Checkpoint | None:
+        local = find_checkpoints(self.root, self.report)
+        newest = local[0] if local else None
+        if self.remote is None:
+            return newest
+        from pentad.checkpoint.fetch import fetch_newest
+        from pentad.checkpoint.s3 import Store
+
+        step = -1 if newest is None else newest.step
+        store = Store(self.remote)
+        fetched = fetch_newest(store, self.root, newer_than=step, report=self.report)
+        if fetched is not None:
+            with self.lock:
+                self.known = replace(self.known, last_step=fetched.step)
+        elif newest is not None:
+            self._hand_over(newest.step)  # it may never have been uploaded
+        return fetched or newest
+
+    def after_commit(self, checkpoint: Checkpoint) -> None:
+        """Hands a committed checkpoint to the uploader; returns at once and never raises."""
+        self.held.close()
+        self._hand_over(checkpoint.step)
+
+    def _hand_over(self, step: int) -> None:
+        if self.remote is None or self.is_closed:
+            return
+        with self.lock:
+            self.known = replace(self.known, waiting_step=step)
+        if self.process is None or self.process.poll() is not None:
+            self._start(self.remote)
+        self._send(step)
+
+    def status(self) -> UploadStatus:
+        with self.lock:
+            return self.known
+
+    def start_anew(self) -> None:
+        """Gives up what the store holds of this run, as `--fresh` does with what is local."""
+        if self.remote is None:
+            return
+        from pentad.checkpoint.fetch import give_up
+        from pentad.checkpoint.s3 import Store
+
+        give_up(Store(self.remote))
+
+    def close(self, timeout_s: float = 600.0) -> bool:
+        """Waits for uploads; whether the store has everything. What is missing is reported, and
+        uploaded by the next start of the run."""
+        self.is_closed = True
+        self.held.close()
+        process = self.process
+        if process is None:
+            return True
+        self._send("close")
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self.reader.join()
+        waiting = self.status().waiting_step
+        if waiting is not None:
+            rest = "it is on the local disk, and the next start of the run uploads it"
+            self.report(f"the checkpoint of step {waiting} is not in {self.remote_uri}; {rest}")
+        return waiting is None
+
+    @property
+    def keep_committed(self) -> int:
+        """How many local ones a committer keeps; with a store it removes none."""
+        return self.keep_last if self.remote is None else sys.maxsize
+
+    @property
+    def remote_uri(self) -> str:
+        return "" if self.remote is None else self.remote.uri
+
+    def _start(self, remote: Remote) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pentad.checkpoint.upload"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # ctrl-C is for the run, which then closes it
+        )
+        settings = {"parent": os.getpid(), "root": str(self.root), "keep_last": self.keep_last}
+        self._send({**settings, "remote": asdict(remote)})
+        self.reader = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
+        self.reader.start()
+
+    def _send(self, message: object) -> None:
+        assert self.process is not None and self.process.stdin is not None, "it was started"
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            return  # it has ended, which `_listen` reports
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None, "it is piped"
+        is_closed = False
+        base = self.status()
+        for line in process.stdout:
+            facts = json.loads(line)
+            is_closed = is_closed or "closed" in facts
+            self._learn(facts, base)
+        code = process.wait()
+        if not is_closed and not self.is_closed:
+            text = f"the uploader ended with status {code}; the next checkpoint starts it again"
+            self._learn({"error": text}, base)
+
+    def _learn(self, facts: dict[str, Any], base: UploadStatus) -> None:
+        """Takes over what the uploader says; `base` is what was known before it started."""
+        with self.lock:
+            known = self.known
+            if "bytes" in facts:
+                num_bytes = base.num_bytes + facts["bytes"]
+                num_retries = base.num_retries + facts["retries"]
+                known = replace(known, num_bytes=num_bytes, num_retries=num_retries)
+            if "error" in facts:
+                known = replace(known, num_failures=known.num_failures + 1, error=facts["error"])
+            if "uploaded" in facts:
+                step = facts["uploaded"]
+                is_all = known.waiting_step is not None and known.waiting_step <= step
+                known = replace(
+                    known, last_step=step, waiting_step=None if is_all else known.waiting_step
+                )
+            self.known = known
+        if "error" in facts:
+            self.report(facts["error"])

@@ -1,0 +1,63 @@
+"""Where objects of a run lie in an S3-compatible store, and how they are reached."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A place for checkpoints; credentials come from the environment, as every AWS tool reads them.
+
+    Example: Remote("s3://models/pentad", endpoint_url="http://127.0.0.1:9000")
+    """
+
+    uri: str
+    """`s3://BUCKET/PREFIX`; a run's objects lie under it by their paths in the local folder."""
+    endpoint_url: str | None = None
+    """Of a store that is not Amazon's. Buckets are then addressed by path."""
+    region: str | None = None
+    num_workers: int = 4
+    """Requests at a time."""
+    retention: int = 2
+    """Newest checkpoints that are kept there."""
+    bandwidth_mb_s: float | None = None
+    """Most megabytes sent in a second, averaged over a part."""
+    timeout_s: float = 30.0
+    """Without a byte for this long a request has stalled."""
+    max_attempts: int = 8
+    """Of one request; an upload that fails is begun again later, where it ended."""
+    backoff_s: float = 0.25
+    """Pause after the first failed attempt; doubles each time."""
+    part_bytes: int = 16 << 20
+    """Of a multipart upload; S3 takes none below 5 MiB but the last."""
+
+    def under(self, path: str) -> Remote:
+        return replace(self, uri=f"{self.uri.rstrip('/')}/{path}")
+
+    @property
+    def bucket(self) -> str:
+        return split_uri(self.uri)[0]
+
+    @property
+    def prefix(self) -> str:
+        """Empty, or with a slash at its end."""
+        return split_uri(self.uri)[1]
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Bucket and prefix of `s3://BUCKET/PREFIX`; a ValueError says what is wrong."""
+    scheme, mark, rest = uri.partition("://")
+    if scheme != "s3" or not mark:
+        raise ValueError("is no address of a store, which reads s3://BUCKET/PREFIX")
+    bucket, _, prefix = rest.partition("/")
+    if not BUCKET.fullmatch(bucket):
+        rule = "a bucket's name has 3 to 63 small letters, digits, dots and hyphens"
+        raise ValueError(f"{rule}, and here it is {bucket!r}")
+    parts = [part for part in prefix.split("/") if part]
+    if any(part in (".", "..") for part in parts):
+        raise ValueError("a prefix has no . and .. in it")
+    return bucket, "".join(f"{part}/" for part in parts)
