@@ -32,9 +32,9 @@ from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa
 from pentad.core.dims import dims_from_hf  # noqa: E402
 from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
+from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine  # noqa: E402
 from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
-from pentad.engine.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
 from pentad.planner.activations import Checkpointing  # noqa: E402

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from pentad.core.dims import dims_from_hf
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.flops import detect_peak_tflops, measure_throughput
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.rl.losses import SftLoss
 
 QWEN3_0_6B: dict[str, Any] = {

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.layout import Layout
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row, StepResult
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.models.exchange import gather_whole
 from pentad.rl.losses import SftLoss
 from pentad.runtime.join import device_of

@@ -156,21 +156,16 @@ def make_payload(
 def engine_settings_of(subject: ParallelSubject, layout: Layout) -> dict[str, Any]:
     """What the recipe says about the engine, in full precision and without compilation."""
     actor = subject.config.actor
-    archon = actor.archon
-    found: dict[str, Any] = {
+    mode = actor.archon.ac_mode
+    found = asdict(actor.archon.chosen(layout.pp)) | {
         "gradient_checkpointing": actor.gradient_checkpointing,
-        "ac_mode": archon.ac_mode if archon.ac_mode in ("selective", "full") else "none",
-        "ac_selective": archon.ac_selective or "op",
+        "ac_mode": mode if mode in ("selective", "full") else "none",
+        "ac_debug": False,
+        "layers_per_stage": None,
+        "offload_params": False,
     }
     if layout.pp > 1:
-        zero_bubble = splits_backward(archon.pp_schedule)
-        found |= {
-            "pp_schedule": archon.pp_schedule,
-            "stages_per_rank": archon.stages_per_rank,
-            "reshard_after_forward": not zero_bubble,
-        }
-        if zero_bubble and archon.ac_selective is None:
-            found["ac_selective"] = 2
+        found["reshard_after_forward"] = not splits_backward(actor.archon.pp_schedule)
     return found
 
 

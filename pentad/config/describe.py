@@ -8,10 +8,10 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from pentad.config.schema import MAX_INT, Config, Section, leaves
+from pentad.config.schema import Config, Section, leaves
+from pentad.core.settings import MAX_INT, Bound
 from pentad.core.text import visible
 
 
@@ -108,7 +108,7 @@ def join_or(words: list[str]) -> str:
 def _alternatives(annotation: Any, metadata: list[Any]) -> list[str]:
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
-        return _alternatives(inner, metadata + [m for n in notes for m in _constraints(n)])
+        return _alternatives(inner, metadata + notes)
     if get_origin(annotation) in (Union, UnionType):
         return [word for arg in get_args(annotation) for word in _alternatives(arg, metadata)]
     if get_origin(annotation) is Literal:
@@ -131,16 +131,12 @@ def _list_words(args: tuple[Any, ...]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    low = next((f" of at least {m.ge:g}" for m in metadata if isinstance(m, Ge)), "")
-    low = next((f" above {m.gt:g}" for m in metadata if isinstance(m, Gt)), low)
-    high = next((f"at most {m.le:g}" for m in metadata if isinstance(m, Le)), "")
-    limits = [m.lt for m in metadata if isinstance(m, Lt) and m.lt != MAX_INT]
-    high = next((f"below {limit:g}" for limit in limits), high)
+    bound = next((note for note in metadata if isinstance(note, Bound)), Bound())
+    low = "" if bound.ge is None else f" of at least {bound.ge:g}"
+    low = low if bound.gt is None else f" above {bound.gt:g}"
+    high = "" if bound.le is None else f"at most {bound.le:g}"
+    high = high if bound.lt in (None, MAX_INT) else f"below {bound.lt:g}"
     return f"{low} and {high}" if high else low
-
-
-def _constraints(note: Any) -> list[Any]:
-    return note.metadata if isinstance(note, FieldInfo) else [note]
 
 
 def _literals(annotation: Any) -> list[Any]:

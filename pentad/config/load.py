@@ -26,9 +26,10 @@ from pentad.config.describe import (
     text_keys,
 )
 from pentad.config.foreign import HALF, NOT_BUILT, hint, is_block
-from pentad.config.schema import MAX_INT, Config
+from pentad.config.schema import Config
 from pentad.config.tree import Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
+from pentad.core.settings import MAX_INT
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,10 +226,9 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
         draft.set(f"{key}.ac_mode", ac_mode)
     elif ac_mode == "auto":
         draft.set(f"{key}.ac_mode", "none", "gradient_checkpointing = false")
-    if ac_mode == "selective" and archon.ac_selective is None and is_zero_bubble:
-        draft.set(f"{key}.ac_selective", 2, f"{schedule} hangs with op")
-    elif ac_mode == "selective" and archon.ac_selective is None:
-        draft.set(f"{key}.ac_selective", "op")
+    if ac_mode == "selective" and archon.ac_selective is None:
+        why = f"{schedule} hangs with op" if is_zero_bubble else ""
+        draft.set(f"{key}.ac_selective", archon.selection(pp), why)
     if pp == 1:
         return
     stages = archon.stages_per_rank

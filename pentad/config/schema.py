@@ -1,15 +1,20 @@
 """The one schema of a run: every key with its type, its default and what it means.
 
 YAML recipes, `dotted.key=value` overrides and docs/configuration.md are all read off these
-classes. A value of null means "unset": `pentad.config.resolve` or the part that reads the key
+classes; keys that a part of the engine reads as they are stand in `core.settings`, which sections
+here inherit. A value of null means "unset": `pentad.config.resolve` or the part that reads the key
 chooses, and says so. Rules between keys are in `pentad.config.rules`.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+from dataclasses import is_dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from pentad.core.algorithms import (
@@ -22,15 +27,20 @@ from pentad.core.algorithms import (
     KlPlace,
     LossNorm,
 )
+from pentad.core.settings import (
+    Bound,
+    BoundSettings,
+    Count,
+    EngineKeys,
+    NonNegative,
+    NonNegativeInt,
+    OptimizerKeys,
+    Positive,
+    Share,
+    ShortNames,
+)
 
-MAX_INT = 2**63
-"""Integers are below it: what is larger fits no tensor, file or clock."""
-Count = Annotated[int, Field(ge=1, lt=MAX_INT)]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_INT)]
-Positive = Annotated[float, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Bound(gt=0, le=1e9)]
 
 Mode = Literal["colocate", "hybrid", "async"]
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
@@ -42,25 +52,8 @@ WITH_CRITIC = tuple(name for name, facts in FACTS.items() if facts.needs_critic)
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 WORKFLOW_NAMES = ("single_turn", "agent")
 
-ALIASES = {
-    "I1F1B": "Interleaved1F1B",
-    "IZB": "InterleavedZeroBubble",
-    "ZBV": "ZBVZeroBubble",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-}
-
-
-def long_name(value: object) -> object:
-    return ALIASES.get(value, value) if isinstance(value, str) else value
-
-
-ScheduleName = Annotated[
-    Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"],
-    BeforeValidator(long_name),
-]
-DType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(long_name)]
-ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(long_name)]
+ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames()]
+ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames()]
 
 
 class Section(BaseModel):
@@ -74,6 +67,13 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         validate_default=True,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Keys that a section inherits from `core.settings` are documented there."""
+        for base in filter(is_dataclass, cls.__mro__):
+            for name, text in texts_under_fields(base).items():
+                cls.model_fields[name].description = text
 
     @model_validator(mode="before")
     @classmethod
@@ -89,6 +89,17 @@ def _as_word(field: FieldInfo | None, value: Any) -> Any:
         return value
     types = leaves(field.annotation)
     return value if bool in types or str in types else str(value).lower()
+
+
+def texts_under_fields(cls: type) -> dict[str, str]:
+    (found,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(found, ast.ClassDef)
+    return {
+        line.target.id: inspect.cleandoc(str(under.value.value))
+        for line, under in pairwise(found.body)
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        if isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
+    }
 
 
 def leaves(annotation: Any) -> list[Any]:
@@ -117,59 +128,22 @@ class ResourceConfig(Section):
 
 
 class MicrobatchConfig(Section):
-    n_mbs: Annotated[int, Field(ge=1, le=1000000)] = 1
+    n_mbs: Annotated[int, Bound(ge=1, le=1000000)] = 1
     """Microbatches a step is cut into, at least. Raised to the number of pipeline stages."""
     max_tokens_per_mb: Count | None = None
     """Most tokens one forward pass takes; more microbatches are made where needed. null: derived
     from the longest sequence the run can meet."""
 
 
-class OptimizerConfig(Section):
-    type: Literal["adamw"] = "adamw"
-    """The optimizer; its state is kept in `param_dtype`."""
-    lr: NonNegative = 1e-6
-    """Peak learning rate. 0 trains nothing, which is a good test of everything else."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after warm-up."""
-    warmup_steps_proportion: Share = 0.0
-    """Share of all steps over which the learning rate rises from 0."""
-    min_lr_ratio: Share = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
-    gradient_clipping: Positive | None = 1.0
-    """Largest global gradient norm. null: no clipping."""
+class OptimizerConfig(Section, OptimizerKeys):  # type: ignore[misc]
+    """The keys of `core.settings.OptimizerKeys`. (mypy does not see that sections are frozen.)"""
 
 
-class ArchonConfig(Section):
-    pp_schedule: ScheduleName = "Interleaved1F1B"
-    """Pipeline schedule. Short names: I1F1B, IZB, ZBV."""
-    stages_per_rank: Count | None = None
-    """Pipeline stages each rank holds. null: 1 under 1F1B, else 2."""
-    layers_per_stage: tuple[Count, ...] | None = None
-    """How many layers each pipeline stage holds, first to last. null: balanced by cost, embedding
-    and head counted."""
+class ArchonConfig(Section, EngineKeys):  # type: ignore[misc]
+    """Beside the keys of `core.settings.EngineKeys`, which the engine reads as they are."""
+
     enable_compile: Literal["auto"] | bool = "auto"
     """torch.compile per block. auto: on for CUDA unless the schedule is a zero-bubble one."""
-    ac_mode: Literal["auto", "none", "selective", "full", "memory_budget"] = "auto"
-    """Activation checkpointing. auto: selective. Needs `gradient_checkpointing`."""
-    ac_selective: Literal["op"] | Count | None = None
-    """What selective keeps: `op` (the results of expensive operations), or a stride n (every n-th
-    layer is recomputed). null: op, or 2 under a zero-bubble schedule, which op would hang."""
-    ac_memory_budget: Share = 0.5
-    """For memory_budget: 0 recomputes most, 1 nothing. Needs compile."""
-    ac_debug: bool = False
-    """Logs, once a layer, which operations are kept and which are computed again. Slow, and
-    without compile, which would hide them."""
-    offload_params: bool = False
-    """Keeps parameters, gradients and optimizer state in host memory, where the optimizer then
-    runs; layers are brought to the device as they are used. On one device, too."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Whether parameters are sharded again between forward and backward. default: yes, but not
     in a pipeline and not on one rank (unless offloaded), where that only costs time."""
@@ -198,9 +172,9 @@ class ModelConfig(Section):
     config.json and the tokenizer. null: the weights in `path`."""
     dtype: ComputeDType = "auto"
     """Compute type. auto: bfloat16 on a GPU, float32 on a CPU."""
-    param_dtype: DType = "float32"
+    param_dtype: ParamDType = "float32"
     """Type of the master weights and of the optimizer state."""
-    reduce_dtype: DType = "float32"
+    reduce_dtype: ParamDType = "float32"
     """Type in which gradients are summed over ranks."""
     gradient_checkpointing: bool = True
     """Switches activation checkpointing as a whole; `archon.ac_mode` says which kind."""
@@ -230,7 +204,7 @@ class ConvertorConfig(Section):
     """Accepted and without effect: converting is copying, and done on the CPU."""
     use_gpu_index: tuple[NonNegativeInt, ...] | None = None
     """As `use_gpu_num`."""
-    process_num: Annotated[int, Field(ge=1, le=1024)] = 1
+    process_num: Annotated[int, Bound(ge=1, le=1024)] = 1
     """Processes that share the files to write."""
     tensor_model_parallel_size: Count = 1
     """Ranks each matrix is cut over."""
@@ -264,7 +238,7 @@ class AlgorithmConfig(Section):
     """Clip range of the importance ratio below 1 (and above, unless `eps_clip_higher`)."""
     eps_clip_higher: Positive | None = None
     """Clip range above 1."""
-    c_clip: Annotated[float, Field(gt=1)] | None = None
+    c_clip: Annotated[float, Bound(gt=1)] | None = None
     """Dual clip: bound on the ratio where the advantage is negative. null: 3. A large number
     switches it off."""
     kl_coef: NonNegative | None = None
@@ -293,7 +267,7 @@ class AlgorithmConfig(Section):
     """Lets `correction: none` pass with `max_staleness` above 0 or `updates_per_batch` above 1."""
     correction_level: CorrectionLevel | None = None
     """Whether the weight is that of a token, of a sequence, or the sequence's geometric mean."""
-    correction_cap: Annotated[float, Field(ge=1)] | None = None
+    correction_cap: Annotated[float, Bound(ge=1)] | None = None
     """Largest weight that is let through."""
     correction_floor: Share | None = None
     """Smallest weight that is let through."""
@@ -311,7 +285,7 @@ class AlgorithmConfig(Section):
     reward_clip: Positive | None = None
     """Scaled rewards are clipped to plus or minus this; in `distill` (where null is 10) a token's
     log-prob less the teacher's."""
-    max_reward: Annotated[float, Field(gt=0, le=1e15)] | None = None
+    max_reward: Annotated[float, Bound(gt=0, le=1e15)] | None = None
     """A reward of this size or more, after scaling and clipping, stops the run. null: 1e6."""
 
     @property
@@ -340,7 +314,7 @@ class GenerationConfig(Section):
     `loss_norm: constant` count against. null: `max_new_tokens` in single_turn, else no limit."""
     temperature: NonNegative = 1.0
     """Sampling temperature; the trainer computes log-probs at the same one."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Bound(gt=0, le=1)] = 1.0
     """Nucleus sampling. Training needs 1: the trainer cannot reproduce a cut distribution."""
     top_k: NonNegativeInt = 0
     """Draws from the k likeliest tokens, 0 from all. Training needs 0."""
@@ -390,7 +364,7 @@ class RewardConfig(Section):
     """What the value of each function of `fn` is multiplied by. null: 1 each."""
     timeout_s: Seconds = 10.0
     """After this long the process of a reward is ended and the sample counts as failed."""
-    num_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    num_workers: Annotated[int, Bound(ge=1, le=1024)] | None = None
     """Processes that compute rewards. null: half the cores, at most 8."""
     memory_mb: Count = 1024
     """Memory limit of each of them."""
@@ -425,7 +399,7 @@ class ServerConfig(Section):
     transfer_folder: str | None = None
     """Where weights lie while they travel by disk; servers must see it under the same name. null:
     shared memory, or the temporary folder where there is none."""
-    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu_memory_share: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Part of a GPU's memory that a started server takes. null: 0.4 on a GPU that also trains, else
     the server's own choice."""
 
@@ -445,10 +419,10 @@ class RolloutConfig(Section):
     """Attempts after the first before a failing group is dropped and counted."""
     max_batch_tokens: Count = 8192
     """Most tokens the sampler runs in one forward pass; `max_running` where that is more."""
-    max_running: Annotated[int, Field(ge=1, le=1000000)] | None = None
+    max_running: Annotated[int, Bound(ge=1, le=1000000)] | None = None
     """Most sequences that a sampler decodes together. null: as many as it gets at once, at least
     256 and at most 1024; what does not fit the key-value cache waits."""
-    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    kv_cache_gb: Annotated[float, Bound(gt=0, le=1e6)] | None = None
     """Memory of the key-value cache. null: derived from what is free."""
     on_update: Literal["continue", "reprefill"] = "continue"
     """What new weights do to answers under way: they go on with the cache of the old weights, or
@@ -506,22 +480,14 @@ class TelemetryConfig(Section):
     """Sends records to Weights & Biases. null: does not."""
     hardware_peak_tflops: Positive | None = None
     """Peak of one device for MFU. null: that of the detected GPU; on a CPU MFU is not reported."""
-    mfu_target: Annotated[float, Field(gt=0, le=1)] | None = None
+    mfu_target: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Warns when MFU stays below it."""
     samples_per_step: NonNegativeInt = 4
     """Samples of each step written to samples.jsonl, TensorBoard and Weights & Biases."""
 
 
-class GuardsConfig(Section):
-    max_logprob_gap: Positive | None = 0.3
-    """Largest mean difference of a token's log-prob between trainer and sampler, on samples drawn
-    with the weights that are trained (ten times as much where all are older); a shift of all
-    log-probs counts three times. null: any."""
-    patience_steps: Count = 5
-    """Steps in a row past a bound (one log-prob reported for all tokens, gradients that are not
-    finite) that stop the run; of log-prob differences, as many of the last twice as many."""
-    max_nonfinite_share: Share = 0.5
-    """Also stops when more than this share of the last 20 steps had no finite gradient."""
+class GuardsConfig(Section, BoundSettings):  # type: ignore[misc]
+    """The keys of `core.settings.BoundSettings`."""
 
 
 class Config(Section):

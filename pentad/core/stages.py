@@ -5,12 +5,11 @@ Schedules are those of torch.distributed.pipelining, by class name without "Sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from math import inf
 from operator import add
-from typing import Literal
 
 from pentad.core.dims import ModelDims
 
@@ -40,27 +39,6 @@ def takes_microbatches(schedule: str, pp: int, num_microbatches: int) -> bool:
     """Interleaved schedules run in rounds of equal size, at least pp microbatches each."""
     rounds = max(1, num_microbatches // pp)
     return not is_interleaved(schedule) or num_microbatches % rounds == 0
-
-
-def schedule_conflicts(
-    schedule: str, *, compiles: bool, keeps_products: bool, reshards: bool, has_experts: bool
-) -> Iterator[tuple[Literal["compile", "ac_selective", "reshard"], str]]:
-    """(setting, why) of what a pipeline schedule does not go with. A backward in two parts keeps
-    its graph in between: what frees or replays it would be wrong, or wait without end."""
-    name = f"pp_schedule = {schedule}"
-    if splits_backward(schedule):
-        if compiles:
-            yield "compile", f"{name} splits backward, which compiled blocks do not support"
-        if keeps_products:
-            rule = f"{name} needs the kept results twice, and they are dropped after the first use"
-            yield "ac_selective", rule
-        if reshards:
-            rule = f"{name} would give wrong gradients with parameters sharded in between"
-            yield "reshard", rule
-    elif keeps_products and reshards and has_experts:
-        # Experts are gathered within their block, in backward but not in every forward.
-        rule = "experts of a pipeline would be gathered anew, which ac_selective = op cannot replay"
-        yield "reshard", rule
 
 
 def stages_of_rank(schedule: str, pp: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:

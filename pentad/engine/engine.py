@@ -25,6 +25,7 @@ from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import Layout
+from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
@@ -35,11 +36,10 @@ from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
 from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted
-from pentad.engine.settings import EngineSettings
 from pentad.engine.state import present_all, take_all
 from pentad.engine.step import OpenStep
 from pentad.engine.tags import WeightTags, copy_all
-from pentad.models.balance import BalanceSettings, measure_balance, move_biases, scale_losses
+from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
 from pentad.models.registry import save_model

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from pentad.core.errors import RunError
-from pentad.engine.settings import EngineSettings
+from pentad.core.settings import EngineSettings
 
 VARIES = " does not have a deterministic implementation"
 """How torch ends the name of an operation that it refuses."""

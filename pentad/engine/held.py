@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
+from pentad.core.settings import EngineSettings
 from pentad.engine.predictor import Predictor
-from pentad.engine.settings import EngineSettings
 from pentad.engine.wrap import wrap_model
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder

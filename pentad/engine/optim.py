@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import RunError
-from pentad.engine.settings import OptimizerSettings
+from pentad.core.settings import OptimizerSettings
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 

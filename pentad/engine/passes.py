@@ -10,12 +10,12 @@ from torch import Tensor
 
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError
+from pentad.core.settings import EngineSettings
 from pentad.core.types import Attend, Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
 from pentad.engine.outputs import Sums
 from pentad.engine.predictor import Predicted, Predictor
-from pentad.engine.settings import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.ops.attention import build_attend

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.dtypes import DTYPES
+from pentad.core.settings import EngineSettings
 from pentad.core.types import Loss
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
@@ -24,7 +25,6 @@ from pentad.engine.passes import (
     without_filling,
 )
 from pentad.engine.predictor import Predicted, Predictor
-from pentad.engine.settings import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.parallel.collectives import reduce_ranks

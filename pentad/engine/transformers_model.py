@@ -12,11 +12,10 @@ from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
+from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.engine.held import Maker
 from pentad.engine.predictor import Predictor
-from pentad.engine.settings import EngineSettings
 from pentad.engine.wrap import present_cut
-from pentad.models.balance import BalanceSettings
 from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model

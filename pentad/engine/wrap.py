@@ -10,8 +10,8 @@ from torch import Tensor
 from pentad.core.errors import UserError
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
+from pentad.core.settings import EngineSettings
 from pentad.engine.predictor import Predictor
-from pentad.engine.settings import EngineSettings
 from pentad.models.decoder import Block, Decoder
 from pentad.models.families import spec_of
 from pentad.models.moe import Moe

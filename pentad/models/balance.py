@@ -9,47 +9,19 @@ Shapes: R experts of the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.settings import BalanceSettings
 from pentad.core.types import LayerBalance
 from pentad.models.decoder import Block
 from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Moe, Router, Routes
 from pentad.ops.router import expert_load
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceSettings:
-    """What keeps the experts of a mixture equally busy."""
-
-    aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss, which is 1 in each layer when all is balanced."""
-    z_loss_coef: float = 0.0
-    """Weight of the mean square of the routers' log-partition."""
-    bias_rate: float = 0.0
-    """How far the selection bias of an expert moves at each step, up if it had fewer tokens than
-    the mean and down if it had more."""
-
-    def __post_init__(self) -> None:
-        values = (
-            ("aux_loss_coef", self.aux_loss_coef),
-            ("z_loss_coef", self.z_loss_coef),
-            ("bias_rate", self.bias_rate),
-        )
-        problems = [
-            Problem(f"{name} = {value}", "must be finite and not negative", "0 switches it off")
-            for name, value in values
-            if not (value >= 0 and math.isfinite(value))
-        ]
-        if problems:
-            raise UserError(problems)
 
 
 def iter_routers(model: LanguageModel) -> Iterator[tuple[int, Router]]:

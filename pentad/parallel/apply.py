@@ -18,22 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
 from pentad.core.seams import Seam
-from pentad.parallel.blocks import BlockSettings, Parts, apply_to_blocks
+from pentad.core.settings import EngineSettings
+from pentad.parallel.blocks import Parts, apply_to_blocks
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
 from pentad.parallel.experts import CellDispatch
 from pentad.parallel.mesh import Meshes
-from pentad.parallel.storage import StorageSettings, apply_storage, is_cast_whole, needs_storage
+from pentad.parallel.storage import apply_storage, is_cast_whole, needs_storage
 from pentad.parallel.tensor import apply_seams
 from pentad.weights.map import WeightMap
-
-
-class LayoutSettings(BlockSettings, StorageSettings, Protocol):
-    """What the steps are told; `engine.settings.EngineSettings` is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class ModelParts:
     seams: tuple[Seam, ...]
 
 
-def lay_out(parts: ModelParts, settings: LayoutSettings, meshes: Meshes) -> dict[str, Cut]:
+def lay_out(parts: ModelParts, settings: EngineSettings, meshes: Meshes) -> dict[str, Cut]:
     """Everything up to memory; returns who holds what."""
     dims = parts.weight_map.dims
     named = dict(parts.model.named_parameters())

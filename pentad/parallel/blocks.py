@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.settings import EngineSettings
 from pentad.parallel.recompute_log import RecomputeLog
 from pentad.telemetry.log import NOTICE
 
@@ -59,25 +60,6 @@ SAC_IGNORED_OPS.update(
 )
 
 
-class BlockSettings(Protocol):
-    """`engine.settings.EngineSettings` says what each means."""
-
-    @property
-    def gradient_checkpointing(self) -> bool: ...
-    @property
-    def ac_mode(self) -> str: ...
-    @property
-    def ac_selective(self) -> Literal["op"] | int: ...
-    @property
-    def ac_memory_budget(self) -> float: ...
-    @property
-    def ac_debug(self) -> bool: ...
-    @property
-    def compile(self) -> bool: ...
-    @property
-    def pad_to_maximum(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A block that is compiled in parts. Between them stands what a compiler would stumble over:
@@ -92,7 +74,7 @@ class Parts:
 
 def apply_to_blocks(
     blocks: Mapping[int, nn.Module],
-    settings: BlockSettings,
+    settings: EngineSettings,
     device: torch.device,
     parts: Mapping[int, Parts] | None = None,
 ) -> None:
@@ -109,7 +91,7 @@ def apply_to_blocks(
 def apply_to_block(
     block: nn.Module,
     index: int,
-    settings: BlockSettings,
+    settings: EngineSettings,
     device: torch.device,
     watch: RecomputeLog | None = None,
     parts: Parts | None = None,
@@ -203,15 +185,13 @@ def compile_run(
     return compiled
 
 
-def _recomputing(index: int, settings: BlockSettings) -> Callable[..., Any]:
+def _recomputing(index: int, settings: EngineSettings) -> Callable[..., Any]:
     """How a block is run so that it keeps as little as asked for."""
     if not settings.gradient_checkpointing or settings.ac_mode in ("none", "memory_budget"):
         return _run_plain
-    if settings.ac_mode == "full":
-        return _run_recomputed
-    if settings.ac_selective == "op":
+    if settings.keeps_products:
         return _run_keeping_products
-    return _run_recomputed if index % settings.ac_selective == 0 else _run_plain
+    return _run_recomputed if settings.is_recomputed(index) else _run_plain
 
 
 @cache

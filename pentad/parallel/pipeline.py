@@ -4,42 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Layout
+from pentad.core.settings import EngineSettings
 from pentad.core.stages import (
     SCHEDULES,
     default_stages_per_rank,
-    schedule_conflicts,
     split_layers,
     splits_backward,
     stages_of_rank,
     takes_microbatches,
     takes_stages_per_rank,
 )
-
-
-class PipelineSettings(Protocol):
-    """`engine.settings.EngineSettings` says what each means."""
-
-    @property
-    def pp_schedule(self) -> str: ...
-    @property
-    def stages_per_rank(self) -> int | None: ...
-    @property
-    def layers_per_stage(self) -> tuple[int, ...] | None: ...
-    @property
-    def reshard_after_forward(self) -> bool: ...
-    @property
-    def gradient_checkpointing(self) -> bool: ...
-    @property
-    def ac_mode(self) -> str: ...
-    @property
-    def ac_selective(self) -> Literal["op"] | int: ...
-    @property
-    def compile(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +69,7 @@ class Pipeline:
         return num
 
 
-def plan_pipeline(dims: ModelDims, layout: Layout, settings: PipelineSettings) -> Pipeline | None:
+def plan_pipeline(dims: ModelDims, layout: Layout, settings: EngineSettings) -> Pipeline | None:
     """The pipeline a layout asks for; None where it has one rank of it. Refuses what cannot be."""
     if layout.pp == 1:
         return None
@@ -99,7 +77,16 @@ def plan_pipeline(dims: ModelDims, layout: Layout, settings: PipelineSettings) -
     if schedule not in SCHEDULES:
         rule = "is no pipeline schedule"
         raise UserError(Problem(f"pp_schedule = {schedule}", rule, f"use {', '.join(SCHEDULES)}"))
-    _check_memory_settings(settings, has_experts=dims.num_experts > 0)
+    problems = settings.schedule_problems(
+        "",
+        pp=layout.pp,
+        compiles=settings.compile,
+        keeps=settings.gradient_checkpointing,
+        reshards=settings.reshard_after_forward,
+        moe=dims.num_experts > 0,
+    )
+    if found := list(problems):
+        raise UserError(found)
     num = settings.stages_per_rank or default_stages_per_rank(schedule)
     if not takes_stages_per_rank(schedule, num):
         want = default_stages_per_rank(schedule)
@@ -125,21 +112,3 @@ def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> 
         raise UserError(Problem(f"layers_per_stage = {list(given)}", rule))
     ends = list(accumulate(given))
     return tuple(range(end - size, end) for end, size in zip(ends, given, strict=True))
-
-
-def _check_memory_settings(settings: PipelineSettings, *, has_experts: bool) -> None:
-    uses_op = settings.ac_mode == "selective" and settings.ac_selective == "op"
-    words = {
-        "compile": ("compile = True", "set it to False"),
-        "ac_selective": ("ac_selective = op", "use a stride, or ac_mode full"),
-        "reshard": ("reshard_after_forward = True", "set it to False"),
-    }
-    found = schedule_conflicts(
-        settings.pp_schedule,
-        compiles=settings.compile,
-        keeps_products=uses_op and settings.gradient_checkpointing,
-        reshards=settings.reshard_after_forward,
-        has_experts=has_experts,
-    )
-    if problems := [Problem(words[key][0], rule, words[key][1]) for key, rule in found]:
-        raise UserError(problems)

@@ -6,7 +6,6 @@ Gradients are summed over ranks, never averaged: the engine divides once, by the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,27 +19,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from pentad.core.dtypes import DTYPES
+from pentad.core.settings import EngineSettings
 from pentad.parallel.cast import CastWeights
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
 
 
-class StorageSettings(Protocol):
-    """`engine.settings.EngineSettings` says what each means."""
-
-    @property
-    def compute_dtype(self) -> str: ...
-    @property
-    def reduce_dtype(self) -> str: ...
-    @property
-    def is_mixed(self) -> bool: ...
-    @property
-    def reshard_after_forward(self) -> bool: ...
-    @property
-    def offload_params(self) -> bool: ...
-
-
-def needs_storage(settings: StorageSettings, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
+def needs_storage(settings: EngineSettings, meshes: Meshes, cuts: Mapping[str, Cut]) -> bool:
     """Whether anything is sharded, replicated, cast or kept elsewhere; if not, parameters stay
     plain tensors."""
     layout = meshes.layout
@@ -50,7 +35,7 @@ def needs_storage(settings: StorageSettings, meshes: Meshes, cuts: Mapping[str, 
     return settings.is_mixed or settings.offload_params or num_dense > 1 or num_expert > 1
 
 
-def is_cast_whole(settings: StorageSettings, meshes: Meshes) -> bool:
+def is_cast_whole(settings: EngineSettings, meshes: Meshes) -> bool:
     """Whether there is nothing to gather and room for all weights in compute dtype at once."""
     is_here = meshes.layout.world == 1 and not settings.offload_params
     return is_here and not settings.reshard_after_forward
@@ -62,7 +47,7 @@ def apply_storage(
     blocks: Iterable[nn.Module],
     cuts: Mapping[str, Cut],
     own_dtypes: Mapping[str, str],
-    settings: StorageSettings,
+    settings: EngineSettings,
     meshes: Meshes,
 ) -> None:
     """Master weights in storage, cast to `compute_dtype` block by block when used.

@@ -187,7 +187,7 @@ def plan_trainer(part: Placed, allocation: Allocation, batch: Batch, device: Dev
         layout=layout,
         keeping=Checkpointing(
             mode=archon.ac_mode if archon.ac_mode != "auto" else "selective",
-            selective=archon.ac_selective or "op",
+            selective=archon.selection(layout.pp),
             budget=archon.ac_memory_budget,
             is_compiled=compiles and device.kind == "cuda",
             compute_bytes=compute_bytes(model, device.kind),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pentad.core.settings import BoundSettings
 from pentad.core.types import Sample, StepResult
 
 STALE_FACTOR = 10.0
@@ -28,14 +29,6 @@ CERTAIN = -0.3
 """Mean log-prob of a policy that may have been certain of all (0) when it sampled."""
 SHARE_WINDOW = 20
 """Steps over which the share of those without a usable gradient is taken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundSettings:
-    max_logprob_gap: float | None = 0.3
-    """Mean difference of log-probs. None: no bound."""
-    patience_steps: int = 5
-    max_nonfinite_share: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
+from pentad.core.settings import into
 from pentad.core.sizes import COLOCATED_SHARE
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -112,29 +113,24 @@ def server_settings(
 ) -> ServerSettings:
     """Of the `index`-th replica."""
     component, server = component_of(config, "rollout"), config.rollout.server
-    embedded = sampler_settings(config, dims)
     assert config.actor.path is not None, "checked with the config"
     tensor, pipeline = component.size("t"), component.size("p")
     devices = server_devices(config) if device.type == "cuda" else ()
     size = tensor * pipeline
     shares = allocation_of(config).shares_devices(component, component_of(config, "actor"))
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return ServerSettings(
+    return into(
+        ServerSettings,
+        sampler_settings(config, dims),
+        server,
         model_folder=str(Path(config.actor.path).resolve()),
         dims=dims,
         dtype=compute_dtype(config.actor, device),
-        max_context=dims.max_position,
-        max_running=embedded.max_running,
-        max_batch_tokens=embedded.max_batch_tokens,
-        kv_cache_bytes=embedded.kv_cache_bytes,
-        on_update=embedded.on_update,
         device=device.type,
         devices=devices[index * size : (index + 1) * size],
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
-        python=server.python,
         arguments=server.args,
-        start_timeout_s=server.start_timeout_s,
         transport=server.weight_transport,
         transfer_folder=Path(server.transfer_folder) if server.transfer_folder else folder,
         can_sleep=bool(config.offload_rollout),

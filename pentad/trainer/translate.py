@@ -14,18 +14,23 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.seeds import derive_seed
+from pentad.core.settings import (
+    BalanceSettings,
+    DType,
+    EngineSettings,
+    OptimizerSettings,
+    into,
+)
 from pentad.core.sizes import default_microbatch_tokens
 from pentad.core.types import SamplingParams
 from pentad.data.render import Columns, DataSettings
 from pentad.data.tokenizer import Tokenizer
-from pentad.engine.settings import DType, EngineSettings, OptimizerSettings
 from pentad.infer.settings import SamplerSettings
-from pentad.models.balance import BalanceSettings
 from pentad.models.families import register
 from pentad.rewards.sandbox import SandboxSettings
 from pentad.rewards.scorer import RewardSettings
 from pentad.rl.algorithms import settings_for
-from pentad.rl.bounds import Bounds, BoundSettings
+from pentad.rl.bounds import Bounds
 from pentad.rl.overrides import run_problems
 from pentad.rollout.executor import ExecutorSettings
 
@@ -67,7 +72,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
 
 
 def bounds_of(config: Config) -> Bounds:
-    return Bounds(BoundSettings(**config.guards.model_dump()))
+    return Bounds(config.guards)
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> DType:
@@ -91,33 +96,25 @@ def engine_settings(
 
     `pp` counts the pipeline ranks of the layout, `world` all of them.
     """
-    archon, optimizer = model.archon, model.optimizer
+    archon = model.archon
     is_cuda = device.type == "cuda"
     budget = model.mb_spec.max_tokens_per_mb
     num_stages = pp * (archon.stages_per_rank or 1) if pp > 1 else 1
     budget = budget or default_microbatch_tokens(max_row_tokens, device.type, num_stages)
     saves_memory = is_cuda and model.gradient_checkpointing
-    return EngineSettings(
+    return into(
+        EngineSettings,
+        model,
+        model.mb_spec,
+        archon.chosen(pp),
         compute_dtype=compute_dtype(model, device),
-        param_dtype=model.param_dtype,
-        reduce_dtype=model.reduce_dtype,
         temperature=temperature,
         max_tokens_per_mb=budget,
-        n_mbs=model.mb_spec.n_mbs,
-        gradient_checkpointing=model.gradient_checkpointing,
         pad_to_maximum=model.pad_to_maximum is True,
-        ac_mode="selective" if archon.ac_mode == "auto" else archon.ac_mode,
-        ac_selective=archon.ac_selective or "op",
-        ac_memory_budget=archon.ac_memory_budget,
-        ac_debug=archon.ac_debug,
         compile=archon.enable_compile is True
         or (archon.enable_compile == "auto" and is_cuda and not strict),
         strict=strict,
         reshard_after_forward=reshards(archon, pp, world),
-        offload_params=archon.offload_params,
-        pp_schedule=archon.pp_schedule,
-        stages_per_rank=archon.stages_per_rank,
-        layers_per_stage=archon.layers_per_stage,
         balance=BalanceSettings(
             aux_loss_coef=archon.moe_aux_loss_coef,
             z_loss_coef=archon.moe_z_loss_coef,
@@ -125,31 +122,14 @@ def engine_settings(
         ),
         deterministic=archon.use_deterministic_algorithms,
         tag_memory="host" if saves_memory else "device",
-        optimizer=OptimizerSettings(
-            lr=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            eps=optimizer.eps,
-            lr_scheduler_type=optimizer.lr_scheduler_type,
-            warmup_steps_proportion=optimizer.warmup_steps_proportion,
-            min_lr_ratio=optimizer.min_lr_ratio,
-            gradient_clipping=optimizer.gradient_clipping,
-            total_steps=total_steps,
-        ),
+        optimizer=into(OptimizerSettings, model.optimizer, total_steps=total_steps),
     )
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     gconfig = config.gconfig
-    return SamplingParams(
-        max_new_tokens=gconfig.max_new_tokens,
-        temperature=gconfig.temperature,
-        top_p=gconfig.top_p,
-        top_k=gconfig.top_k,
-        stop_ids=tuple(dict.fromkeys((*tokenizer.stop_ids, *gconfig.stop_token_ids))),
-        stop_strings=gconfig.stop,
-    )
+    stop_ids = tuple(dict.fromkeys((*tokenizer.stop_ids, *gconfig.stop_token_ids)))
+    return into(SamplingParams, gconfig, stop_ids=stop_ids, stop_strings=gconfig.stop)
 
 
 def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
@@ -165,12 +145,13 @@ def eval_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
     rollout = config.rollout
     kv_bytes = None if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * 2**30)
-    return SamplerSettings(
+    return into(
+        SamplerSettings,
+        rollout,
         max_running=num_running(config),
         max_batch_tokens=max(rollout.max_batch_tokens, num_running(config)),
         max_context=dims.max_position,
         kv_cache_bytes=kv_bytes,
-        on_update=rollout.on_update,
         record_routes=rollout.replay_routes,
         strict=config.strict,
     )
@@ -180,15 +161,15 @@ def executor_settings(
     config: Config, dims: ModelDims, params: SamplingParams, num_samples: int, *, purpose: str
 ) -> ExecutorSettings:
     """`purpose` keeps the random numbers of training and evaluation apart."""
-    return ExecutorSettings(
+    return into(
+        ExecutorSettings,
+        config.rollout,
         params=params,
         num_samples=num_samples,
         run_seed=derive_seed(config.seed, purpose),
         vocab_size=dims.vocab_size,
         max_total_tokens=dims.max_position,
         max_sampled_tokens=config.gconfig.max_sampled_tokens if purpose == "train" else None,
-        deadline_s=config.rollout.deadline_s,
-        max_retries=config.rollout.max_retries,
     )
 
 
@@ -197,19 +178,15 @@ def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
     reward = config.reward
     if not reward.functions:
         return None
-    sandbox = SandboxSettings(
-        num_workers=reward.num_workers or default_reward_workers(),
-        timeout_s=reward.timeout_s,
-        max_memory_bytes=reward.memory_mb * 2**20,
-        allow_processes=reward.allow_processes,
-        allow_weaker=reward.allow_weaker,
-    )
-    return RewardSettings(
+    num_workers = reward.num_workers or default_reward_workers()
+    memory = reward.memory_mb * 2**20
+    return into(
+        RewardSettings,
+        reward,
         fn=reward.functions,
         weights=reward.weights or (),
         answer_field=answer_key,
-        on_failure=reward.on_failure,
-        sandbox=sandbox,
+        sandbox=into(SandboxSettings, reward, num_workers=num_workers, max_memory_bytes=memory),
     )
 
 
@@ -223,23 +200,11 @@ def data_settings(
 ) -> DataSettings:
     """`max_tokens` is what the model's context has room for."""
     assert data.path is not None, f"{key}.path was checked before"
-    return DataSettings(
-        path=data.path,
-        format=data.format,
-        columns=columns(data, key),
-        shuffle=data.shuffle,
+    return into(
+        DataSettings,
+        data,
+        columns=into(Columns, data, key=key),
         seed=seed,
         max_tokens=min(data.max_length or max_tokens, max_tokens),
-        limit=data.limit,
         streaming=streaming,
-    )
-
-
-def columns(data: DatasetConfig, key: str) -> Columns:
-    return Columns(
-        key=key,
-        prompt_key=data.prompt_key,
-        messages_key=data.messages_key,
-        response_key=data.response_key,
-        chat_template=data.chat_template,
     )

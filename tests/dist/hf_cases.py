@@ -11,7 +11,7 @@ from parity_cases import bend, gradients_of, whole
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.core.settings import EngineSettings, OptimizerSettings
 
 SMALL = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
 CONFIGS: dict[str, dict[str, Any]] = {

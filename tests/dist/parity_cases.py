@@ -16,8 +16,8 @@ from pentad.core.digest import digest_of, tensor_checksum
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
-from pentad.models.balance import BalanceSettings
+from pentad.core.settings import EngineSettings, OptimizerSettings
+from pentad.core.settings import BalanceSettings
 from pentad.models.exchange import gather_whole
 from pentad.parallel.cuts import local, stored_box
 from pentad.parallel.gradients import global_norm, sum_copies

@@ -15,7 +15,7 @@ from pentad.core.digest import digest_of
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings
+from pentad.core.settings import EngineSettings
 
 CONFIGS |= {
     "tied5": DENSE | {"num_hidden_layers": 5},

@@ -13,7 +13,7 @@ from pentad.planner.prepare import prepare
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.runtime import lead as runtime_lead
 from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank

@@ -5,7 +5,7 @@ import torch
 from pentad.core.layout import Layout
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings
+from pentad.core.settings import EngineSettings
 
 DENSE = {
     "model_type": "qwen3",

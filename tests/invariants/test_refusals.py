@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.settings import EngineSettings, into
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import assemble
@@ -89,18 +90,14 @@ def test_a_sampler_that_runs_another_policy_stops_the_run(lab, monkeypatch):
     """The weights arrive whole, but the sampler reports the log-probs of another temperature."""
     params = assemble.sampling_params
     monkeypatch.setattr(
-        "pentad.trainer.translate.EngineSettings",
-        lambda **kwargs: _settings(**{**kwargs, "temperature": 2.0}),
+        "pentad.trainer.translate.into",
+        lambda cls, *sections, **derived: into(
+            cls, *sections, **derived | ({"temperature": 2.0} if cls is EngineSettings else {})
+        ),
     )
     assert params is assemble.sampling_params
     with pytest.raises(RunError, match="differ between sampler and trainer"):
         lab.train()
-
-
-def _settings(**kwargs):
-    from pentad.engine.settings import EngineSettings
-
-    return EngineSettings(**kwargs)
 
 
 def test_a_reward_that_fails_is_found_on_the_first_row(lab, tmp_path):

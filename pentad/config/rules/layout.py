@@ -27,8 +27,6 @@ from pentad.core.stages import (
     SCHEDULES,
     default_stages_per_rank,
     is_interleaved,
-    schedule_conflicts,
-    splits_backward,
     takes_microbatches,
     takes_stages_per_rank,
 )
@@ -292,32 +290,16 @@ def schedule_takes_stages(part: Placed) -> Iterator[Problem]:
 
 @TRAINING.add()
 def schedule_goes_with_the_engine(part: Placed) -> Iterator[Problem]:
-    archon, schedule = part.model.archon, part.model.archon.pp_schedule
-    if part.component.size("p") == 1:
-        return
-    key, is_split = f"{part.key}.archon", splits_backward(schedule)
-    other = (
-        "use pp_schedule: Interleaved1F1B" if is_split else "use ac_selective: 2 or ac_mode: full"
-    )
-    words = {
-        "compile": ("enable_compile = true", "leave enable_compile out"),
-        "ac_selective": ("ac_selective = op", "use ac_selective: 2 or ac_mode: full"),
-        "reshard": ("reshard_after_forward_policy = always", "leave it out"),
-    }
-    mode = archon.ac_mode if part.model.gradient_checkpointing else "none"
-    is_op = archon.ac_selective == "op" or (archon.ac_selective is None and not is_split)
-    for setting, rule in schedule_conflicts(
-        schedule,
-        compiles=archon.enable_compile is True,
-        keeps_products=mode == "selective" and is_op,
-        reshards=archon.reshard_after_forward_policy == "always",
-        has_experts=part.dims is not None and part.dims.num_experts > 0,
-    ):
-        where, remedy = words[setting]
-        yield Problem(f"{key}.{where}", rule, f"{remedy}, or {other}")
-    if is_split and mode == "memory_budget":
-        rule = f"needs compile, which pp_schedule = {schedule} excludes"
-        yield Problem(f"{key}.ac_mode = memory_budget", rule, f"use ac_mode: full, or {other}")
+    archon, pp = part.model.archon, part.component.size("p")
+    if pp > 1:
+        yield from archon.schedule_problems(
+            f"{part.key}.archon.",
+            pp=pp,
+            compiles=archon.enable_compile is True,
+            keeps=part.model.gradient_checkpointing,
+            reshards=archon.reshard_after_forward_policy == "always",
+            moe=part.dims is not None and part.dims.num_experts > 0,
+        )
 
 
 @TRAINING.add()

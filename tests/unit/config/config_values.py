@@ -3,11 +3,11 @@
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from pentad.config.schema import Config, Section
+from pentad.core.settings import Bound
 
 WORDS = st.sampled_from(["x", "on", "1e-6", "0010", "models/q wen", "${seed}", "a: b", "#", "null"])
 
@@ -27,8 +27,7 @@ def sections(section: type[Section] = Config) -> st.SearchStrategy:
 def _values(annotation, metadata) -> st.SearchStrategy:
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
-        found = [m for n in notes for m in (n.metadata if isinstance(n, FieldInfo) else [n])]
-        return _values(inner, metadata + found)
+        return _values(inner, metadata + notes)
     if get_origin(annotation) in (Union, UnionType):
         return st.one_of(*[_values(arg, metadata) for arg in get_args(annotation)])
     if get_origin(annotation) is Literal:
@@ -39,15 +38,15 @@ def _values(annotation, metadata) -> st.SearchStrategy:
         return st.lists(_values(first, []), min_size=sizes[0], max_size=sizes[1])
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return sections(annotation)
-    bounds = {type(m): m for m in metadata}
-    low = bounds[Ge].ge if Ge in bounds else bounds[Gt].gt if Gt in bounds else None
-    high = bounds[Le].le if Le in bounds else bounds[Lt].lt if Lt in bounds else None
+    bound = next((note for note in metadata if isinstance(note, Bound)), Bound())
+    low = bound.ge if bound.gt is None else bound.gt
+    high = bound.le if bound.lt is None else bound.lt
     if annotation is float:
         return st.floats(
             low,
             high,
-            exclude_min=Gt in bounds,
-            exclude_max=Lt in bounds,
+            exclude_min=bound.gt is not None,
+            exclude_max=bound.lt is not None,
             allow_nan=False,
             allow_infinity=False,
         )

@@ -16,12 +16,12 @@ from pentad.cli.recipe import read_recipe
 from pentad.core.errors import RunError, UserError
 from pentad.core.failures import DataFailure
 from pentad.core.roles import Installed
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Generation, Row
 from pentad.data.ledger import Ledger
 from pentad.data.store import Store
 from pentad.data.toy import write_byte_model, write_model
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.planner.plan import build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.rewards.functions import check_columns, read_signature

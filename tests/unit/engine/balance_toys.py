@@ -3,9 +3,8 @@
 import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows
 
+from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
-from pentad.models.balance import BalanceSettings
 
 MIXTURE = CONFIG | {
     "model_type": "qwen3_moe",

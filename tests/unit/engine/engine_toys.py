@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row, TokenOutputs
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.models.decoder import causal_attend
 
 VOCAB = 37

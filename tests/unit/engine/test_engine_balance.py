@@ -7,9 +7,9 @@ from engine_toys import PolicyLoss, make_engine, make_rows, train
 from transformers import AutoModelForCausalLM
 
 from pentad.core.errors import UserError
+from pentad.core.settings import EngineSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings
 from pentad.infer.engine import Engine as InferEngine
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend

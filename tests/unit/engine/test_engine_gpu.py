@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from engine_toys import CONFIG, PolicyLoss, make_rows
 
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from closeness import assert_close
 from engine_toys import CONFIG, PolicyLoss, make_engine, make_rows, train
 
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 
 WIDE = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
 HAS_CUDA = torch.cuda.is_available()

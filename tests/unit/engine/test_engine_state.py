@@ -15,8 +15,8 @@ from engine_toys import (
 )
 
 from pentad.core.errors import RunError
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 
 
 def test_tags_are_used_and_left_again():

@@ -16,8 +16,8 @@ from engine_toys import (
 )
 from torch import Tensor
 
+from pentad.core.settings import EngineSettings
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings
 from pentad.models import qwen3_moe
 from pentad.models.families import REGISTERED
 from pentad.ops.attention import PaddedAttend

@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
+from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.engine.transformers_model import match_layout
-from pentad.models.balance import BalanceSettings
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.head import LogitRule, read_logit_rule
 from pentad.models.hf.module import build_hf_model

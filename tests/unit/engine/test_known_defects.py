@@ -14,8 +14,8 @@ import torch
 from closeness import assert_close
 from engine_toys import ValueLoss, make_engine, make_rows, train
 
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 
 
 def test_a_critics_head_is_initialised_saved_and_loaded(tmp_path):

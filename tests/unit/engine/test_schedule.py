@@ -3,8 +3,8 @@
 import pytest
 
 from pentad.core.errors import UserError
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.optim import compute_lr
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 
 
 def rates(kind: str, steps: range, **more) -> list[float]:

@@ -7,9 +7,9 @@ import torch
 
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
+from pentad.core.settings import EngineSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.exchange import iter_hf

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pentad.engine.settings import EngineSettings
+from pentad.core.settings import EngineSettings
 from pentad.parallel.blocks import apply_to_blocks, compile_run, compiling
 
 CPU = torch.device("cpu")

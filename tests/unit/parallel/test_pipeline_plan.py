@@ -4,7 +4,7 @@ import pytest
 
 from pentad.core.dims import dims_from_hf
 from pentad.core.layout import Layout
-from pentad.engine.settings import EngineSettings
+from pentad.core.settings import EngineSettings
 from pentad.parallel.pipeline import plan_pipeline
 
 DIMS = dims_from_hf(

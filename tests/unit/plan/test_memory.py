@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from pentad.config.catalog import MODELS
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.engine.settings import EngineSettings
+from pentad.core.settings import EngineSettings
 from pentad.engine.wrap import wrap_model
 from pentad.models.decoder import Decoder
 from pentad.ops import logprob

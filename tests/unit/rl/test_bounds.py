@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from pentad.core.settings import BoundSettings
 from pentad.core.types import Sample, StepResult
-from pentad.rl.bounds import SHARE_WINDOW, Bounds, BoundSettings, compare, num_impossible
+from pentad.rl.bounds import SHARE_WINDOW, Bounds, compare, num_impossible
 
 RNG = np.random.default_rng(0)
 

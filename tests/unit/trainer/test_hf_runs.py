@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from pentad.cli.main import app
 from pentad.core.errors import UserError
+from pentad.core.settings import EngineSettings
 from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_model, write_task
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings
 from pentad.models.hf.config import dims_of_hf
 from pentad.planner.prepare import prepare
 from pentad.samplers.server_sampler import check_weights

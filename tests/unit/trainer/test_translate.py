@@ -1,10 +1,14 @@
 """What a config says reaches the parts."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from pentad.config.describe import fields
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
+from pentad.core.settings import EngineKeys, OptimizerKeys, into
 from pentad.core.sizes import default_microbatch_tokens
 from pentad.trainer.translate import algorithm_settings, engine_settings
 
@@ -100,3 +104,36 @@ def test_switches_reach_the_algorithm():
     settings = algorithm_settings(config_of("use_tis=true", "use_kl_loss=true"))
     assert settings.correction == "tis"
     assert settings.kl_coef > 0 and settings.kl_in == "loss"
+
+
+def test_every_key_of_the_engine_reaches_it_by_its_name():
+    """A key added to `EngineKeys` or `OptimizerKeys` is a key of recipes and a setting at once."""
+    for keys, block in ((EngineKeys, "actor.archon"), (OptimizerKeys, "actor.optimizer")):
+        for key in dataclasses.fields(keys):
+            field = fields()[f"{block}.{key.name}"]
+            assert (field.default, bool(field.description)) == (key.default, True)
+    given = {"ac_mode": "full", "stages_per_rank": 3, "offload_params": "true"}
+    config = config_of(*(f"actor.archon.{key}={value}" for key, value in given.items()))
+    made = engine_settings(
+        config.actor, torch.device("cpu"), temperature=1, total_steps=1, max_row_tokens=8
+    )
+    for name in (key.name for key in dataclasses.fields(EngineKeys)):
+        wanted = getattr(config.actor.archon, name)
+        if name != "ac_selective":  # null where nobody reads it
+            assert getattr(made, name) == wanted, name
+
+
+def test_a_section_that_lacks_a_value_is_noticed():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wanted:
+        n_mbs: int
+        other: int
+
+    section = config_of("actor.mb_spec.n_mbs=3").actor.mb_spec
+    assert into(Wanted, section, other=1) == Wanted(n_mbs=3, other=1)
+    with pytest.raises(TypeError, match="other"):
+        into(Wanted, section)
+    with pytest.raises(TypeError, match="unknown"):
+        into(Wanted, section, other=1, unknown=2)
+    with pytest.raises(AssertionError, match="n_mbs stands in several sections"):
+        into(Wanted, section, section, other=1)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from closeness import assert_close
 
+from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Group, Prompt, Row, Sample
 from pentad.engine.engine import build_engine
-from pentad.engine.settings import EngineSettings, OptimizerSettings
 from pentad.rl.algorithms import settings_for
 from pentad.trainer.update import BatchUpdate
 
