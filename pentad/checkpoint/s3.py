@@ -36,6 +36,8 @@ DIGEST = "pentad-sha256"
 """Metadata of an object: the digest of its content as the manifest has it."""
 MAX_PARTS = 10_000
 MIN_PART_BYTES = 5 << 20
+PROBE = ".pentad-probe"
+"""Written and removed again before a run starts."""
 BATCH = 1000
 """Keys in one request to delete."""
 CHUNK = 1 << 20
@@ -126,12 +128,10 @@ class Store:
         return max(MIN_PART_BYTES, min(self.remote.part_bytes, capped))
 
     def reach(self) -> None:
-        """Raises StoreError, at the first attempt, unless objects can be listed here."""
-        request = {"Bucket": self.bucket, "Prefix": self.prefix, "MaxKeys": 1}
-        try:
-            self.client.list_objects_v2(**request)
-        except (BotoCoreError, ClientError, OSError) as error:
-            raise StoreError(explain(error, self.remote)) from error
+        """Raises StoreError unless objects can be listed, written and removed here."""
+        self._try(self.client.list_objects_v2, Prefix=self.prefix, MaxKeys=1)
+        self.put(PROBE, b"")
+        self.delete([PROBE])
 
     def head(self, key: str) -> Head | None:
         try:
@@ -308,7 +308,7 @@ class Store:
 
     def _pause(self, error: Exception, attempt: int, where: str) -> None:
         """Waits before another attempt; raises where none would help or all are used up."""
-        if _status(error) == 404:
+        if _status(error) == 404 and _code(error) != "NoSuchBucket":
             raise Gone(f"{where} is not there") from error
         if _status(error) == 416:
             raise Gone(f"{where} is shorter than it was") from error
@@ -332,8 +332,8 @@ def checksum_of(parts: Sequence[Part]) -> str:
 
 def is_passing(error: BaseException | None) -> bool:
     if isinstance(error, ClientError):
-        status, code = _status(error), error.response.get("Error", {}).get("Code")
-        return (status or 0) >= 500 or status == 429 or code in PASSING
+        status = _status(error) or 0
+        return status >= 500 or status == 429 or _code(error) in PASSING
     if isinstance(error, SSLError):
         return False
     return isinstance(error, HTTPClientError | OSError | EOFError) or (
@@ -348,11 +348,16 @@ def _status(error: BaseException | None) -> int | None:
     return status
 
 
+def _code(error: BaseException | None) -> str:
+    """The store's word for what is wrong."""
+    code = error.response.get("Error", {}).get("Code", "") if isinstance(error, ClientError) else ""
+    return str(code)
+
+
 def explain(error: Exception, remote: Remote) -> str:
     """One sentence: the place, what is wrong with it, and what to do."""
     at = remote.uri if remote.endpoint_url is None else f"{remote.uri} at {remote.endpoint_url}"
-    status = _status(error)
-    code = error.response.get("Error", {}).get("Code", "") if isinstance(error, ClientError) else ""
+    status, code = _status(error), _code(error)
     if isinstance(error, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
         return f"{at}: there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if code in ("SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from pentad.config.catalog import dims_of
 from pentad.config.schema import ArchonConfig, Config, ModelConfig
 from pentad.core.dims import ModelDims
@@ -18,6 +20,11 @@ def parsed_allocation(config: Config) -> Allocation | None:
         return parse_allocation(config.allocation_mode)
     except UserError:
         return None
+
+
+def checkpoint_root(config: Config) -> str:
+    """Folder of the checkpoints and exports of all runs."""
+    return config.checkpoint.local_dir or os.path.join(config.fileroot, "checkpoints")  # noqa: PTH118
 
 
 def are_apart(config: Config) -> bool | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 NOT_BUILT = {
     "recover": "AReaL's recovery checkpoints",
     "elastic": "moe-engine's elastic runtime",
-    "checkpoint": "moe-engine's checkpoint tiers",
     "megatron.ddp_bucket_size": "RLinf's Megatron backend",
     "megatron.distributed_backend": "RLinf's Megatron backend",
     "megatron.distributed_timeout_minutes": "RLinf's Megatron backend",
@@ -200,6 +199,16 @@ SPELLED = {
     "group_size": "gconfig.n_samples",
     "reward_fn": "reward.fn",
     "total_epochs": "total_train_epochs",
+    "checkpoint.nvme_dir": "checkpoint.local_dir",
+    "checkpoint.local_nvme_dir": "checkpoint.local_dir",
+    "checkpoint.dir": "checkpoint.local_dir",
+    "checkpoint.s3_uri": "checkpoint.remote_uri",
+    "checkpoint.remote": "checkpoint.remote_uri",
+    "checkpoint.s3_endpoint": "checkpoint.endpoint_url",
+    "checkpoint.s3_endpoint_url": "checkpoint.endpoint_url",
+    "checkpoint.io_workers": "checkpoint.async_workers",
+    "checkpoint.num_workers": "checkpoint.async_workers",
+    "checkpoint.keep_last": "checkpoint.retention",
 }
 """Key elsewhere -> key here, where the nearest name would not find it."""
 

@@ -21,7 +21,7 @@ from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
 PATHS = (
-    "fileroot",
+    *("fileroot", "checkpoint.local_dir"),
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
     *("actor.checkpoint_load_path", "critic.checkpoint_load_path"),
     *("megatron.ckpt_convertor.hf_model_path", "megatron.ckpt_convertor.save_path"),

@@ -9,6 +9,7 @@ import math
 
 from pentad.config.catalog import dims_of
 from pentad.config.derived import (
+    checkpoint_root,
     compute_bytes,
     is_saved_within,
     num_running,
@@ -388,7 +389,7 @@ def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) ->
     elif saver.freq_epochs is not None:
         count += (config.total_train_epochs - 1) // saver.freq_epochs
     with_critic = 2 if config.algorithm.name in WITH_CRITIC else 1
-    free, folder = free_disk(config.fileroot)
+    free, folder = free_disk(checkpoint_root(config))
     return Files(
         export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device.kind)),
         num_exports=count,

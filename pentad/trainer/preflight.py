@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
+from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.rules.start import (
     cache_problems,
@@ -20,6 +21,7 @@ from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.families import no_sampler_for
+from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
@@ -33,6 +35,7 @@ from pentad.trainer.translate import (
     allocation_of,
     data_settings,
     register_models,
+    remote_of,
 )
 
 T = TypeVar("T")
@@ -105,7 +108,27 @@ def start_problems(config: Config, device: torch.device, *, samples: bool) -> li
     """What the config asks of this version and this machine in vain; reads no model and no data."""
     problems: list[Problem | str] = [*unbuilt_problems(config, samples=samples)]
     problems += device_problems(config, kind_of(device), samples=samples)
+    problems += remote_problems(config)
     return problems + (server_problems(config, device) if samples else [])
+
+
+def remote_problems(config: Config) -> list[Problem | str]:
+    """A store that does not answer, or not to us; asked once the keys themselves are right."""
+    uri = config.checkpoint.remote_uri
+    if uri is None or checkpoint_rules.RULES.problems(config):
+        return []
+    if installed("boto3") is None:
+        where, rule = f"checkpoint.remote_uri = {uri}", "needs boto3, which is not installed"
+        return [Problem(where, rule, "pip install 'pentad[s3]'")]
+    remote = remote_of(config)
+    assert remote is not None, "it has an address"
+    from pentad.checkpoint.s3 import Store, StoreError
+
+    try:
+        Store(replace(remote, uri=uri, max_attempts=2)).reach()
+    except StoreError as error:
+        return [f"checkpoint.remote_uri = {error}."]
+    return []
 
 
 def kind_of(device: torch.device) -> DeviceKind:

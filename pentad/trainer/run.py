@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pentad.config.derived import compute_bytes, is_saved_within
+from pentad.config.derived import checkpoint_root, compute_bytes, is_saved_within
 from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
@@ -98,8 +98,8 @@ class OpenRun:
 def checkpoint_path(config: Config) -> Path:
     """Where the exports of a run lie, in a folder for each role."""
     assert config.user is not None, "the config is resolved"
-    root = Path(config.fileroot).expanduser() / "checkpoints" / config.user
-    return root / config.experiment_name / config.trial_name
+    root = Path(checkpoint_root(config)).expanduser()
+    return root / config.user / config.experiment_name / config.trial_name
 
 
 @contextmanager

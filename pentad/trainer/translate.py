@@ -13,6 +13,7 @@ from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
+from pentad.core.remote import Remote
 from pentad.core.seeds import derive_seed
 from pentad.core.settings import (
     BalanceSettings,
@@ -171,6 +172,23 @@ def executor_settings(
         max_total_tokens=dims.max_position,
         max_sampled_tokens=config.gconfig.max_sampled_tokens if purpose == "train" else None,
     )
+
+
+def remote_of(config: Config) -> Remote | None:
+    """The place of this run's checkpoints in a store, where one is configured."""
+    tiers = config.checkpoint
+    if tiers.remote_uri is None:
+        return None
+    assert config.user is not None, "the config is resolved"
+    return Remote(
+        tiers.remote_uri,
+        endpoint_url=tiers.endpoint_url,
+        region=tiers.region,
+        num_workers=tiers.async_workers,
+        retention=tiers.retention,
+        bandwidth_mb_s=tiers.bandwidth_mb_s,
+        timeout_s=tiers.timeout_s,
+    ).under(f"{config.user}/{config.experiment_name}/{config.trial_name}")
 
 
 def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from pentad.config.catalog import dims_of
 from pentad.config.derived import known_dims, samples
-from pentad.config.rules import algorithm, engine, inputs, megatron, model, modes, sampling
+from pentad.config.rules import (
+    algorithm,
+    checkpoint,
+    engine,
+    inputs,
+    megatron,
+    model,
+    modes,
+    sampling,
+)
 from pentad.config.rules.layout import count_devices, layout_problems, problems_of
 from pentad.config.rules.rule import Command, Rule, listed
 from pentad.config.rules.start import cache_problems, device_problems, process_problems
@@ -15,7 +24,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import DeviceKind
 
-SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm)
+SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm, checkpoint)
 
 
 def all_rules() -> list[Rule[[Config]]]:

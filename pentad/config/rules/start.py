@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.derived import compute_bytes, parsed_allocation
+from pentad.config.derived import checkpoint_root, compute_bytes, parsed_allocation
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.schema import WITH_CRITIC, Config
 from pentad.core.dims import ModelDims
@@ -121,11 +121,14 @@ def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pro
     if not dims.is_whole:
         return []
     needed = export_bytes(dims, compute_bytes(config.actor, kind))
-    free, folder = free_disk(config.fileroot)
+    free, folder = free_disk(checkpoint_root(config))
     if needed <= free:
         return []
     rule = f"the saved model takes {needed / GIB:.2g} GiB, and {folder} has {free / GIB:.2g} left"
-    return [Problem(f"fileroot = {config.fileroot}", rule, "make room, or give another folder")]
+    where = f"fileroot = {config.fileroot}"
+    if config.checkpoint.local_dir is not None:
+        where = f"checkpoint.local_dir = {config.checkpoint.local_dir}"
+    return [Problem(where, rule, "make room, or give another folder")]
 
 
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:

@@ -130,6 +130,15 @@ READERS = (
         lambda config: config.megatron.use_hf_ckpt,
         "megatron.use_hf_ckpt = false converts nothing",
     ),
+    KeyUse(
+        tuple(
+            f"checkpoint.{name}"
+            for name in ("endpoint_url", "region", "async_workers", "retention", "bandwidth_mb_s")
+            + ("timeout_s", "finish_timeout_s")
+        ),
+        lambda config: config.checkpoint.remote_uri is not None,
+        "checkpoint.remote_uri = null names no store",
+    ),
     KeyUse(("num_data_storage_units",), lambda _: False, "groups stay in memory"),
     KeyUse(
         ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),

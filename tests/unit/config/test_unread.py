@@ -45,6 +45,7 @@ def said(*overrides, command="plan"):
         ("ref.path=x", "no KL term", ["algorithm.kl_coef=0.01"]),
         ("teacher.path=x", "distill has a teacher", ["algorithm.name=distill"]),
         ("megatron.ckpt_convertor.process_num=4", "converts", ["megatron.use_hf_ckpt=true"]),
+        ("checkpoint.retention=9", "names no store", ["checkpoint.remote_uri=s3://abc/x"]),
         ("evaluator.n_samples=4", "no valid_dataset", ["valid_dataset.path=x"]),
         ("reward.timeout_s=3", "reward.fn is not set", ["reward.fn=gsm8k"]),
         (
