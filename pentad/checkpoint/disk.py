@@ -7,6 +7,7 @@ Reading does not go through here. Data is durable after `fsync`, a name in a fol
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 FILE_MODE = 0o644
@@ -70,7 +71,8 @@ def make_folders(disk: Disk, folder: Path) -> None:
 def write_aside(disk: Disk, path: Path, data: bytes, *, is_durable: bool = True) -> None:
     """A small file, whole or not at all, in the place of one that may be there."""
     aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
-    aside.unlink(missing_ok=True)
+    if aside.exists():  # of a process that had our number
+        disk.unlink(aside)
     fd = disk.create(aside)
     try:
         try:
@@ -81,7 +83,8 @@ def write_aside(disk: Disk, path: Path, data: bytes, *, is_durable: bool = True)
             disk.close(fd)
         disk.rename(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            disk.unlink(aside)
         raise
     if is_durable:
         disk.fsync_dir(path.parent)

@@ -27,6 +27,7 @@ FORMAT = 1
 INFO, STATE = "recover_info", "recover_checkpoint"
 MANIFEST, COMMIT, DAMAGED = "manifest.json", "COMMIT", "damaged"
 READ_BYTES = 4 << 20
+RUN_BYTES = 64 << 20
 NUM_READERS = 8
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_COMMIT_BYTES = 4096
@@ -198,10 +199,15 @@ def commit_marker(manifest: bytes) -> bytes:
 
 def damage(checkpoint: Checkpoint) -> list[str]:
     """Verifies every byte; a sentence for each piece that is not what was written."""
+    files = checkpoint.manifest.files.items()
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        files = checkpoint.manifest.files
-        found = pool.map(lambda p: list(file_damage(checkpoint.root / p, files[p])), files)
-        return [sentence for sentences in found for sentence in sentences]
+        tasks = [
+            pool.submit(lambda *task: list(file_damage(*task)), checkpoint.root / path, entry, run)
+            for path, entry in files
+            for run in _runs(entry)
+        ]
+        found = [sentence for task in tasks for sentence in task.result()]
+    return list(dict.fromkeys(found))  # of one file each run says the same of its size
 
 
 def read_file(checkpoint: Checkpoint, path: str) -> bytes:
@@ -210,9 +216,9 @@ def read_file(checkpoint: Checkpoint, path: str) -> bytes:
     if entry is None:
         raise Damaged(f"{checkpoint.root / path}: the checkpoint holds no such file")
     try:
-        data = (checkpoint.root / path).read_bytes()
-    except OSError as error:
-        raise Damaged(f"{checkpoint.root / path}: cannot be read ({error.strerror})") from error
+        data = _read_small(checkpoint.root / path, entry.size)
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{checkpoint.root / path}: cannot be read ({error})") from error
     if len(data) != entry.size:
         raise Damaged(_size_sentence(checkpoint.root / path, len(data), entry.size))
     for piece in entry.pieces:
@@ -235,6 +241,7 @@ def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
     for step, folders in sorted(_folders_by_step(root).items()):
         try:
             if read_checkpoint(root, step) is not None:
+                removed += _remove_leftovers(root / info_folder(step), disk)
                 continue
         except Damaged as error:
             _set_aside(root, step, folders, str(error), disk)
@@ -242,7 +249,15 @@ def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
         for folder in folders:
             remove_tree(disk, folder)
         removed += folders
-    return removed
+    return removed + _remove_leftovers(root / INFO, disk)
+
+
+def _remove_leftovers(folder: Path, disk: Disk) -> list[Path]:
+    """Receipts and files written aside by a process that was killed between two operations."""
+    found = [path for glob in (".*.receipt", ".*.aside-*") for path in folder.glob(glob)]
+    for path in found:
+        disk.unlink(path)
+    return found
 
 
 def prune(
@@ -296,8 +311,22 @@ def _set_aside(root: Path, step: int, folders: list[Path], why: str, disk: Disk)
     return info.with_name(f"{info.name}.{suffix}")
 
 
-def file_damage(place: Path, entry: FileEntry) -> Iterator[str]:
-    """A sentence for each piece that is not what was written."""
+def _runs(entry: FileEntry) -> Iterator[tuple[PieceEntry, ...]]:
+    """Pieces that one thread reads one after the other: about RUN_BYTES."""
+    run: list[PieceEntry] = []
+    for piece in entry.pieces:
+        run.append(piece)
+        if piece.offset + piece.length - run[0].offset >= RUN_BYTES:
+            yield tuple(run)
+            run = []
+    if run or not entry.pieces:
+        yield tuple(run)
+
+
+def file_damage(
+    place: Path, entry: FileEntry, pieces: tuple[PieceEntry, ...] | None = None
+) -> Iterator[str]:
+    """A sentence for each piece, or each of those given, that is not what was written."""
     try:
         fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -308,7 +337,7 @@ def file_damage(place: Path, entry: FileEntry) -> Iterator[str]:
         if size != entry.size:
             yield _size_sentence(place, size, entry.size)
         buffer = memoryview(bytearray(min(READ_BYTES, max(entry.size, 1))))
-        for piece in entry.pieces:
+        for piece in entry.pieces if pieces is None else pieces:
             if _read_digest(fd, piece, buffer) != piece.sha256:
                 yield piece_sentence(place, piece)
     except OSError as error:

@@ -40,6 +40,8 @@ NUM_THREADS = 4
 CHUNK_BYTES = 8 << 20
 """What is summed and written in one go."""
 POLL_S = 0.02
+NUM_PARENTS = 4
+"""Folders above the root that a run makes."""
 
 
 class Memory:
@@ -170,14 +172,15 @@ def run_job(job: Job, disk: Disk = REAL_DISK) -> dict[str, Any]:
 def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
     receipt = job.root / job.receipt
     make_folders(disk, receipt.parent)
+    _refuse_committed(receipt.parent)
     try:
-        _refuse_committed(receipt.parent)
         result = {"files": _write_files(job.root, job.files, disk)}
-    except (OSError, RunError) as error:
+        _write_receipt(receipt, result, disk)
+    except BaseException as error:
+        _give_back(job.root, [file.path for file in job.files], disk)
         with suppress(OSError):  # then the commit runs into its deadline
             _write_receipt(receipt, {"error": str(error)}, disk)
         raise
-    _write_receipt(receipt, result, disk)
     return result
 
 
@@ -202,13 +205,39 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         _collect(job, files)
         files |= _write_files(job.root, job.files, disk)
         entries = {path: FileEntry.from_json(value) for path, value in files.items()}
-        manifest = Manifest(step, entries, job.facts).to_bytes()
+        facts = {"time": round(time.time(), 3), **job.facts}
+        manifest = Manifest(step, entries, facts).to_bytes()
         write_aside(disk, info / MANIFEST, manifest)
+        _settle_names(job.root, info, disk)
         write_aside(disk, info / COMMIT, commit_marker(manifest))
     except BaseException:
-        _give_back(job.root, [*files, *job.receipts, f"{job.info}/{MANIFEST}"], disk)
+        own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}", *job.receipts]
+        if _is_withdrawn(info, disk):
+            _give_back(job.root, [*files, *own], disk)
         raise
     return {"files": files, "notes": _tidy(job, disk)}
+
+
+def _settle_names(root: Path, info: Path, disk: Disk) -> None:
+    """Makes the names of the folders durable that others made: up to the root by other ranks,
+    above it by whoever started the run (who may not be allowed to read all of them)."""
+    for folder in _chain(root, info):
+        disk.fsync_dir(folder)
+    for folder in root.parents[:NUM_PARENTS]:
+        with suppress(PermissionError):
+            disk.fsync_dir(folder)
+
+
+def _is_withdrawn(info: Path, disk: Disk) -> bool:
+    """Whether a COMMIT that may be there although its save failed is gone for good: no data is
+    removed under one."""
+    try:
+        if (info / COMMIT).exists():
+            disk.unlink(info / COMMIT)
+            disk.fsync_dir(info)
+    except OSError:
+        return False
+    return True
 
 
 def _collect(job: CommitJob, files: dict[str, Any]) -> None:
@@ -265,58 +294,64 @@ def _export(job: ExportJob, disk: Disk) -> dict[str, Any]:
     aside = parent / f".{name}.writing-{os.getpid()}"
     old = parent / f".{name}.replaced-{os.getpid()}"
     try:
-        remove_tree(disk, aside)
+        _remove_asides(job.target, disk)
         make_folders(disk, aside)
         files = _write_files(aside, job.files, disk)
         for path, value in files.items():
             for sentence in file_damage(aside / path, FileEntry.from_json(value)):
                 raise RunError(f"{sentence}; {job.target} was not replaced")
-        remove_tree(disk, old)
         if job.target.exists():
             disk.rename(job.target, old)
         disk.rename(aside, job.target)
         disk.fsync_dir(parent)
     except BaseException:
         with suppress(OSError):
+            if old.exists() and not job.target.exists():
+                disk.rename(old, job.target)
             remove_tree(disk, aside)
         raise
-    remove_tree(disk, old)
+    with suppress(OSError):  # it is in place; the next one removes what is left
+        _remove_asides(job.target, disk)
     return {"files": files}
 
 
-def _write_files(root: Path, files: Iterable[FileSpec], disk: Disk) -> dict[str, Any]:
-    """Sizes and digests by path, once files and their names are durable. If it fails, they are
-    removed and the first failure is raised."""
-    files = list(files)
+def _remove_asides(target: Path, disk: Disk) -> None:
+    """What this and earlier, killed writers of the folder put beside it: it has one at a time."""
+    kinds: tuple[str, ...] = (f".{target.name}.writing-", f".{target.name}.replaced-")
+    if not target.exists():
+        kinds = kinds[:1]  # what was moved away may be the only one
+    for path in list(target.parent.iterdir()):
+        if path.name.startswith(kinds):
+            remove_tree(disk, path)
+
+
+def _write_files(root: Path, files: tuple[FileSpec, ...], disk: Disk) -> dict[str, Any]:
+    """Sizes and digests by path, once files and their names are durable."""
     written: dict[str, Any] = {}
-    try:
-        for file in files:
-            path = root / file.path
-            make_folders(disk, path.parent)
-            if path.exists():  # of a save that failed
-                disk.unlink(path)
-            try:
-                written[file.path] = _write_file(path, file, disk).to_json()
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-        for folder in _chains(root, files):
-            disk.fsync_dir(folder)
-    except BaseException:
-        _give_back(root, [file.path for file in files], disk)
-        raise
+    for file in files:
+        path = root / file.path
+        make_folders(disk, path.parent)
+        if path.exists():  # of a save that failed
+            disk.unlink(path)
+        try:
+            written[file.path] = _write_file(path, file, disk).to_json()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    for folder in _chains(root, [file.path for file in files]):
+        disk.fsync_dir(folder)
     return written
 
 
-def _chains(root: Path, files: list[FileSpec]) -> list[Path]:
+def _chain(root: Path, folder: Path) -> list[Path]:
+    """The folder and those above it, up to the root."""
+    return [folder, *folder.parents][: len(folder.parts) - len(root.parts) + 1]
+
+
+def _chains(root: Path, paths: list[str]) -> list[Path]:
     """The folders of the files with those between them and the root, deepest first: another rank
     may have made them and not come to its fsync."""
-    found = {root}
-    for file in files:
-        path = (root / file.path).parent
-        while path != root:
-            found.add(path)
-            path = path.parent
-    return sorted(found, key=lambda path: (-len(path.parts), path))
+    found = {folder for path in paths for folder in _chain(root, (root / path).parent)}
+    return sorted(found, key=lambda folder: (-len(folder.parts), folder))
 
 
 def _write_file(path: Path, file: FileSpec, disk: Disk) -> FileEntry:
@@ -398,7 +433,7 @@ def _give_back(root: Path, paths: Iterable[str], disk: Disk) -> None:
     for path in paths:
         with suppress(OSError):
             disk.unlink(root / path)
-    for folder in _chains(root, [FileSpec(path, ()) for path in paths]):
+    for folder in _chains(root, paths):
         if step_of(folder.name) is not None:
             with suppress(OSError):
                 disk.remove_dir(folder)

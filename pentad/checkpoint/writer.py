@@ -124,9 +124,12 @@ class _Process:
             )
         self._waiting: list[Pending] = []
         self._guard = threading.Lock()
-        self.is_alive = True
         self._reader = threading.Thread(target=self._read, name="checkpoint-writer", daemon=True)
         self._reader.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.popen.poll() is None
 
     def send(self, job: Job) -> Pending:
         pending = Pending()
@@ -145,7 +148,7 @@ class _Process:
 
     def close(self, timeout_s: float | None) -> None:
         try:
-            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.sendall(NUMBER.pack(0))  # no job, but the last word
             self.popen.wait(timeout_s)
         except OSError:
             pass  # it is gone
@@ -167,7 +170,6 @@ class _Process:
 
     def _fail(self) -> None:
         """It ended: jobs that it has not answered are lost."""
-        self.is_alive = False
         code = self.popen.wait()
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
         words = f"the process that writes checkpoints ended ({how}) before this one was written"
@@ -207,7 +209,9 @@ def encode(job: Job) -> tuple[Memory, list[Memory]]:
         for file in job.files
     ]
     values = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "files"}
-    text = json.dumps({"kind": type(job).__name__, "files": files, **values}, default=str).encode()
+    text = json.dumps(
+        {"kind": type(job).__name__, "files": files, **values}, default=os.fspath
+    ).encode()
     letter = Memory(NUMBER.size + len(text) + end)
     place = 0
     for part in (NUMBER.pack(len(text)), text, *inline):
@@ -245,8 +249,10 @@ def decode(letter: Memory, memories: list[Memory]) -> Job:
 
 def main(fd: int, parent: int) -> None:
     """Runs jobs until the parent hangs up or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # a file that grows beyond its limit is an error, not the end
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.nice(NICENESS)
     jobs: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
     connection = socket.socket(fileno=fd)
@@ -256,20 +262,18 @@ def main(fd: int, parent: int) -> None:
 
 
 def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any]) -> None:
-    """Also while a job runs, so that the end of the parent is seen at once."""
+    """Also while a job runs, so that the end of the parent is seen at once, by the end of the
+    connection or, where a child of it keeps that open, by its process number."""
     while True:
         readable, _, _ = select.select([connection], [], [], WATCH_S)
-        if os.getppid() != parent:
-            os._exit(1)
+        data = b""
+        fds: list[int] = []
         if readable:
             data, fds, _, _ = socket.recv_fds(connection, NUMBER.size, MAX_FDS)
-            if not data:
-                break
-            jobs.put(list(fds))
-    jobs.put(None)
-    while os.getppid() == parent:  # it hung up, and waits for the jobs under way
-        time.sleep(WATCH_S)
-    os._exit(1)
+        if os.getppid() != parent or (readable and not data):
+            os._exit(1)
+        if data:
+            jobs.put(list(fds) or None)
 
 
 def _answer(fds: list[int]) -> dict[str, Any]:

@@ -1,35 +1,15 @@
 """Jobs write what they are given, in this process and through the writer's, and commit it."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from checkpoint_saves import Runner, commit_job, data_files, save, write_job
 
-from pentad.checkpoint.folders import (
-    damage,
-    find_checkpoints,
-    info_folder,
-    read_file,
-    state_folder,
-)
-from pentad.checkpoint.job import (
-    CommitJob,
-    ExportJob,
-    FileSpec,
-    Job,
-    Memory,
-    Piece,
-    Span,
-    WriteJob,
-    receipt_name,
-    run_job,
-)
+from pentad.checkpoint.folders import damage, find_checkpoints, read_file
+from pentad.checkpoint.job import ExportJob, FileSpec, Piece, WriteJob, run_job
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
-
-Runner = Callable[[Job], dict[str, Any]]
 
 
 @pytest.fixture(params=["here", "writer"])
@@ -42,48 +22,21 @@ def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
     writer.close()
 
 
-def memory_of(data: bytes) -> Memory:
-    memory = Memory(len(data))
-    memory.view[:] = data
-    return memory
-
-
-def write_job(root: Path, step: int, rank: int, role: str = "default") -> WriteJob:
-    memory = memory_of(bytes([step, rank]) * 5000)
-    folder = state_folder(role, step)
-    pieces = (
-        Piece("model.a", (b"head", Span(memory, 0, 4000), b"tail")),
-        Piece("model.b", (Span(memory, 4000, 6000),)),
-    )
-    file = FileSpec(f"{folder}/__{rank}_0.distcp", pieces)
-    return WriteJob(root, (file,), receipt_name(info_folder(step), role, rank))
-
-
-def commit_job(root: Path, step: int, receipts: list[str], **options: Any) -> CommitJob:
-    info = info_folder(step)
-    text = json.dumps({"global_step": step}).encode()
-    file = FileSpec(f"{info}/step_info.json", (Piece("step_info.json", (text,)),))
-    return CommitJob(root, info, tuple(receipts), (file,), facts={"world": 2}, **options)
-
-
-def save(run: Runner, root: Path, step: int, **options: Any) -> dict[str, Any]:
-    jobs = [write_job(root, step, rank) for rank in range(2)]
-    for job in jobs:
-        run(job)
-    return run(commit_job(root, step, [job.receipt for job in jobs], **options))
-
-
 def test_a_committed_checkpoint_is_found_and_whole(tmp_path: Path, run: Runner):
     root = tmp_path / "new" / "root"
     result = save(run, root, 3)
     (found,) = find_checkpoints(root)
-    assert (found.step, found.manifest.facts) == (3, {"world": 2})
+    assert (found.step, found.manifest.facts["world"]) == (3, 2)
     assert damage(found) == []
-    assert result["bytes"] == found.manifest.num_bytes == 2 * 10008 + len('{"global_step": 3}')
+    sizes = {path: entry.size for path, entry in found.manifest.files.items()}
+    assert sizes == {str(p.relative_to(root)): p.stat().st_size for p in data_files(root, 3)}
+    assert result["bytes"] == found.manifest.num_bytes == sum(sizes.values())
     data = read_file(found, "default/recover_checkpoint/globalstep3/__1_0.distcp")
-    assert data == b"head" + bytes([3, 1]) * 2000 + b"tail" + bytes([3, 1]) * 3000
-    assert (root / "recover_info" / "step_info.json").read_text() == '{"global_step": 3}'
-    assert [p.name for p in root.rglob(".*")] == []
+    assert data == b"head" + bytes([3, 1]) * 200 + b"tail" + bytes([3, 1]) * 300
+    assert (root / "recover_info" / "step_info.json").read_bytes() == read_file(
+        found, f"{found.info}/step_info.json"
+    )
+    assert {p.name for p in root.rglob(".*")} == {".metadata"}
 
 
 def test_older_checkpoints_are_removed_but_those_kept(tmp_path: Path, run: Runner):

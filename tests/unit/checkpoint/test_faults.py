@@ -1,0 +1,264 @@
+"""Storage that fails at any operation or stalls; writers and parents that are killed."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_saves import (
+    CountingDisk,
+    FailingDisk,
+    QuickDisk,
+    commit_job,
+    memory_of,
+    save,
+    write_job,
+    write_jobs,
+)
+
+from pentad.checkpoint.folders import damage, find_checkpoints, sweep_uncommitted
+from pentad.checkpoint.job import ExportJob, FileSpec, Piece, Span, WriteJob, run_job
+from pentad.checkpoint.writer import Writer
+from pentad.core.errors import RunError
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    writer = Writer()
+    yield writer
+    writer.close(0)
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trial with the checkpoints of steps 0 and 1."""
+    root = tmp_path_factory.mktemp("earlier")
+    for step in range(2):
+        save(lambda job: run_job(job, QuickDisk()), root, step)
+    return root
+
+
+def steps(root: Path) -> list[int]:
+    """Of whole checkpoints; each that is committed must be whole."""
+    found = find_checkpoints(root, report=lambda sentence: None)
+    assert not any(damage(one) for one in found)
+    return [one.step for one in found]
+
+
+def try_save(root: Path, disk: CountingDisk) -> list[Exception]:
+    """As ranks do: one that fails does not keep the others from going on."""
+    jobs = write_jobs(root, 2)
+    commit = commit_job(root, 2, [job.receipt for job in jobs], timeout_s=0.0)
+    failures: list[Exception] = []
+    for job in (*jobs, commit):
+        try:
+            run_job(job, disk)
+        except (OSError, RunError) as error:
+            failures.append(error)
+    return failures
+
+
+def num_operations(earlier: Path, tmp_path: Path) -> int:
+    root = tmp_path / "count"
+    shutil.copytree(earlier, root)
+    disk = CountingDisk()
+    assert try_save(root, disk) == []
+    return disk.count
+
+
+@pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "from then on"])
+def test_a_failure_of_any_operation_is_loud_and_harms_nothing(
+    earlier: Path, tmp_path: Path, is_lasting: bool
+):
+    for at in range(1, num_operations(earlier, tmp_path) + 1):
+        number = ERRORS[at % len(ERRORS)]
+        root = tmp_path / str(at)
+        shutil.copytree(earlier, root)
+        failures = try_save(root, FailingDisk(at, number, is_lasting=is_lasting))
+        found = steps(root)
+        if not failures:
+            assert found[0] == 2, at
+            continue
+        assert any(os.strerror(number) in str(failure) for failure in failures), at
+        if is_lasting and found[0] == 2:  # its COMMIT could not be withdrawn, and it is whole
+            assert found == [2, 1, 0], at
+            continue
+        assert found == [1, 0], at
+        if not is_lasting:
+            left = [p for p in root.rglob("*") if "globalstep2" in str(p) and p.is_file()]
+            assert all(p.name.endswith(".receipt") for p in left), (at, left)
+        assert try_save(root, CountingDisk()) == [], at
+        assert steps(root) == [2, 1], at
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "from then on"])
+def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, is_lasting: bool):
+    target = tmp_path / "model"
+
+    def job(text: bytes) -> ExportJob:
+        return ExportJob(target, (FileSpec("config.json", (Piece("c", (text,)),)),))
+
+    run_job(job(b"old"))
+    for at in range(1, 30):
+        disk = FailingDisk(at, errno.ENOSPC, is_lasting=is_lasting)
+        try:
+            run_job(job(b"new"), disk)
+        except OSError:
+            moved = list(tmp_path.glob(".model.replaced-*"))
+            place = target if target.exists() else moved[0]
+            assert (place / "config.json").read_bytes() in (b"old", b"new")
+            run_job(job(b"old"))
+        else:
+            break
+    assert (target / "config.json").read_bytes() == b"new"
+    assert at > 8
+
+
+def test_a_full_disk_fails_the_job_and_gives_its_space_back(tmp_path: Path, writer: Writer):
+    save(lambda job: writer.submit(job).wait(60), tmp_path, 1)
+    assert writer.pid is not None
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    memory = memory_of(bytes(3 << 20))
+    file = FileSpec(
+        "default/recover_checkpoint/globalstep2/f", (Piece("w", (Span(memory, 0, 3 << 20),)),)
+    )
+    job = WriteJob(tmp_path, (file,), "recover_info/globalstep2/.r.receipt")
+    pending = writer.submit(job)
+    with pytest.raises(OSError, match="File too large.*globalstep2/f") as caught:
+        pending.wait(60)
+    assert caught.value.errno == errno.EFBIG
+    assert pending.error is caught.value
+    assert not (tmp_path / file.path).exists()
+    with pytest.raises(RunError, match="File too large"):
+        writer.submit(commit_job(tmp_path, 2, [job.receipt])).wait(60)
+    assert steps(tmp_path) == [1]
+    assert list(tmp_path.rglob("globalstep2")) == []
+
+
+class Stall:
+    """Holds the writer in the middle of a job with SIGSTOP, as storage that stalls would."""
+
+    def __init__(self, writer: Writer) -> None:
+        assert writer.pid is not None
+        self.pid = writer.pid
+
+    def __enter__(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def __exit__(self, *error: object) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def test_stalled_storage_does_not_hold_the_caller(tmp_path: Path, writer: Writer):
+    save(lambda job: writer.submit(job).wait(60), tmp_path, 1)
+    jobs = write_jobs(tmp_path, 2)
+    commit = commit_job(tmp_path, 2, [job.receipt for job in jobs])
+    with Stall(writer):
+        begun = time.monotonic()
+        pendings = [writer.submit(job) for job in (*jobs, commit)]
+        took = time.monotonic() - begun
+        time.sleep(2)
+        assert not any(pending.is_done for pending in pendings)
+        with pytest.raises(TimeoutError, match="not done after 0.1 s"):
+            pendings[0].wait(0.1)
+    pendings[-1].wait(60)
+    assert took < 1.0  # a few ms on a machine that is not busy; the stall takes 2 s
+    assert pendings[-1].seconds > 2
+    assert steps(tmp_path) == [2, 1]
+
+
+def test_a_writer_that_is_killed_fails_its_jobs_and_the_next_one_is_new(
+    tmp_path: Path, writer: Writer
+):
+    save(lambda job: writer.submit(job).wait(60), tmp_path, 1)
+    assert writer.pid is not None
+    first = writer.pid
+    waiting = commit_job(tmp_path, 2, ["recover_info/globalstep2/.never.receipt"])
+    pendings = [writer.submit(waiting), writer.submit(write_job(tmp_path, 2, 0))]
+    time.sleep(0.2)
+    os.kill(first, signal.SIGKILL)
+    for pending in pendings:
+        with pytest.raises(RunError, match=r"ended \(by signal 9\) before"):
+            pending.wait(60)
+    save(lambda job: writer.submit(job).wait(60), tmp_path, 2)
+    assert writer.pid != first
+    assert steps(tmp_path) == [2, 1]
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+sys.path.append({tests!r})
+from checkpoint_saves import commit_job, save, write_jobs
+from pentad.checkpoint.writer import Writer
+root, writer = Path({root!r}), Writer()
+save(lambda job: writer.submit(job).wait(60), root, 1)
+jobs = write_jobs(root, 2)
+for job in jobs:
+    writer.submit(job)
+writer.submit(commit_job(root, 2, [*(job.receipt for job in jobs), "recover_info/late"]))
+print(writer.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_parent_that_is_killed_takes_the_writer_with_it(tmp_path: Path):
+    text = PARENT.format(tests=str(Path(__file__).parent), root=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/status").exists() and time.monotonic() < deadline:
+        if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            break
+        time.sleep(0.01)
+    assert time.monotonic() < deadline, "the writer goes on without its parent"
+    (tmp_path / "recover_info" / "late").write_text('{"files": {}}')
+    time.sleep(0.1)
+    assert steps(tmp_path) == [1]
+    sweep_uncommitted(tmp_path)
+    assert list(tmp_path.rglob("globalstep2")) == []
+
+
+def test_signals_to_all_processes_of_a_run_do_not_end_the_writer(tmp_path: Path, writer: Writer):
+    save(lambda job: writer.submit(job).wait(60), tmp_path, 1)
+    assert writer.pid is not None
+    first = writer.pid
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(first, number)
+    save(lambda job: writer.submit(job).wait(60), tmp_path, 2)
+    assert writer.pid == first
+
+
+def test_close_waits_for_the_jobs_under_way(tmp_path: Path, writer: Writer):
+    jobs = write_jobs(tmp_path, 1)
+    for job in jobs:
+        writer.submit(job)
+    late = tmp_path / "recover_info" / "late"
+    late.parent.mkdir()
+    pending = writer.submit(
+        commit_job(tmp_path, 1, [*(j.receipt for j in jobs), "recover_info/late"])
+    )
+    timer = threading.Timer(0.5, lambda: late.write_text('{"files": {}}'))
+    timer.start()
+    writer.close()
+    assert pending.is_done and pending.error is None
+    assert steps(tmp_path) == [1]
+
+
+def test_the_writer_needs_neither_torch_nor_numpy():
+    code = "import sys, pentad.checkpoint.writer; print({'torch', 'numpy'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
