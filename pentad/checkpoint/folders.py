@@ -127,8 +127,11 @@ class Manifest:
                 raise ValueError(f"its format is {body['format']!r}, not {FORMAT}")
             if digest != _digest(body):
                 raise ValueError("its own digest does not fit its text")
-            files = {_checked(path): FileEntry.from_json(v) for path, v in body["files"].items()}
-            return cls(body["step"], files, body["facts"])
+            step = body["step"]
+            for path in body["files"]:
+                _check_path(path, step)
+            files = {path: FileEntry.from_json(value) for path, value in body["files"].items()}
+            return cls(step, files, body["facts"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no manifest ({type(error).__name__}: {error})") from error
 
@@ -396,12 +399,11 @@ def _read_small(path: Path, limit: int) -> bytes:
     return data
 
 
-def _checked(path: str) -> str:
-    """A path that stays within the root."""
-    parts = path.split("/")
-    if "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"the path {path!r} is not relative to the root")
-    return path
+def _check_path(path: str, step: int) -> None:
+    """A file of this step, within the root."""
+    found = re.fullmatch(rf"(?:{INFO}|[^/.\0][^/\0]*/{STATE})/globalstep{step}/([^/\0]+)", path)
+    if found is None or found[1] in (".", ".."):
+        raise ValueError(f"{path!r} is no file of step {step}")
 
 
 def _canonical(value: Any) -> bytes:

@@ -205,7 +205,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         _collect(job, files)
         files |= _write_files(job.root, job.files, disk)
         entries = {path: FileEntry.from_json(value) for path, value in files.items()}
-        facts = {"time": round(time.time(), 3), **job.facts}
+        facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **job.facts}
         manifest = Manifest(step, entries, facts).to_bytes()
         write_aside(disk, info / MANIFEST, manifest)
         _settle_names(job.root, info, disk)
