@@ -1,21 +1,18 @@
 """Megatron's torch_dist folders: plain files of torch.distributed.checkpoint, without Megatron.
 
-`.metadata` says where the blocks of each key lie in the `.distcp` files, each block a torch file
-of its own; `common.pt` holds the arguments. Blocks may be cut in any way and are read as they
-are; ours are whole tensors.
+`common.pt` beside the tensors holds the arguments. The blocks that are written here are whole
+tensors.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import pickle
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,11 +21,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.weights.flow import TensorInfo
+from pentad.weights.dcp import DcpFolder
 from pentad.weights.megatron.arguments import CHECKPOINT_VERSION, check_args, read_args
 from pentad.weights.megatron.folders import INDEX
 from pentad.weights.megatron.legacy import EMBEDDING, IGNORED
-from pentad.weights.megatron.pickles import load_metadata, load_rank_file, load_tensor
+from pentad.weights.megatron.pickles import load_rank_file
 from pentad.weights.megatron.stored import (
     Form,
     MegatronColumn,
@@ -40,7 +37,7 @@ from pentad.weights.megatron.stored import (
     extra_states,
     key_shapes,
 )
-from pentad.weights.regions import Box, Shape, box_shape, intersect, show
+from pentad.weights.regions import Shape
 
 COMMON, FORMAT = "common.pt", "metadata.json"
 BACKEND = {
@@ -51,126 +48,24 @@ BACKEND = {
 }
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 """How the keys of a training run's other state begin."""
-CACHE_BYTES = 256 << 20
-"""Blocks kept after reading: one serves all the HF tensors that were fused into it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One stored block of a key."""
-
-    box: Box
-    file: str
-    start: int
-    length: int
-
-
-class DistFiles:
+class DistFiles(DcpFolder):
     """The tensors of a torch_dist folder by key, as a reader."""
 
     def __init__(self, folder: Path, dims: ModelDims) -> None:
-        self.folder = folder
-        self.where = str(folder)
         _check_format(folder)
-        metadata = load_metadata(folder / INDEX)
+        super().__init__(folder, lambda key: not _is_other_state(key))
         common = folder / COMMON
         content = load_rank_file(common) if common.is_file() else {}
         self.args = read_args(content, str(common))
         check_args(self.args, dims, str(common))
-        self.infos: dict[str, TensorInfo] = {}
-        self.blocks: dict[str, list[StoredBlock]] = {}
-        for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, dcp.TensorStorageMetadata) and not _is_other_state(key):
-                self.infos[key] = TensorInfo(tuple(entry.size), entry.properties.dtype)
-                self.blocks[key] = self._blocks(key, entry, metadata.storage_data)
-        self._check_blocks()
-        self._check_files()
-        self.cache: OrderedDict[StoredBlock, Tensor] = OrderedDict()
-
-    def _blocks(
-        self, key: str, entry: dcp.TensorStorageMetadata, storage: Mapping[Any, Any]
-    ) -> list[StoredBlock]:
-        out = []
-        for chunk in entry.chunks:
-            info = storage.get(dcp.MetadataIndex(key, chunk.offsets))
-            if not isinstance(info, _StorageInfo):
-                rule = f"its block at {list(chunk.offsets)} is in no file"
-                raise UserError(Problem(f"{self.where}/{INDEX}: {key}", rule))
-            if vars(info).get("transform_descriptors"):
-                rule = f"{info.relative_path} is stored through {info.transform_descriptors}"
-                raise UserError(Problem(f"{self.where}: {key}", rule, "save it uncompressed"))
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            box = tuple((start, start + size) for start, size in ends)
-            out.append(StoredBlock(box, info.relative_path, info.offset, info.length))
-        return out
-
-    def _check_blocks(self) -> None:
-        """Every element of a key must be in some file."""
-        problems = []
-        for key, info in self.infos.items():
-            boxes = {block.box for block in self.blocks[key]}
-            lacking = math.prod(info.shape) - sum(math.prod(box_shape(box)) for box in boxes)
-            if lacking:
-                rule = f"{lacking} of {math.prod(info.shape)} elements are in no file"
-                problems.append(Problem(f"{self.where}: {key}", rule, "fetch the folder again"))
-        if problems:
-            raise UserError(problems)
-
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
-        for block in (block for blocks in self.blocks.values() for block in blocks):
-            ends[block.file] = max(ends.get(block.file, 0), block.start + block.length)
-        problems = []
-        for name, end in sorted(ends.items()):
-            path = self.folder / name
-            if not path.is_file():
-                rule = f"missing, but {INDEX} puts weights in it"
-                problems.append(Problem(str(path), rule, "fetch the file again"))
-            elif path.stat().st_size < end:
-                rule = f"has {path.stat().st_size} bytes, but {INDEX} needs {end}"
-                problems.append(Problem(str(path), rule, "fetch or write the file again"))
-        if problems:
-            raise UserError(problems)
 
     @property
     def vocab_rows(self) -> int:
         if EMBEDDING not in self.infos:
             raise UserError(Problem(f"{self.where}: {EMBEDDING}", "missing"))
         return self.infos[EMBEDDING].shape[0]
-
-    def read(self, name: str, box: Box) -> Tensor:
-        hits = [(b, inside) for b in self.blocks[name] if (inside := intersect(b.box, box))]
-        if len(hits) == 1 and hits[0][1] == box:
-            return self._open(name, hits[0][0])[_within(box, hits[0][0].box)]
-        found = sum(math.prod(box_shape(inside)) for _, inside in hits)
-        if found != math.prod(box_shape(box)):
-            rule = f"the blocks in its files do not make up {show(box)}"
-            raise UserError(Problem(f"{self.where}: {name}", rule, "fetch the folder again"))
-        out = torch.empty(box_shape(box), dtype=self.infos[name].dtype)
-        for block, inside in hits:
-            part = self._open(name, block)[_within(inside, block.box)]
-            out[_within(inside, box)] = part
-        return out
-
-    def _open(self, key: str, block: StoredBlock) -> Tensor:
-        if block in self.cache:
-            self.cache.move_to_end(block)
-            return self.cache[block]
-        tensor = load_tensor(self.folder / block.file, block.start, block.length)
-        info, shape = self.infos[key], box_shape(block.box)
-        if tuple(tensor.shape) != shape or tensor.dtype != info.dtype:
-            rule = f"{block.file} holds {tensor.dtype} {list(tensor.shape)}, {INDEX} says "
-            rule += f"{info.dtype} {list(shape)}"
-            raise UserError(Problem(f"{self.where}: {key}", rule, "fetch the checkpoint again"))
-        self.cache[block] = tensor
-        while len(self.cache) > 1 and sum(t.nbytes for t in self.cache.values()) > CACHE_BYTES:
-            self.cache.popitem(last=False)
-        return tensor
-
-
-def _within(box: Box, origin: Box) -> tuple[slice, ...]:
-    pairs = zip(box, origin, strict=True)
-    return tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)
 
 
 def _is_other_state(key: str) -> bool:

@@ -35,8 +35,9 @@ from pentad.weights.map import WeightMap
 from pentad.weights.megatron.dist import Item, write_block, write_common, write_index
 from pentad.weights.megatron.layout import MegatronLayout
 from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
-from pentad.weights.megatron.pickles import load_rank_file, load_tensor
+from pentad.weights.megatron.pickles import load_rank_file
 from pentad.weights.megatron.stored import Form, MegatronColumn, Piece, Spelling, dist_pieces
+from pentad.weights.pickles import load_tensor
 from pentad.weights.regions import full_box
 
 Notes = list[Item]

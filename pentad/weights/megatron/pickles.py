@@ -1,39 +1,22 @@
-"""Reading Megatron's pickles without running what is in them.
+"""Reading Megatron's rank files and `common.pt` without running what is in them.
 
-Rank files and `common.pt` go through torch's weights-only unpickler, which builds tensors and
-plain data; the `.metadata` of a torch_dist folder, which torch itself would unpickle freely, goes
-through one that knows torch's metadata classes. A few more classes that Megatron writes are let
-through by name and become `Inert`: nothing of them is called or kept. Any other class is refused.
+They go through torch's weights-only unpickler, which builds tensors and plain data. A few more
+classes that Megatron writes are let through by name and become `Inert`: nothing of them is called
+or kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
-import re
-import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import metadata as old_metadata
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import safe_globals
 
 from pentad.core.errors import Problem, UserError
-
-
-class Inert:
-    """What stands for an object of a class that is let through and not wanted."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
+from pentad.weights.pickles import TORN, Inert, broken, refused
 
 INERT = (
     "types.SimpleNamespace",
@@ -63,42 +46,6 @@ _SAFE: list[Any] = [
     *((Inert, name) for name in INERT),
 ]
 
-_DCP_NAMES = (
-    "Metadata",
-    "StorageMeta",
-    "MetadataIndex",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "_MEM_FORMAT_ENCODING",
-)
-_MCORE = "megatron.core.dist_checkpointing.strategies.torch."
-_PLANNER = "torch.distributed.checkpoint.planner."
-_METADATA: dict[str, Any] = {
-    **{f"{dcp.__name__}.{name}": vars(dcp)[name] for name in _DCP_NAMES},
-    f"{old_metadata.__name__}.TensorProperties": old_metadata.TensorProperties,
-    f"{old_metadata.__name__}.MEM_FORMAT_ENCODING": old_metadata.MEM_FORMAT_ENCODING,
-    f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,
-    f"{_MCORE}MCoreMetadata": dcp.Metadata,
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": vars(torch.serialization)["_get_layout"],
-    **{
-        name: Inert
-        for name in (
-            f"{_MCORE}MCoreSavePlan",
-            f"{_PLANNER}SavePlan",
-            f"{_PLANNER}WriteItem",
-            f"{_PLANNER}WriteItemType",
-            f"{_PLANNER}TensorWriteData",
-            f"{_PLANNER}BytesIOWriteData",
-            "pathlib.PosixPath",
-            "pathlib._local.PosixPath",
-        )
-    },
-}
-"""What `.metadata` files are made of; the plans some of them carry are not wanted."""
-
 
 def load_rank_file(path: Path) -> dict[str, Any]:
     """A torch file that holds a dict; its tensors are views of the mapped file, read on use."""
@@ -106,101 +53,12 @@ def load_rank_file(path: Path) -> dict[str, Any]:
         with safe_globals(_SAFE):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _refused(path, error) from error
+        raise refused(path, error) from error
     except FileNotFoundError:
         raise UserError(Problem(str(path), "there is no such file")) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise _broken(path, error) from error
+    except TORN as error:
+        raise broken(path, error) from error
     if not isinstance(content, dict):
         rule = f"holds a {type(content).__name__}, not Megatron's dict"
         raise UserError(Problem(str(path), rule))
     return content
-
-
-class Window(io.RawIOBase):
-    """A stretch of a file as a file of its own; torch looks for a file's directory at its end."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self.file = file
-        self.start = start
-        self.length = length
-        self.at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        self.at = min(max(origin + offset, 0), self.length)
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: self.length - self.at]
-        self.file.seek(self.start + self.at)
-        data = self.file.read(len(view))
-        view[: len(data)] = data
-        self.at += len(data)
-        return len(data)
-
-
-def load_tensor(path: Path, start: int, length: int) -> torch.Tensor:
-    """The one tensor of a torch file that lies within another file."""
-    try:
-        with path.open("rb") as file:
-            window = io.BufferedReader(Window(file, start, length))
-            content = torch.load(window, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _refused(path, error) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise _broken(path, error) from error
-    if not isinstance(content, torch.Tensor):
-        raise UserError(Problem(str(path), f"holds a {type(content).__name__} for a tensor"))
-    return content.detach()
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        full = f"{module_name}.{global_name}"
-        if full in _METADATA:
-            return _METADATA[full]
-        found = vars(torch).get(global_name) if module_name == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
-
-
-def load_metadata(path: Path) -> dcp.Metadata:
-    """The index of a torch_dist folder."""
-    try:
-        with path.open("rb") as file:
-            content = _MetadataUnpickler(file).load()
-    except pickle.UnpicklingError as error:
-        raise _refused(path, error) from error
-    except (EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-        raise _broken(path, error) from error
-    if not isinstance(content, dcp.Metadata):
-        rule = f"holds a {type(content).__name__}, not a checkpoint's metadata"
-        raise UserError(Problem(str(path), rule))
-    return content
-
-
-def _refused(path: Path, error: Exception) -> UserError:
-    """The sentence for a class that is not let through, or for bytes that are no pickle."""
-    named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if named is None:
-        return _broken(path, error)
-    rule = f"its pickle wants {named[1]}, and only weights and plain data are read"
-    remedy = "make sure where the file comes from; save it again without that object"
-    return UserError(Problem(str(path), rule, remedy))
-
-
-def _broken(path: Path, error: Exception) -> UserError:
-    first = str(error).strip().split("\n")[0] or type(error).__name__
-    remedy = "fetch or write the file again"
-    return UserError(Problem(str(path), f"is not a whole torch file ({first})", remedy))

@@ -1,0 +1,421 @@
+"""Folders of torch.distributed.checkpoint: any block of any tensor, read in place by threads.
+
+`.metadata` says where the blocks of each tensor lie in the `.distcp` files, each block a torch file
+of its own. Blocks may be cut in any way. Where the bytes before a block's numbers are those that
+this torch writes, only the stretches that are asked for are read; any other file torch reads whole.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.serialization import skip_data
+
+from pentad.core.errors import Problem, UserError
+from pentad.weights.flow import NUM_READERS, TensorInfo
+from pentad.weights.megatron.folders import INDEX
+from pentad.weights.pickles import load_metadata, load_tensor
+from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, show
+
+CACHE_BYTES = 256 << 20
+"""Blocks kept after reading: one serves all the HF tensors that were fused into it."""
+STRETCH_BYTES = 32 << 20
+"""What a thread reads at a time, where nothing else says how a file is cut."""
+MAX_READERS = 16
+"""Threads that read, check and copy, on a machine with as many cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One stored block of a tensor."""
+
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+class Verifier(Protocol):
+    """Knows which bytes the files of a folder were written with."""
+
+    def pieces(self, file: str) -> Sequence[tuple[int, int]]:
+        """(offset, length) of the stretches that can be checked, in order and without gaps."""
+        ...
+
+    def check(self, file: str, offset: int, length: int, data: memoryview) -> None:
+        """Raises if these are not the bytes of that piece."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A block of a stored tensor, and the memory it goes to: its elements in the box's order."""
+
+    name: str
+    box: Box
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What `torch.save` writes around the numbers of a contiguous tensor."""
+
+    before: bytes
+    after: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.before) + len(self.after)
+
+
+class _Gap(io.RawIOBase):
+    """Takes what is written, and leaves out what is skipped."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray()]
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.parts[-1] += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_CUR and len(self.parts) == 1, "torch.save skips the numbers once"
+        self.parts.append(bytearray())
+        return 0
+
+
+@lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: Shape) -> Frame:
+    """Of a tensor on the CPU. Its memory is never touched, so its size does not matter."""
+    out = _Gap()
+    with skip_data():
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), out)
+    return Frame(bytes(out.parts[0]), b"".join(map(bytes, out.parts[1:])))
+
+
+def flat_boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[int, Box]]:
+    """Elements [start, stop) of a tensor, counted as they lie in memory, as boxes, each with the
+    place of its first element."""
+    if start >= stop:
+        return
+    if not shape:
+        yield start, ()
+        return
+    row, rest = math.prod(shape[1:]), shape[1:]
+    first, last = start // row, stop // row
+    if start % row:
+        end = min(stop - first * row, row)
+        for at, box in flat_boxes(start % row, end, rest):
+            yield first * row + at, ((first, first + 1), *box)
+        first += 1
+    if first < last:
+        yield first * row, ((first, last), *full_box(rest))
+    if stop % row and last >= first:
+        for at, box in flat_boxes(0, stop % row, rest):
+            yield last * row + at, ((last, last + 1), *box)
+
+
+class DcpFolder:
+    """The tensors of a DCP folder by name, as a reader; `is_wanted` leaves names out."""
+
+    def __init__(
+        self,
+        folder: Path,
+        is_wanted: Callable[[str], bool] = lambda name: True,
+        verifier: Verifier | None = None,
+    ) -> None:
+        self.folder = folder
+        self.where = str(folder)
+        self.verifier = verifier
+        metadata = load_metadata(folder / INDEX)
+        self.infos: dict[str, TensorInfo] = {}
+        self.blocks: dict[str, list[StoredBlock]] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, dcp.TensorStorageMetadata) and is_wanted(name):
+                self.infos[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
+                self.blocks[name] = self._blocks(name, entry, metadata.storage_data)
+        self._check_blocks()
+        self._check_files()
+        self.cache: OrderedDict[StoredBlock, Tensor] = OrderedDict()
+
+    def _blocks(
+        self, name: str, entry: dcp.TensorStorageMetadata, storage: Mapping[Any, Any]
+    ) -> list[StoredBlock]:
+        out: dict[Box, StoredBlock] = {}
+        for chunk in entry.chunks:
+            info = storage.get(dcp.MetadataIndex(name, chunk.offsets))
+            if not isinstance(info, _StorageInfo):
+                rule = f"its block at {list(chunk.offsets)} is in no file"
+                raise UserError(Problem(f"{self.where}/{INDEX}: {name}", rule))
+            if vars(info).get("transform_descriptors"):
+                rule = f"{info.relative_path} is stored through {info.transform_descriptors}"
+                raise UserError(Problem(f"{self.where}: {name}", rule, "save it uncompressed"))
+            if Path(info.relative_path).name != info.relative_path:
+                rule = f"{info.relative_path} is no file of this folder"
+                raise UserError(Problem(f"{self.where}/{INDEX}: {name}", rule))
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            box = tuple((start, start + size) for start, size in ends)
+            out[box] = StoredBlock(box, info.relative_path, info.offset, info.length)
+        return list(out.values())
+
+    def _check_blocks(self) -> None:
+        """Every element of a tensor must be in some file."""
+        problems = []
+        for name, info in self.infos.items():
+            held = sum(math.prod(box_shape(block.box)) for block in self.blocks[name])
+            lacking = math.prod(info.shape) - held
+            if lacking:
+                rule = f"{lacking} of {math.prod(info.shape)} elements are in no file"
+                problems.append(Problem(f"{self.where}: {name}", rule, "fetch the folder again"))
+        if problems:
+            raise UserError(problems)
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for block in (block for blocks in self.blocks.values() for block in blocks):
+            ends[block.file] = max(ends.get(block.file, 0), block.start + block.length)
+        problems = []
+        for name, end in sorted(ends.items()):
+            path = self.folder / name
+            if not path.is_file():
+                rule = f"missing, but {INDEX} puts weights in it"
+                problems.append(Problem(str(path), rule, "fetch the file again"))
+            elif path.stat().st_size < end:
+                rule = f"has {path.stat().st_size} bytes, but {INDEX} needs {end}"
+                problems.append(Problem(str(path), rule, "fetch or write the file again"))
+        if problems:
+            raise UserError(problems)
+
+    # A block at a time, kept for a while
+
+    def read(self, name: str, box: Box) -> Tensor:
+        hits = self._hits(name, box)
+        if len(hits) == 1 and hits[0][1] == box:
+            return self._open(name, hits[0][0])[within(box, hits[0][0].box)]
+        out = torch.empty(box_shape(box), dtype=self.infos[name].dtype)
+        for block, inside in hits:
+            part = self._open(name, block)[within(inside, block.box)]
+            out[within(inside, box)] = part
+        return out
+
+    def _hits(self, name: str, box: Box) -> list[tuple[StoredBlock, Box]]:
+        """The blocks that make up the box, each with what of it they hold."""
+        both = [(block, intersect(block.box, box)) for block in self.blocks[name]]
+        hits = [(block, inside) for block, inside in both if inside is not None]
+        found = sum(math.prod(box_shape(inside)) for _, inside in hits)
+        if found != math.prod(box_shape(box)):
+            rule = f"the blocks in its files do not make up {show(box)}"
+            raise UserError(Problem(f"{self.where}: {name}", rule, "fetch the folder again"))
+        return hits
+
+    def _open(self, name: str, block: StoredBlock) -> Tensor:
+        if block in self.cache:
+            self.cache.move_to_end(block)
+            return self.cache[block]
+        tensor = self.cache[block] = self._load(name, block)
+        while len(self.cache) > 1 and sum(t.nbytes for t in self.cache.values()) > CACHE_BYTES:
+            self.cache.popitem(last=False)
+        return tensor
+
+    def _load(self, name: str, block: StoredBlock) -> Tensor:
+        if self.verifier is not None:
+            with (self.folder / block.file).open("rb") as file:
+                for offset, length in _over(self.verifier.pieces(block.file), block):
+                    data = memoryview(bytearray(length))
+                    self._fill(file.fileno(), block.file, offset, data)
+                    self.verifier.check(block.file, offset, length, data)
+        tensor = load_tensor(self.folder / block.file, block.start, block.length)
+        info, shape = self.infos[name], box_shape(block.box)
+        if tuple(tensor.shape) != shape or tensor.dtype != info.dtype:
+            rule = f"{block.file} holds {tensor.dtype} {list(tensor.shape)}, {INDEX} says "
+            rule += f"{info.dtype} {list(shape)}"
+            raise UserError(Problem(f"{self.where}: {name}", rule, "fetch the checkpoint again"))
+        return tensor
+
+    def _fill(self, fd: int, file: str, offset: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            count = os.preadv(fd, [data[done:]], offset + done)
+            if not count:
+                rule = f"ends before byte {offset + len(data)}"
+                raise UserError(Problem(str(self.folder / file), rule, "fetch the file again"))
+            done += count
+
+    # Everything at once
+
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        self.read_all([Demand(name, box, out)])
+
+    @torch.no_grad()
+    def read_all(self, demands: Iterable[Demand]) -> None:
+        """Fills all memory that is asked for, in the order of the files; each stretch of a file is
+        read once, checked where there is a verifier, and copied to whoever wants a part of it."""
+        wanted: dict[StoredBlock, tuple[str, list[tuple[Box, Tensor]]]] = {}
+        for demand in demands:
+            if not demand.out.numel():
+                continue
+            for block, inside in self._hits(demand.name, demand.box):
+                part = demand.out[within(inside, demand.box)]
+                wanted.setdefault(block, (demand.name, []))[1].append((inside, part))
+        order = sorted(wanted, key=lambda block: (block.file, block.start))
+        outs = [part for _, parts in wanted.values() for _, part in parts]
+        buffers = _Buffers(pins=any(out.is_cuda for out in outs))
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context((self.folder / name).open("rb")).fileno()
+                for name in {block.file for block in order}
+            }
+            jobs = [
+                job
+                for block in order
+                for job in self._jobs(*wanted[block], block, files[block.file], buffers)
+            ]
+            _run_all(jobs)
+
+    def _jobs(
+        self,
+        name: str,
+        parts: list[tuple[Box, Tensor]],
+        block: StoredBlock,
+        fd: int,
+        buffers: _Buffers,
+    ) -> Iterator[Callable[[], None]]:
+        """One for each stretch of the block that holds anything wanted."""
+        dtype, shape = self.infos[name].dtype, box_shape(block.box)
+        frame, size = frame_of(dtype, shape), math.prod(shape) * dtype.itemsize
+        stretches = (
+            list(_over(self.verifier.pieces(block.file), block))
+            if self.verifier is not None
+            else list(_cut(block.start, block.length))
+        )
+        zero = block.start + len(frame.before)
+        ends = {end for stretch in stretches for end in (stretch[0], sum(stretch))}
+        is_plain = (
+            block.length == size + frame.size_bytes
+            and (min(ends), max(ends)) == (block.start, block.start + block.length)
+            and not any((end - zero) % dtype.itemsize for end in ends if zero < end < zero + size)
+            and self._bytes(fd, block.file, block.start, len(frame.before)) == frame.before
+        )
+        if not is_plain:
+            yield partial(self._read_whole, name, parts, block)
+            return
+        for offset, length in stretches:
+            first = max(0, offset - zero) // dtype.itemsize
+            last = min(size, max(0, offset + length - zero)) // dtype.itemsize
+            copies = list(_copies(first, last, block.box, parts))
+            if copies:
+                yield partial(
+                    self._read_stretch, fd, block.file, offset, length, zero, dtype, copies, buffers
+                )
+
+    def _bytes(self, fd: int, file: str, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        self._fill(fd, file, offset, memoryview(data))
+        return bytes(data)
+
+    def _read_whole(self, name: str, parts: list[tuple[Box, Tensor]], block: StoredBlock) -> None:
+        tensor = self._load(name, block)
+        for box, out in parts:
+            out.copy_(tensor[within(box, block.box)])
+
+    def _read_stretch(
+        self,
+        fd: int,
+        file: str,
+        offset: int,
+        length: int,
+        zero: int,
+        dtype: torch.dtype,
+        copies: list[Copy],
+        buffers: _Buffers,
+    ) -> None:
+        buffer = buffers.take(length)
+        data = memoryview(buffer.numpy())
+        self._fill(fd, file, offset, data)
+        if self.verifier is not None:
+            self.verifier.check(file, offset, length, data)
+        for place, shape, index, out in copies:
+            start = zero + place * dtype.itemsize - offset
+            stop = start + math.prod(shape) * dtype.itemsize
+            numbers = buffer[start:stop].view(dtype).view(shape)
+            out.copy_(numbers[index], non_blocking=buffers.pins)
+        if buffers.pins:
+            torch.cuda.synchronize()  # before the buffer is filled again
+
+
+Copy = tuple[int, Shape, tuple[slice, ...], Tensor]
+"""Place of a box's first element in its block, shape of the box, what of it is wanted, where to."""
+
+
+def _copies(first: int, last: int, whole: Box, parts: list[tuple[Box, Tensor]]) -> Iterator[Copy]:
+    """What of elements [first, last) of a block is wanted."""
+    for place, local in flat_boxes(first, last, box_shape(whole)):
+        box = tuple(
+            (start + zero, stop + zero)
+            for (start, stop), (zero, _) in zip(local, whole, strict=True)
+        )
+        for wanted, out in parts:
+            inside = intersect(box, wanted)
+            if inside is not None:
+                yield place, box_shape(box), within(inside, box), out[within(inside, wanted)]
+
+
+def _cut(start: int, length: int) -> Iterator[tuple[int, int]]:
+    for at in range(0, length, STRETCH_BYTES):
+        yield start + at, min(STRETCH_BYTES, length - at)
+
+
+def _over(pieces: Sequence[tuple[int, int]], block: StoredBlock) -> Iterator[tuple[int, int]]:
+    """The pieces of a file that hold anything of the block."""
+    end = block.start + block.length
+    return ((at, size) for at, size in pieces if at < end and at + size > block.start)
+
+
+class _Buffers:
+    """Memory of each thread to read into, kept while all is read."""
+
+    def __init__(self, *, pins: bool) -> None:
+        self.pins = pins
+        self.own = threading.local()
+
+    def take(self, length: int) -> Tensor:
+        buffer: Tensor | None = vars(self.own).get("buffer")
+        if buffer is None or buffer.numel() < length:
+            buffer = torch.empty(length, dtype=torch.uint8, pin_memory=self.pins)
+            self.own.buffer = buffer
+        return buffer[:length]
+
+
+def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
+    """In threads; the first failure ends it."""
+    num = min(MAX_READERS, max(NUM_READERS, len(os.sched_getaffinity(0))))
+    pool = ThreadPoolExecutor(num)
+    try:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def within(box: Box, origin: Box) -> tuple[slice, ...]:
+    """The box as slices of a tensor that holds the origin."""
+    pairs = zip(box, origin, strict=True)
+    return tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)
