@@ -28,6 +28,7 @@ from pentad.runtime.join import device_of
 from pentad.runtime.rank import Rank
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, beta1=0.9, gradient_clipping=None)
+EXP_AVG = "optimizer.exp_avg."
 MAX_LENGTH = 48
 
 
@@ -146,7 +147,11 @@ def _step(
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
     first = _train(engine, rows)
-    moments = engine.state_dict()["optimizer"]["exp_avg"]
+    moments = {
+        name.removeprefix(EXP_AVG): tensor
+        for name, tensor in engine.state_tensors().items()
+        if name.startswith(EXP_AVG)
+    }
     share = 1.0 / (1.0 - OPTIMIZER.beta1)
     # Copied before the second step moves them.
     kept = {name: moment.detach().clone() for name, moment in moments.items()}
@@ -171,10 +176,8 @@ def _size(engine: Engine) -> int:
     if engine.device.type == "cuda":
         size = torch.cuda.max_memory_allocated(engine.device)
     else:
-        moments = engine.state_dict()["optimizer"]
         size = sum(x.numel() * x.element_size() for x in engine.tensors.values())
-        size += sum(engine.tensors[n].numel() * 4 for n in moments["exp_avg"])  # gradients
-        size += sum(engine.tensors[n].numel() * 8 for n in moments["exp_avg"])  # both moments
+        size += sum(x.numel() * 12 for x in engine.masters.values())  # gradients, both moments
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return size
     largest = torch.tensor(size, device=engine.device)

@@ -8,6 +8,7 @@ each computes its share, and all get the same results.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +37,14 @@ from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
 from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted
-from pentad.engine.state import present_all, take_all
+from pentad.engine.state import present_all, read_random, sources_between, write_random
 from pentad.engine.step import OpenStep
-from pentad.engine.tags import WeightTags, copy_all
+from pentad.engine.tags import WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
+from pentad.models.exchange import hf_metadata
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
-from pentad.models.registry import save_model
+from pentad.models.registry import build_face, save_model
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
@@ -50,6 +52,7 @@ from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import set_deterministic_environment
 from pentad.runtime.rank import pulse
+from pentad.weights.regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +109,7 @@ def build_engine(
             hf_config=read_config(source),
             source_folder=source if isinstance(source, str | Path) else None,
             tokenizer_folder=tokenizer_folder,
+            backend=backend,
         )
 
 
@@ -129,8 +133,10 @@ class Engine:
         hf_config: Mapping[str, Any],
         source_folder: str | Path | None = None,
         tokenizer_folder: str | Path | None = None,
+        backend: Literal["archon", "fsdp"] = "archon",
     ) -> None:
         self.held = held
+        self.backend = backend
         self.decoder = held.decoders[0]
         """The model, or the first of its stages that this rank holds."""
         self.dims = held.face.dims
@@ -165,7 +171,10 @@ class Engine:
         self.cost = sequence_cost(self.dims)
         self.step: OpenStep | None = None
         self.is_half_moved = False
-        """Whether an optimizer step began and did not end: the weights are then of no step."""
+        """Whether an optimizer step or a restore began and did not end: the weights are then of no
+        step."""
+        self.restoring: dict[str, Tensor] | None = None
+        """Random states to be restored, while that is under way."""
         self.num_steps = 0
         """Calls of `end_step`: what the learning rate follows."""
         self.num_skipped = 0
@@ -386,9 +395,13 @@ class Engine:
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.tags.require_actor("saving")
-        if self.is_half_moved:
-            raise RunError("an optimizer step failed half-way, so the weights are of no step")
+        self._require_whole()
         return self._gathered()
+
+    def _require_whole(self) -> None:
+        if self.is_half_moved:
+            what = "an optimizer step or a restore failed half-way"
+            raise RunError(f"{what}, so the weights are of no step")
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for pair in self.held.iter_hf(self._publish_dtype):
@@ -412,45 +425,79 @@ class Engine:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that training continues from; the tensors are the live ones, not copies."""
-        self.tags.require_actor("saving state")
-        cuts, tags = self.cuts, self.tags
-        state: dict[str, Any] = {
-            "model": present_all(self.tensors, cuts),
-            "tags": {tag: present_all(tags.views(tag), cuts) for tag in tags.copies},
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All tensors that training continues from, by the names of `engine.state`: live memory,
+        not copies, but for random states, which are those of now."""
+        self.tags.require_actor("the state")
+        if self.restoring is None:
+            self._require_whole()
+        parts = {"model": self.tensors}
+        if self.optimizer is not None:
+            held = optimizer_state(self.masters, self.optimizer)
+            parts |= {f"optimizer.{key}": part for key, part in held.items()}
+        parts |= {f"tags.{tag}": self.tags.views(tag) for tag in self.tags.copies}
+        state = {
+            f"{key}.{name}": tensor
+            for key, part in parts.items()
+            for name, tensor in present_all(part, self.cuts).items()
+        }
+        return state | (self.restoring or read_random(self.meshes.rank, self.device))
+
+    def state_counters(self) -> dict[str, Any]:
+        """What belongs to the tensors and is none, as JSON: the same on every rank."""
+        return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
-            "rng": {"cpu": torch.get_rng_state()},
+            "tags": list(self.tags.copies),
+            "backend": self.backend,
+            "value_head": self.held.face.value_head is not None,
+            "layout": str(self.meshes.layout),
+            "model": self._model_digest(),
+            "dtype": str(self._publish_dtype).removeprefix("torch."),
+            "hf_config": dict(self.hf_config),
+            "companions": [
+                str(Path(folder).absolute())
+                for folder in (self.tokenizer_folder, self.source_folder)
+                if folder is not None
+            ],
         }
-        if self.device.type == "cuda":
-            state["rng"]["cuda"] = torch.cuda.get_rng_state(self.device)
-        if self.optimizer is not None:
-            parts = optimizer_state(self.masters, self.optimizer)
-            state["optimizer"] = {key: present_all(part, cuts) for key, part in parts.items()}
-        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes everything, or raises before anything is changed."""
-        self.tags.require_actor("loading state")
-        moves = [(self.tensors, take_all(state["model"], self.tensors, self.cuts, "model"))]
-        if self.optimizer is not None:
-            for key, tensors in optimizer_state(self.masters, self.optimizer).items():
-                what = f"optimizer state ({key})"
-                saved = take_all(state["optimizer"][key], tensors, self.cuts, what)
-                moves.append((tensors, saved))
-        tags = {
-            tag: take_all(tensors, self.tensors, self.cuts, f"tag {tag}")
-            for tag, tensors in state["tags"].items()
-        }
-        for tensors, saved in moves:
-            copy_all(list(tensors.values()), [saved[name] for name in tensors])
-        self.tags.restore(tags)
-        self.num_steps, self.num_skipped = int(state["num_steps"]), int(state["num_skipped"])
-        torch.set_rng_state(state["rng"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+    def _model_digest(self) -> str:
+        """Of names and shapes as on disk: whatever the layout and the backend."""
+        infos = hf_metadata(self.held.face)
+        text = repr([(name, tuple(infos[name].shape)) for name in sorted(infos)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def begin_restore(self, counters: Mapping[str, Any]) -> None:
+        """Makes room for what is restored. From here to `end_restore` the weights are of no step:
+        whoever writes to `state_tensors` in between writes all of them."""
+        self.tags.require_actor("restoring")
+        if counters["model"] != self._model_digest():
+            raise RunError(
+                "the checkpoint is of another model: its tensors have other names or shapes"
+            )
+        self._drop_gradients()
         self.step = None
+        self.held.rest()
+        self.is_half_moved = True
+        self.tags.prepare(counters["tags"])
+        self.restoring = read_random(self.meshes.rank, self.device)
+
+    def state_sources(self, counters: Mapping[str, Any]) -> dict[str, tuple[Region, ...]] | None:
+        """Where the state of another backend has the parts of this one's; None: under its names."""
+        if counters["backend"] == self.backend:
+            return None
+        head = self.held.face.value_head is not None
+        saved = build_face(self.hf_config, counters["backend"], value_head=head)
+        names = list(self.state_tensors())
+        return sources_between(names, self.held.face.weight_map, saved.weight_map)
+
+    def end_restore(self, counters: Mapping[str, Any]) -> None:
+        assert self.restoring is not None, "begin_restore comes first"
+        write_random(self.restoring, self.device)
+        self.num_steps = int(counters["num_steps"])
+        self.num_skipped = int(counters["num_skipped"])
+        self.restoring, self.is_half_moved = None, False
 
 
 def _memory(tensor: Tensor) -> Tensor:

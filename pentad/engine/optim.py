@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pentad.core.errors import RunError
 from pentad.core.settings import OptimizerSettings
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -81,23 +80,3 @@ def compute_lr(settings: OptimizerSettings, step: int) -> float:
 def clip_scale(norm: float, max_norm: float | None) -> float:
     """What the gradient is multiplied by so that its norm is at most `max_norm`, exactly."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
-
-
-def check_named(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], what: str) -> None:
-    """Saved tensors must have the names and shapes of the present ones."""
-    missing, extra = targets.keys() - sources.keys(), sources.keys() - targets.keys()
-    if missing or extra:
-        raise RunError(
-            f"the saved {what} does not fit this model: {_some(missing)} missing, "
-            f"{_some(extra)} unknown"
-        )
-    for name, target in targets.items():
-        if target.shape != sources[name].shape:
-            shapes = f"{tuple(sources[name].shape)}, not {tuple(target.shape)}"
-            raise RunError(f"the saved {what} does not fit this model: {name} is {shapes}")
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more if ordered else "none"

@@ -1,15 +1,28 @@
-"""An engine's tensors as state to be saved: whole tensors outside, this rank's memory inside."""
+"""What training continues from, by name: tensors that share this rank's memory, and its random
+states.
+
+`model.NAME`, `optimizer.exp_avg.NAME`, `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME` and
+`tags.TAG.NAME` are whole tensors to the outside, under a layout DTensors; `rng.RANK.KIND` belong to
+one rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+import numpy
+import torch
 from torch import Tensor
 
-from pentad.engine.optim import check_named
 from pentad.parallel.cuts import Cut
+from pentad.weights.map import WeightMap, between
+from pentad.weights.regions import Region
 
 Cuts = Mapping[str, Cut]
+MT_WORDS = 624
+"""Of the generator that Python and numpy share; a word is exact as float64."""
 
 
 def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
@@ -22,17 +35,52 @@ def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
     }
 
 
-def take_all(
-    saved: Mapping[str, Tensor], present: Mapping[str, Tensor], cuts: Cuts, what: str
-) -> dict[str, Tensor]:
-    """Of saved whole tensors what belongs into the present memory; refuses what does not fit."""
-    check_named(present_all(present, cuts), saved, what)
-    return {
-        name: cuts[name].take(name, saved[name]) if _is_cut(name, tensor, cuts) else saved[name]
-        for name, tensor in present.items()
-    }
-
-
 def _is_cut(name: str, tensor: Tensor, cuts: Cuts) -> bool:
     """Parameters and what has their shape; not the optimizer's step counts, nor buffers."""
     return name in cuts and tensor.ndim == len(cuts[name].shape)
+
+
+def read_random(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The random states of this process, as tensors of fixed shapes."""
+    _, words, gauss = random.getstate()
+    _, keys, place, has_gauss, cached = numpy.random.get_state(legacy=True)
+    held = {
+        "python": torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, keys), place, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        held["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rng.{rank}.{kind}": tensor for kind, tensor in held.items()}
+
+
+def write_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the random states of this process to what `read_random` gave."""
+    held = {name.rpartition(".")[2]: tensor for name, tensor in states.items()}
+    *words, has_gauss, gauss = held["python"].tolist()
+    random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
+    keys, (place, has_cached, cached) = held["numpy"][:MT_WORDS], held["numpy"][MT_WORDS:].tolist()
+    state = (keys.numpy().astype(numpy.uint32), int(place), int(has_cached), cached)
+    numpy.random.set_state(("MT19937", *state))
+    torch.set_rng_state(held["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(held["cuda"], device)
+
+
+def sources_between(
+    names: Sequence[str], own: WeightMap, saved: WeightMap
+) -> dict[str, tuple[Region, ...]]:
+    """Of each of these tensors of a state the parts, as regions of a state under other names."""
+    regions = between(own, saved)
+    return {name: tuple(_sources(name, regions)) for name in names if not name.startswith("rng.")}
+
+
+def _sources(name: str, regions: Mapping[str, Sequence[Region]]) -> Iterator[Region]:
+    depth = 1 if name.startswith("model.") else 2
+    *prefix, inner = name.split(".", depth)
+    for region in regions[inner]:
+        source = ".".join((*prefix, region.source))
+        if prefix == ["optimizer", "step"]:  # a count; tensors that are one elsewhere step together
+            yield Region(source, (), (), (), ())
+            return
+        yield replace(region, source=source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -112,13 +112,9 @@ class WeightTags:
     def views(self, tag: str) -> dict[str, Tensor]:
         return dict(zip(self.names, self.copies[tag].views, strict=True))
 
-    def restore(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Exactly these tags, with these weights."""
-        for tag in [tag for tag in self.copies if tag not in saved]:
-            del self.copies[tag]
-        for tag, tensors in saved.items():
-            copy = self.copies.setdefault(tag, self._new())
-            copy_all(copy.views, [tensors[name] for name in self.names])
+    def prepare(self, tags: Iterable[str]) -> None:
+        """Exactly these tags, their weights still to be written."""
+        self.copies = {tag: self.copies.get(tag) or self._new() for tag in tags}
 
     def _new(self) -> FlatCopy:
         return FlatCopy(self.tensors, self.device, self.pin)

@@ -110,6 +110,21 @@ def build_model(
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
 
 
+def build_face(
+    config: ConfigLike, backend: str, *, model: str | None = None, value_head: bool = False
+) -> LanguageModel:
+    """The whole model of a backend without memory: its names, its shapes and its weight map."""
+    if backend == "fsdp":
+        # Here, since transformers takes seconds to import.
+        from pentad.models.hf.config import read_hf_config
+        from pentad.models.hf.module import build_hf_model
+
+        found = read_hf_config(config)
+        return build_hf_model(found, dtype=torch.float32, value_head=value_head)
+    dims = dims_of(config, model)
+    return build_model(dims, device="meta", dtype=torch.float32, value_head=value_head)
+
+
 def create_model(
     dims: ModelDims,
     *,

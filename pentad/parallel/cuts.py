@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from pentad.core.errors import RunError
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.cuts import REPEATED, UNITS, Plan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
@@ -65,21 +64,10 @@ class Cut:
             local.detach(), DTensorSpec(self.mesh, self.placements, meta), requires_grad=False
         )
 
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """The stored shard out of a tensor of this layout, or out of a whole one."""
-        if not isinstance(tensor, DTensor):
-            if self.mesh is None:
-                return tensor
-            spec = self.present(torch.empty(self.shape, device="meta"))
-            assert isinstance(spec, DTensor)
-            return tensor[slices(stored_box(spec))]
-        if self.mesh is None or tensor.device_mesh != self.mesh:
-            if tensor.device_mesh.size() == 1:
-                return tensor.to_local()
-            raise RunError(f"{name} was saved under another layout; load it through a checkpoint")
-        if tensor.placements != self.placements:
-            raise RunError(f"{name} lies as {tensor.placements}, not as {self.placements}")
-        return tensor.to_local()
+    def take(self, whole: Tensor) -> Tensor:
+        """The stored shard out of a whole tensor."""
+        spec = self.present(torch.empty(self.shape, device="meta"))
+        return whole[slices(stored_box(spec))] if isinstance(spec, DTensor) else whole
 
 
 def stored_box(tensor: DTensor) -> Box:

@@ -83,14 +83,12 @@ class Frame:
         return len(self.before) + len(self.after)
 
 
-class _Gap(io.RawIOBase):
+class _Gap(io.BytesIO):
     """Takes what is written, and leaves out what is skipped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.parts = [bytearray()]
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         self.parts[-1] += data
@@ -348,7 +346,7 @@ class DcpFolder:
         buffers: _Buffers,
     ) -> None:
         buffer = buffers.take(length)
-        data = memoryview(buffer.numpy())
+        data = buffer.numpy().data
         self._fill(fd, file, offset, data)
         if self.verifier is not None:
             self.verifier.check(file, offset, length, data)

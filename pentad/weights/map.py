@@ -336,6 +336,16 @@ def through(outer: WeightMap, inner: WeightMap) -> WeightMap:
     return replace(inner, sizes=outer.sizes, entries=entries, sources=sources)
 
 
+def between(own: WeightMap, other: WeightMap) -> dict[str, list[Region]]:
+    """The targets of one map as regions of the targets of another map of the same sources."""
+    inner = {name: Lookup(source.regions) for name, source in other.sources.items()}
+    return {
+        name: join(entry.regions, inner)
+        for name, entry in own.entries.items()
+        if all(region.source in inner for region in entry.regions)
+    }
+
+
 def _in_layer_order(rules: Sequence[Rule], dims: ModelDims) -> list[tuple[Rule, dict[str, int]]]:
     """Rules before the layers, the layer rules for each layer, rules after; conditions applied."""
     inside = [rule for rule in rules if "{i}" in rule.target]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine_toys import CONFIG, PolicyLoss, ValueLoss, make_rows
+from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
 from parity_cases import bend, gradients_of, whole
 
 from pentad.core.errors import RunError
@@ -86,7 +86,7 @@ def save_and_load(source: str, layout: Layout, folder: str) -> dict[str, Any]:
     """A step, an export, and the state put back; what the folder must hold."""
     engine = make(source, layout)
     rows = make_rows(6)
-    before = {n: whole(t) for n, t in engine.state_dict()["model"].items()}
+    before = keep_state(engine)
     engine.save_tag("ref")
     engine.begin_step()
     engine.accumulate(rows, LOSSES["token"])
@@ -95,10 +95,7 @@ def save_and_load(source: str, layout: Layout, folder: str) -> dict[str, Any]:
     kept = engine.forward(rows, "ref")
     engine.save_hf(folder)
     again = make(folder, layout)
-    state = engine.state_dict()
-    state["model"] = {name: engine.cuts[name].take(name, x) for name, x in before.items()}
-    state["model"] = {name: engine.cuts[name].present(x) for name, x in state["model"].items()}
-    engine.load_state_dict(state)
+    bring_back(engine, before)
     return {
         "moved": moved,
         "kept": kept,

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from engine_toys import CONFIG, PolicyLoss, SequenceLoss, ValueLoss, make_rows
+from engine_toys import (
+    CONFIG,
+    PolicyLoss,
+    SequenceLoss,
+    ValueLoss,
+    bring_back,
+    keep_state,
+    make_rows,
+    state_of,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -78,11 +87,11 @@ def make(model: str, layout: Layout, loss: str = "token", seed: int = 3, **setti
 def bend(engine: Engine) -> None:
     """Moves weights that start at one value (norms, biases) off it, by name, on any layout."""
     with torch.no_grad():
-        for name, tensor in engine.state_dict()["model"].items():
+        for name, tensor in state_of(engine).items():
             if tensor.ndim == 1:
                 gen = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
                 noise = 0.3 * torch.randn(tensor.shape, generator=gen)
-                part = engine.cuts[name].take(name, noise) if name in engine.cuts else noise
+                part = engine.cuts[name].take(noise) if name in engine.cuts else noise
                 engine.tensors[name].add_(part)
 
 
@@ -129,7 +138,7 @@ def train_step(
         "stats": [one.stats for one in seen],
         "gradients": gradients,
         "result": result,
-        "weights": {n: whole(t) for n, t in engine.state_dict()["model"].items()},
+        "weights": {n: whole(t) for n, t in state_of(engine).items()},
     }
 
 
@@ -217,46 +226,13 @@ def different_rows(layout: Layout) -> str:
     return "nothing was said"
 
 
-def save_state(model: str, layout: Layout, folder: str) -> dict[str, Any]:
-    """Trains two steps and saves everything; returns what was saved, whole."""
-    engine = make(model, layout)
-    engine.save_tag("ref")
-    for _ in range(2):
-        engine.begin_step()
-        engine.accumulate(make_rows(12), LOSSES["token"])
-        engine.end_step()
-    state = engine.state_dict()
-    dcp.save(state, checkpoint_id=folder)
-    return seen_state(engine)
-
-
-def load_state(model: str, layout: Layout, folder: str) -> dict[str, Any]:
-    """Another engine, of another seed and layout, continues from the folder."""
-    engine = make(model, layout, seed=99)
-    engine.save_tag("ref")
-    state = engine.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    engine.load_state_dict(state)
-    return seen_state(engine)
-
-
-def seen_state(engine: Engine) -> dict[str, Any]:
-    state = engine.state_dict()
-    parts = {"model": state["model"], "ref": state["tags"]["ref"], **state["optimizer"]}
-    out: dict[str, Any] = {
-        key: {name: whole(tensor) for name, tensor in part.items()} for key, part in parts.items()
-    }
-    scored = engine.forward(make_rows(4), "ref")
-    return out | {"num_steps": engine.num_steps, "scored": [row["logprobs"] for row in scored]}
-
-
 def copied_state(layout: Layout) -> bool:
     """A deep copy of the state brings an engine of the same layout back, bit by bit."""
     engine = make("moe", layout)
     rows = make_rows(12)
-    state = copy.deepcopy(engine.state_dict())
+    state = keep_state(engine)
     first = train_once(engine, rows)
-    engine.load_state_dict(state)
+    bring_back(engine, state)
     again = train_once(engine, rows)
     return all(torch.equal(first[name], again[name]) for name in first)
 
@@ -297,7 +273,7 @@ def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
 def snapshot_held(model: str, layout: Layout, copy: bool, **settings: Any) -> list[int]:
     """Bytes that a snapshot holds besides the weights themselves, on each rank that takes one."""
     engine = make(model, layout, **settings)
-    own = {_storage(local(tensor)) for tensor in engine.state_dict()["model"].values()}
+    own = {_storage(local(tensor)) for tensor in state_of(engine).values()}
     if engine.meshes.rank == 0:
         taken = take_snapshot(1, engine.iter_weights(), copy=copy).weights
     else:  # as a follower does

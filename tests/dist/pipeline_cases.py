@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from engine_toys import make_rows
+from engine_toys import make_rows, state_of
 from parity_cases import CONFIGS, DENSE, GLM, LOSSES, MOE, make, whole
 from torch import Tensor
 
@@ -82,7 +82,7 @@ def train_step(
     if calls > 1:
         seen.append(engine.accumulate([], LOSSES[loss], last=True))
     result = engine.end_step()
-    weights = {n: whole(t) for n, t in engine.state_dict()["model"].items()}
+    weights = {n: whole(t) for n, t in state_of(engine).items()}
     return {
         "routes": chosen,
         "scored": scored,
@@ -103,39 +103,6 @@ def shapes_seen(layout: Layout, num_rows: int, **settings: Any) -> list[int]:
     rows = make_rows(num_rows)
     plan = engine._plan(rows)
     return [mb.num_tokens for mb in engine._microbatches(plan, rows, ())]
-
-
-def save_state(model: str, layout: Layout, folder: str, **settings: Any) -> dict[str, Any]:
-    engine = make(model, layout, **settings)
-    engine.save_tag("ref")
-    for _ in range(2):
-        engine.begin_step()
-        engine.accumulate(make_rows(12), LOSSES["token"])
-        engine.end_step()
-    dcp.save(engine.state_dict(), checkpoint_id=folder)
-    return seen_state(engine)
-
-
-def load_state(model: str, layout: Layout, folder: str, **settings: Any) -> dict[str, Any]:
-    """Another engine, of another seed and layout, continues from the folder."""
-    engine = make(model, layout, seed=99, **settings)
-    engine.save_tag("ref")
-    state = engine.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    engine.load_state_dict(state)
-    return seen_state(engine)
-
-
-def seen_state(engine: Engine) -> dict[str, Any]:
-    state = engine.state_dict()
-    parts = {"model": state["model"], "ref": state["tags"]["ref"], **state["optimizer"]}
-    out: dict[str, Any] = {
-        key: over_stages({name: whole(tensor) for name, tensor in part.items()})
-        for key, part in parts.items()
-    }
-    for tag in ("actor", "ref"):
-        out[f"scored {tag}"] = [row["logprobs"] for row in engine.forward(make_rows(4), tag)]
-    return out | {"num_steps": engine.num_steps}
 
 
 def weights_out(model: str, layout: Layout, folder: str, loss: str, **settings: Any) -> Any:

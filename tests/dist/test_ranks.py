@@ -94,42 +94,6 @@ def test_ranks_that_are_given_different_rows_are_told(pool):
     assert "the ranks were given different rows" in run(pool, Layout(tp=2), "different_rows")
 
 
-@pytest.mark.parametrize(
-    ("model", "saved", "loaded"),
-    [
-        ("dense", Layout(dp_shard=2, tp=2), Layout(dp_shard=3)),
-        ("dense", Layout(tp=4), Layout(dp_shard=2)),
-        ("dense", Layout(dp_shard=3), Layout()),
-        ("moe", Layout(dp_shard=2, tp=2, ep=2, etp=2), Layout(dp_replicate=2, tp=2, ep=2)),
-        ("moe", Layout(), Layout(cp=2, tp=2, ep=4)),
-    ],
-    ids=str,
-)
-def test_a_state_saved_under_one_layout_is_restored_under_another(
-    pool, tmp_path, model, saved, loaded
-):
-    folder = str(tmp_path / "state")
-    kwargs = {"model": model, "folder": folder}
-    then = run(pool, saved, "save_state", **kwargs) if saved.world > 1 else save_alone(**kwargs)
-    now = run(pool, loaded, "load_state", **kwargs) if loaded.world > 1 else load_alone(**kwargs)
-    assert now["num_steps"] == then["num_steps"] == 2
-    for part in ("model", "ref", "exp_avg", "exp_avg_sq", "step"):
-        assert then[part].keys() == now[part].keys()
-        for name, tensor in then[part].items():
-            assert torch.equal(now[part][name], tensor), f"{part} {name}"
-    assert any(not torch.equal(then["model"][n], then["ref"][n]) for n in then["ref"])
-    for a, b in zip(now["scored"], then["scored"], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def save_alone(model, folder):
-    return save_state(model, Layout(), folder)
-
-
-def load_alone(model, folder):
-    return load_state(model, Layout(), folder)
-
-
 def test_a_copy_of_the_state_brings_a_layout_back_bit_by_bit(pool):
     assert copied_state(Layout())
     assert run(pool, Layout(dp_shard=2, tp=2, ep=2), "copied_state")

@@ -1,7 +1,7 @@
 """Small mixtures, one whose files have a place for the selection bias, and a step with it."""
 
 import torch.distributed as dist
-from engine_toys import CONFIG, PolicyLoss, make_rows
+from engine_toys import CONFIG, PolicyLoss, make_rows, state_of
 
 from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
@@ -47,7 +47,7 @@ def step(engine: Engine, num_rows: int = 12, calls: int = 1):
 
 
 def biases(engine: Engine) -> dict[str, list[float]]:
-    state = engine.state_dict()["model"]
+    state = state_of(engine)
     return {name: x.tolist() for name, x in state.items() if name.endswith("router.bias")}
 
 

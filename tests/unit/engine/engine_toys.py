@@ -1,5 +1,7 @@
 """A tiny model, rows and losses for the tests of the engine."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row, TokenOutputs
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.decoder import causal_attend
+from pentad.parallel.cuts import local
 
 VOCAB = 37
 CONFIG = {
@@ -88,6 +91,26 @@ def make_engine(value_head: bool = False, lr: float = 1e-2, config=None, **setti
         seed=3,
         value_head=value_head,
     )
+
+
+def state_of(engine: Engine, prefix: str = "model.") -> dict[str, Tensor]:
+    """A part of the engine's state by the names behind the prefix."""
+    state = engine.state_tensors()
+    return {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+
+
+def keep_state(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A copy of this rank's part of everything that training continues from."""
+    tensors = {name: local(tensor).clone() for name, tensor in engine.state_tensors().items()}
+    return tensors, engine.state_counters()
+
+
+def bring_back(engine: Engine, kept: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+    tensors, counters = kept
+    engine.begin_restore(counters)
+    for name, tensor in engine.state_tensors().items():
+        local(tensor).copy_(tensors[name])
+    engine.end_restore(counters)
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from balance_toys import GLM, biases, make_mixture, spread_over_steps, step
-from engine_toys import PolicyLoss, make_engine, make_rows, train
+from engine_toys import PolicyLoss, bring_back, keep_state, make_engine, make_rows, train
 from transformers import AutoModelForCausalLM
 
 from pentad.core.errors import UserError
@@ -82,11 +82,9 @@ def test_the_bias_moves_with_the_steps_and_is_state():
         step(engine)
     moved = biases(engine)
     assert all(max(map(abs, bias)) > 0.005 for bias in moved.values())
-    state = engine.state_dict()
-    saved = {key: {n: x.clone() for n, x in state[key].items()} for key in ("model",)}
     other = make_mixture(balance={"bias_rate": 0.01}, config=GLM)
     other.save_tag("ref")
-    other.load_state_dict({**state, **saved})
+    bring_back(other, keep_state(engine))
     assert biases(other) == moved
     with engine.use("ref"):  # the bias belongs to the weights
         assert float(engine.tensors["layers.1.ffn.router.bias"].abs().max()) == 0

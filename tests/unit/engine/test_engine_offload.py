@@ -1,13 +1,20 @@
 """Offloaded parameters: everything an engine does gives the numbers of one that keeps them."""
 
-import copy
 import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_close
-from engine_toys import CONFIG, PolicyLoss, make_engine, make_rows, train
+from engine_toys import (
+    CONFIG,
+    PolicyLoss,
+    bring_back,
+    keep_state,
+    make_engine,
+    make_rows,
+    train,
+)
 
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
@@ -79,10 +86,10 @@ def test_offloaded_state_comes_back_bit_by_bit(device):
     rows = make_rows()
     engine = on(device, offload_params=True)
     train(engine, rows, steps=2)
-    state = copy.deepcopy(engine.state_dict())
+    state = keep_state(engine)
     train(engine, rows)
     after = {name: tensor.clone() for name, tensor in engine.masters.items()}
-    engine.load_state_dict(state)
+    bring_back(engine, state)
     train(engine, rows)
     for name, tensor in engine.masters.items():
         assert torch.equal(tensor, after[name]), name

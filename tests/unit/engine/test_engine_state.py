@@ -1,13 +1,15 @@
 """Weights by name: tags, state that a run continues from, folders."""
 
-import copy
+import random
 
+import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from engine_toys import (
     CONFIG,
     PolicyLoss,
+    bring_back,
+    keep_state,
     make_engine,
     make_rows,
     train,
@@ -34,7 +36,7 @@ def test_tags_are_used_and_left_again():
     with engine.use("ref"):
         with pytest.raises(RunError, match="those of ref are used"), engine.use("ref"):
             pass
-        for deed in (engine.begin_step, engine.state_dict, lambda: engine.save_tag("x")):
+        for deed in (engine.begin_step, engine.state_tensors, lambda: engine.save_tag("x")):
             with pytest.raises(RunError, match="those of ref are used"):
                 deed()
     with pytest.raises(RunError, match="no weights were saved as teacher; there are actor, ref"):
@@ -81,14 +83,14 @@ def test_a_run_continues_from_its_state_bitwise():
     straight = make_engine(optimizer=optimizer)
     straight.save_tag("ref")
     train(straight, rows, loss, steps=3)
-    state = copy.deepcopy(straight.state_dict())
+    state = keep_state(straight)
     expected = train(straight, rows, loss, steps=3)
 
     resumed = build_engine(
         CONFIG, EngineSettings(optimizer=optimizer), init_from_scratch=True, seed=99
     )
     resumed.save_tag("stale")
-    resumed.load_state_dict(state)
+    bring_back(resumed, state)
     assert resumed.num_steps == 3 and list(resumed.tags.copies) == ["ref"]
     assert train(resumed, rows, loss, steps=3) == expected
     for name, weight in weights_of(straight).items():
@@ -99,17 +101,43 @@ def test_a_run_continues_from_its_state_bitwise():
 
 def test_a_state_of_another_model_is_refused_before_anything_changes():
     engine = make_engine()
+    engine.save_tag("ref")
     before = weights_of(engine)
-    state = copy.deepcopy(make_engine(lr=1.0).state_dict())
-    state["model"]["norm.weight"] += 1
-    del state["optimizer"]["exp_avg"]["norm.weight"]
-    with pytest.raises(RunError, match=r"optimizer state \(exp_avg\).*norm.weight missing"):
-        engine.load_state_dict(state)
-    state["model"]["norm.weight"] = torch.zeros(5)
-    with pytest.raises(RunError, match=r"norm.weight is \(5,\), not \(24,\)"):
-        engine.load_state_dict(state)
+    other = build_engine(
+        CONFIG | {"num_hidden_layers": 2}, EngineSettings(), init_from_scratch=True
+    )
+    with pytest.raises(RunError, match="the checkpoint is of another model"):
+        engine.begin_restore(other.state_counters())
+    assert list(engine.tags.copies) == ["ref"]
     for name, weight in weights_of(engine).items():
         assert torch.equal(weight, before[name])
+
+
+def test_a_restore_that_broke_off_leaves_nothing_to_save(tmp_path):
+    engine = make_engine()
+    counters = engine.state_counters()
+    engine.begin_restore(counters)
+    engine.end_restore(counters)
+    engine.begin_restore(counters)
+    engine.restoring = None  # as after a failure
+    for deed in (engine.state_tensors, lambda: engine.save_hf(str(tmp_path / "out"))):
+        with pytest.raises(RunError, match="a restore failed half-way"):
+            deed()
+
+
+def test_random_states_of_all_kinds_come_back():
+    engine = make_engine()
+
+    def draw() -> list[float]:
+        numbers = [random.gauss(), numpy.random.randn(), random.random(), numpy.random.rand()]
+        return [*numbers, float(torch.rand(()))]
+
+    draw()  # leaves the second of a pair of normal numbers behind
+    kept = keep_state(engine)
+    first = draw()
+    assert draw() != first
+    bring_back(engine, kept)
+    assert draw() == first
 
 
 def test_weights_leave_under_their_hf_names_and_load_in_transformers(tmp_path):
@@ -129,23 +157,6 @@ def test_weights_leave_under_their_hf_names_and_load_in_transformers(tmp_path):
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
     half = make_engine(publish_dtype="bfloat16")
     assert {w.dtype for _, w in half.iter_weights()} == {torch.bfloat16}
-
-
-def test_the_state_goes_through_torchs_distributed_checkpoint(tmp_path):
-    engine, rows = make_engine(), make_rows()
-    engine.save_tag("ref")
-    train(engine, rows, steps=2)
-    dcp.save(engine.state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    expected = train(engine, rows)
-    other = build_engine(CONFIG, engine.settings, init_from_scratch=True, seed=8)
-    other.save_tag("ref")
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    other.load_state_dict(state)
-    assert other.num_steps == 2
-    assert train(other, rows) == expected
-    for a, b in zip(engine.forward(rows, "ref"), other.forward(rows, "ref"), strict=True):
-        assert torch.equal(a["logprobs"], b["logprobs"])
 
 
 def test_weights_are_not_handed_out_while_others_are_in_place():

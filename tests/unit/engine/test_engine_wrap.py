@@ -1,6 +1,5 @@
 """What is laid around the model changes memory and speed, not numbers."""
 
-import copy
 import dataclasses
 
 import pytest
@@ -9,6 +8,8 @@ import torch.distributed as dist
 from engine_toys import (
     CONFIG,
     PolicyLoss,
+    bring_back,
+    keep_state,
     make_engine,
     make_rows,
     train,
@@ -95,10 +96,10 @@ def test_masters_are_cast_for_compute_and_stepped_in_full(no_process_group, tmp_
     for name, weight in mixed.iter_weights():
         assert weight.dtype == torch.float32
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-4)
-    state = copy.deepcopy(mixed.state_dict())
+    state = keep_state(mixed)
     before = weights_of(mixed)
     train(mixed, rows)
-    mixed.load_state_dict(state)
+    bring_back(mixed, state)
     for name, weight in weights_of(mixed).items():
         assert torch.equal(weight, before[name])
     for a, b in zip(mixed.forward(rows, "ref"), make_engine().forward(rows), strict=True):

@@ -1,0 +1,318 @@
+"""Saving state as a DCP folder that any layout and stock torch can read: who writes what, and how.
+
+Ranks agree on a plan by DCP's own planner, once; a rank's file then consists of the bytes that
+`torch.save` writes around a tensor, and of the tensor's, staged in host memory or taken as they are
+written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from pentad.checkpoint.folders import info_folder, step_of
+from pentad.checkpoint.job import FileSpec, Piece, Segment, Span, WriteJob, receipt_name, run_job
+from pentad.checkpoint.staging import HostMemory, aligned, copy_to
+from pentad.checkpoint.writer import Pending, Writer
+from pentad.core.errors import RunError
+from pentad.parallel.cuts import local
+from pentad.weights.dcp import frame_of
+from pentad.weights.megatron.folders import INDEX
+from pentad.weights.regions import Box, Shape, box_shape, show
+
+COUNTERS = "counters.json"
+PIECE_BYTES = 32 << 20
+"""How much of a tensor has a digest of its own: whoever needs a part reads whole pieces."""
+
+
+class Stateful(Protocol):
+    """A learner whose state is saved and restored; `engine.engine.Engine`."""
+
+    def state_tensors(self) -> dict[str, Tensor]: ...
+
+    def state_counters(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A block of a tensor that this rank writes."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(box_shape(self.box)) * self.dtype.itemsize
+
+    @property
+    def shape(self) -> Shape:
+        return box_shape(self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """What this rank writes, and on rank 0 the index of what all write."""
+
+    items: tuple[Item, ...]
+    index: bytes | None
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(aligned(item.size_bytes) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A save of which this rank has done its part, but for the writing."""
+
+    pending: Pending
+    receipts: tuple[str, ...]
+    """Of all ranks, for the commit."""
+    stall_s: float
+    """How long the state was held."""
+    num_bytes: int
+    """That this rank writes."""
+
+
+class StateSaver:
+    """One per learner and rank; all ranks make the same calls. At most one save is in flight."""
+
+    def __init__(self, writer: Writer | None = None) -> None:
+        """Every rank at the same time: several ranks get a process group of their own."""
+        self.writer = writer
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.group = None if is_alone else dist.new_group(backend="gloo")
+        self.rank = 0 if self.group is None else dist.get_rank()
+        self.world = 1 if self.group is None else dist.get_world_size()
+        self.memory = HostMemory()
+        self.pending: Pending | None = None
+        self._plan: ShardPlan | None = None
+        self._planned: list[tuple[Any, ...]] = []
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Plans, and begins to make the memory that an asynchronous save needs."""
+        pins = any(local(tensor).is_cuda for tensor in tensors.values())
+        self.memory.prepare(self._plan_for(tensors).staged_bytes, pins=pins)
+
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        root: Path,
+        folder: str,
+        *,
+        is_async: bool,
+        counters: Mapping[str, Any] | None = None,
+    ) -> Staged:
+        """Returns when the state may change again. What the writing fails with is the pending's,
+        so that all ranks come back. `counters` are written beside the tensors."""
+        begun = time.monotonic()
+        self.finish()
+        plan = self._plan_for(tensors)
+        receipts = self._receipts(folder)
+        parts = [local(tensors[item.name]).detach() for item in plan.items]
+        for item, part in zip(plan.items, parts, strict=True):
+            assert tuple(part.shape) == item.shape, f"{item.name}: planned as {item.shape}"
+        pending = Pending()
+        try:
+            give = self._stage(plan, parts) if is_async else partial(_lazily, _Bounce())
+            files = self._files(plan, parts, folder, give, counters)
+            job = WriteJob(Path(root), files, receipts[self.rank])
+            if is_async:
+                assert self.writer is not None, "asynchronous saves need a writer"
+                pending = self.writer.submit(job)
+            else:
+                pending.settle(run_job(job))
+        except (OSError, RunError) as error:
+            pending.settle({}, error)
+        self.pending = pending
+        num_bytes = sum(item.size_bytes for item in plan.items)
+        return Staged(pending, receipts, time.monotonic() - begun, num_bytes)
+
+    def finish(self) -> None:
+        """Waits until the writer has done with the memory; how that ended is the pending's."""
+        if self.pending is not None:
+            with suppress(OSError, RunError):  # said by whoever commits
+                self.pending.wait()
+            self.pending = None
+
+    def close(self) -> None:
+        self.finish()
+        self.memory.close()
+
+    def _plan_for(self, tensors: Mapping[str, Tensor]) -> ShardPlan:
+        described = [(n, t.shape, t.dtype, local(t).shape) for n, t in tensors.items()]
+        if self._plan is None or described != self._planned:
+            self._plan = plan_shards(tensors, self.group)
+            self._planned = described
+        return self._plan
+
+    def _receipts(self, folder: str) -> tuple[str, ...]:
+        """Rank 0 draws names that no other save has."""
+        role, _, name = folder.partition("/")
+        step = step_of(Path(name).name)
+        assert step is not None, f"{folder} is not of a step"
+        drawn = [tuple(receipt_name(info_folder(step), role, r) for r in range(self.world))]
+        if self.group is not None:
+            dist.broadcast_object_list(drawn, src=0, group=self.group)
+        return drawn[0]
+
+    def _stage(self, plan: ShardPlan, parts: Sequence[Tensor]) -> Give:
+        """Copies everything; the result says where each item's bytes lie."""
+        pins = any(part.is_cuda for part in parts)
+        memory = self.memory.take(plan.staged_bytes, pins=pins)
+        starts: dict[int, int] = {}
+        end = 0
+        for number, part in enumerate(parts):
+            starts[number] = end
+            end += aligned(part.nbytes)
+        copy_to(self.memory.bytes, ((starts[n], part) for n, part in enumerate(parts)))
+        return lambda number, part, start, stop: Span(memory, starts[number] + start, stop - start)
+
+    def _files(
+        self,
+        plan: ShardPlan,
+        parts: Sequence[Tensor],
+        folder: str,
+        give: Give,
+        counters: Mapping[str, Any] | None,
+    ) -> tuple[FileSpec, ...]:
+        pieces = [
+            piece
+            for number, (item, part) in enumerate(zip(plan.items, parts, strict=True))
+            for piece in _pieces(item, partial(give, number, part))
+        ]
+        files = [FileSpec(f"{folder}/{file_name(self.rank)}", tuple(pieces))] if pieces else []
+        if plan.index is not None:
+            files.append(FileSpec(f"{folder}/{INDEX}", (Piece("index", (plan.index,)),)))
+            if counters is not None:
+                text = json.dumps(counters, indent=1, sort_keys=True).encode()
+                files.append(FileSpec(f"{folder}/{COUNTERS}", (Piece("counters", (text,)),)))
+        return tuple(files)
+
+
+Give = Callable[[int, Tensor, int, int], Segment]
+"""(number of the item, its tensor, start, stop) -> those of its bytes."""
+
+
+def save_learner(
+    saver: StateSaver, learner: Stateful, root: Path, folder: str, *, is_async: bool
+) -> Staged:
+    """All that a learner continues from; the same call on every rank."""
+    counters = learner.state_counters()
+    return saver.save(learner.state_tensors(), root, folder, is_async=is_async, counters=counters)
+
+
+def file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def plan_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> ShardPlan:
+    """Every block of every tensor is written by one of the ranks that hold it."""
+    # Where there are fewer rows than ranks, some hold nothing of a tensor.
+    held = {n: t for n, t in tensors.items() if local(t).numel() or not t.numel()}
+    rank = 0 if group is None else dist.get_rank(group)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(held, is_coordinator=rank == 0)
+    own = planner.create_local_plan()
+    if group is None:
+        (plan,), metadata = planner.create_global_plan([own])
+        return ShardPlan(_items(plan), _index([plan], metadata))
+    world = dist.get_world_size(group)
+    plans: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(own, plans, dst=0, group=group)
+    answers: list[Any] = [None] * world
+    index = None
+    if plans is not None:
+        try:
+            decided, metadata = planner.create_global_plan(plans)
+            index = _index(decided, metadata)
+            answers = [(plan, "") for plan in decided]
+        except Exception as error:  # told to all ranks, which wait for it
+            answers = [(None, f"{type(error).__name__}: {error}")] * world
+    given: list[Any] = [None]
+    dist.scatter_object_list(given, answers if rank == 0 else None, src=0, group=group)
+    plan, failure = given[0]
+    if failure:
+        raise RunError(f"the ranks' parts of the state do not fit together ({failure})")
+    return ShardPlan(_items(plan), index)
+
+
+def _items(plan: SavePlan) -> tuple[Item, ...]:
+    return tuple(map(_item, plan.items))
+
+
+def _item(write: WriteItem) -> Item:
+    assert write.tensor_data is not None, f"{write.index.fqn} is no tensor"
+    chunk = write.tensor_data.chunk
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    box = tuple((start, start + size) for start, size in ends)
+    return Item(write.index.fqn, box, write.tensor_data.properties.dtype)
+
+
+def _index(plans: Sequence[SavePlan], metadata: Metadata) -> bytes:
+    """`.metadata`: where each block lies in which file, as stock DCP has it."""
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, plan in enumerate(plans):
+        start = 0
+        for write in plan.items:
+            item = _item(write)
+            length = item.size_bytes + frame_of(item.dtype, item.shape).size_bytes
+            storage[write.index] = _StorageInfo(file_name(rank), start, length)
+            start += length
+    out = io.BytesIO()
+    pickle.dump(replace(metadata, storage_data=storage, storage_meta=StorageMeta()), out)
+    return out.getvalue()
+
+
+def _pieces(item: Item, give: Callable[[int, int], Segment]) -> Iterator[Piece]:
+    frame, size = frame_of(item.dtype, item.shape), item.size_bytes
+    starts = range(0, max(size, 1), PIECE_BYTES)
+    for start in starts:
+        stop = min(start + PIECE_BYTES, size)
+        segments: list[Segment] = [frame.before] if start == 0 else []
+        if size:
+            segments.append(give(start, stop))
+        if stop == size:
+            segments.append(frame.after)
+        part = f" part {start // PIECE_BYTES + 1} of {len(starts)}" if len(starts) > 1 else ""
+        yield Piece(f"{item.name} {show(item.box)}{part}", tuple(segments))
+
+
+class _Bounce:
+    """Host memory for one segment at a time, on its way from a GPU to the disk."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+
+    def take(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu":
+            return part
+        if self.memory is None:
+            self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
+        return self.memory[: part.numel()].copy_(part)
+
+
+def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -> Segment:
+    def produce() -> memoryview:
+        flat = part.contiguous().view(-1).view(torch.uint8)
+        return bounce.take(flat[start:stop]).numpy().data
+
+    return produce

@@ -1,0 +1,121 @@
+"""What the workers of the checkpoint tests run: train and save under a layout, restore in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from engine_toys import make_rows, state_of
+from parity_cases import CONFIGS, LOSSES, MOE, whole
+from parity_cases import make as make_archon
+from pipeline_cases import over_stages
+from torch import Tensor
+
+from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
+from pentad.checkpoint.job import CommitJob, run_job
+from pentad.checkpoint.restore import restore_learner
+from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.writer import Writer
+from pentad.core.layout import Layout
+from pentad.engine.engine import Engine, build_engine
+from pentad.core.settings import EngineSettings, OptimizerSettings
+from pentad.weights.flow import iter_sources
+
+CONFIGS["moe6"] = MOE | {"num_hidden_layers": 4, "num_experts": 6}
+"""Six experts: three or two on a rank, and uneven over the ranks that share them."""
+STEP = 1
+PARTS = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "tags.ref.")
+
+
+def make(model: str, layout: Layout, loss: str, backend: str, seed: int, **settings: Any) -> Engine:
+    # The eps keeps a young AdamW from blowing up the rounding of small gradients to lr.
+    settings["optimizer"] = OptimizerSettings(
+        lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2
+    )
+    if backend == "archon":
+        return make_archon(model, layout, loss, seed, **settings)
+    return build_engine(
+        CONFIGS[model],
+        EngineSettings(**settings),
+        layout=layout,
+        init_from_scratch=True,
+        seed=seed,
+        value_head=loss == "value",
+        backend=backend,
+    )
+
+
+def train(engine: Engine, loss: str, routes: list[Tensor] | None) -> None:
+    rows = make_rows(12)
+    for row, given in zip(rows, routes or (), strict=False):
+        row.routes = given
+    engine.begin_step()
+    engine.accumulate(rows, LOSSES[loss])
+    engine.end_step()
+
+
+def seen(engine: Engine) -> dict[str, Any]:
+    """The whole state under HF names, whatever the layout and the backend."""
+    weight_map = engine.held.face.weight_map
+    out: dict[str, Any] = {}
+    for part in PARTS:
+        natives = over_stages({n: whole(t) for n, t in state_of(engine, part).items()})
+        out[part] = {name: tensor.clone() for name, tensor in iter_sources(natives, weight_map)}
+    steps = over_stages({n: float(t) for n, t in state_of(engine, "optimizer.step.").items()})
+    return out | {"steps": set(steps.values()), "num_steps": engine.num_steps}
+
+
+def save(
+    model: str,
+    layout: Layout,
+    root: str,
+    loss: str = "token",
+    backend: str = "archon",
+    is_async: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Two steps and a checkpoint; what it holds, and what one more step makes of it."""
+    engine = make(model, layout, loss, backend, 3, **settings)
+    engine.save_tag("ref")
+    can_route = engine.dims.num_experts and backend == "archon"
+    routes = engine.routes(make_rows(12)) if can_route else None
+    for _ in range(STEP + 1):
+        train(engine, loss, routes)
+    then = seen(engine)
+    writer = Writer()
+    saver = StateSaver(writer)
+    saver.prepare(engine.state_tensors())
+    folder = state_folder("default", STEP)
+    staged = save_learner(saver, engine, Path(root), folder, is_async=is_async)
+    train(engine, loss, routes)  # what is saved is the state before it
+    after = seen(engine)
+    staged.pending.wait(60)
+    if engine.meshes.rank == 0:
+        run_job(CommitJob(Path(root), info_folder(STEP), staged.receipts, (), timeout_s=60))
+    if layout.world > 1:
+        dist.barrier()
+    saver.close()
+    writer.close()
+    return {"then": then, "after": after, "routes": routes}
+
+
+def load(
+    model: str,
+    layout: Layout,
+    root: str,
+    routes: list[Tensor] | None,
+    loss: str = "token",
+    backend: str = "archon",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Another engine, of another seed, continues; what it restored, and the next step."""
+    engine = make(model, layout, loss, backend, 99, **settings)
+    engine.save_tag("stale")
+    engine.forward(make_rows(2))  # weights that a pass gathered must not survive
+    (checkpoint,) = find_checkpoints(root)
+    restore_learner(engine, checkpoint, state_folder("default", STEP))
+    assert list(engine.tags.copies) == ["ref"]
+    now = seen(engine)
+    train(engine, loss, routes)
+    return {"now": now, "after": seen(engine)}
