@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config, DatasetConfig
 from pentad.core.errors import UserError
-from pentad.core.layout import parse_allocation
+from pentad.core.layout import Component, parse_allocation
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan
-from pentad.planner.memory import RULE_OMITS, held_params, sharded_params
+from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of
 from pentad.planner.ranks import inner_rows, span, stage_rows
 from pentad.planner.remedies import Remedy, propose
@@ -75,21 +76,14 @@ def show_places(config: Config, notes: list[str], as_json: bool) -> None:
     """Who stands where, of a run whose memory is not known."""
     assert config.allocation_mode is not None, "checked before"
     allocation = parse_allocation(config.allocation_mode).as_run()
-    rows = [
-        {
-            "role": component.role,
-            "component": str(component),
-            "devices": list(allocation.devices(component)),
-        }
-        for component in allocation
-    ]
+    rows = [(c.role, str(c), list(allocation.devices(c))) for c in allocation]
     if as_json:
-        print(json.dumps({"components": rows, "memory": None, "notes": notes}, indent=2))
+        parts = [dict(zip(("role", "component", "devices"), row, strict=True)) for row in rows]
+        print(json.dumps({"components": parts, "memory": None, "notes": notes}, indent=2))
         return
     print(f"{config.actor.path}: {allocation.num_devices} devices, {config.allocation_mode}")
-    for component in allocation:
-        devices = span(list(allocation.devices(component)))
-        print(f"  {component.role}: {component} on {devices}")
+    for role, component, devices in rows:
+        print(f"  {role}: {component} on {span(devices)}")
     for note in notes:
         print(f"note: {note}")
 
@@ -115,14 +109,9 @@ def count_rows(data: DatasetConfig) -> tuple[int | None, list[str]]:
         return None, [
             f"train_dataset.path = {data.path}: {gib(size)} GiB, its rows are not counted"
         ]
+    kind, key = data.format, "train_dataset.path"
     try:
-        rows = open_rows(
-            data.path,
-            format=data.format,
-            streaming=True,
-            limit=data.limit,
-            key="train_dataset.path",
-        )
+        rows = open_rows(data.path, format=kind, streaming=True, limit=data.limit, key=key)
     except UserError as error:
         return None, [str(problem) for problem in error.problems]
     return len(rows), []
@@ -156,160 +145,123 @@ class Page:
         for sampler in self.plan.samplers:
             self.say(describe_sampler(sampler))
         self.batch()
-        self.files()
-        self.notes()
+        files = self.plan.files
+        exports = f"HF export {gib(files.export_bytes)} GiB x {files.num_exports}"
+        self.section("Files", f"{exports}; {gib(files.free_bytes)} GiB free at {files.folder}")
+        if self.plan.notes:
+            self.section("Notes", *(f"- {note}" for note in self.plan.notes))
         self.verdict()
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))
 
-    def title(self, text: str) -> None:
+    def section(self, title: str, *lines: str) -> None:
         self.console.print()
-        self.say(text, "bold")
+        self.say(title, "bold")
+        for line in lines:
+            self.say(line)
 
-    def table(self, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
+        """`right`: the columns of numbers, parted by |."""
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
         for column in columns:
-            justify = "right" if column in right else "left"
+            justify = "right" if column in right.split("|") and column else "left"
             table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-        return table
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
 
     def heading_line(self) -> None:
         plan, dims = self.plan, self.plan.dims
-        size = billions(dims.num_params)
-        if dims.num_experts:
-            size += f" parameters ({billions(dims.num_active_params)} active)"
-            size += f", {dims.num_layers} layers, {dims.num_experts} experts"
-        else:
-            size += f" parameters, {dims.num_layers} layers"
+        active = f" ({billions(dims.num_active_params)} active)" if dims.num_experts else ""
+        size = f"{billions(dims.num_params)} parameters{active}, {dims.num_layers} layers"
+        size += f", {dims.num_experts} experts" if dims.num_experts else ""
         self.say(f"{plan.config.actor.path}: {size}", "bold")
         memory = gib(plan.device.memory_bytes)
         self.say(f"{plan.device.word} memory {memory} GiB ({plan.device.source})")
 
     def places(self) -> None:
         plan = self.plan
-        limit = count_devices(plan.config)
+        limit, count = count_devices(plan.config), plan.allocation.num_devices
+        one, many = (
+            ("device", "devices") if plan.device.kind == "cuda" else ("process", "processes")
+        )
         total = f" of {limit}" if limit else ""
-        word = "devices" if plan.device.kind == "cuda" else "processes"
-        count = plan.allocation.num_devices
+        shown = one if count == 1 and not limit else many
         mode = plan.config.mode or "training only"
-        single = "device" if plan.device.kind == "cuda" else "process"
-        shown = single if count == 1 and not limit else word
-        self.title(f"Who stands where: {count}{total} {shown}, mode {mode}")
-        table = self.table(word, "role", "component", "cut")
-        for component in plan.allocation:
-            devices = span(list(plan.allocation.devices(component)))
-            role = component.role
-            if role == "actor" and any(t.role == "critic" for t in plan.trainers):
-                role += "" if plan.allocation.find("critic") else " and critic"
-            if component.is_inference:
-                each = component.world // component.size("d")
-                number = component.size("d")
-                cut = f"{number} replica{'s' * (number > 1)} of {each}"
-            else:
-                key = plan.config.critic if role == "critic" else plan.config.actor
-                layout = component.layout(key.archon.dp_replicate)
-                cut = f"{layout}, efsdp={layout.efsdp}"
-            table.add_row(devices, role, str(component), cut)
-        self.console.print(table)
+        self.section(f"Who stands where: {count}{total} {shown}, mode {mode}")
+        self.table((many, "role", "component", "cut"), map(self.place, plan.allocation))
+
+    def place(self, component: Component) -> tuple[str, str, str, str]:
+        plan, role = self.plan, component.role
+        if role == "actor" and any(t.role == "critic" for t in plan.trainers):
+            role += "" if plan.allocation.find("critic") else " and critic"
+        if component.is_inference:
+            number = component.size("d")
+            cut = f"{number} replica{'s' * (number > 1)} of {component.world // number}"
+        else:
+            model = plan.config.critic if role == "critic" else plan.config.actor
+            layout = component.layout(model.archon.dp_replicate)
+            cut = f"{layout}, efsdp={layout.efsdp}"
+        return span(list(plan.allocation.devices(component))), role, str(component), cut
 
     def ranks(self, trainer: TrainPlan) -> None:
         layout, dims = trainer.training.layout, trainer.training.dims
         if layout.world == 1:
             return
-        sharded = [
-            sharded_params(trainer.training, held_params(trainer.training, pp))
-            for pp in range(layout.pp)
-        ]
-        self.title(f"{trainer.role}: pipeline ranks")
+        self.section(f"{trainer.role}: pipeline ranks")
         columns = ("pp", "devices", "stages", "layers", "parameters", "stored", "peak GiB")
-        table = self.table(*columns, right=("parameters", "stored", "peak GiB"))
-        rows = stage_rows(trainer, sharded)
-        for row in rows[:MAX_STAGE_ROWS]:
-            table.add_row(
-                str(row.pp),
-                row.devices,
-                row.stages,
-                row.layers,
-                billions(row.params),
-                billions(row.sharded),
-                gib(row.peak_bytes),
-            )
-        self.console.print(table)
-        if layout.world > layout.pp:
-            self.inner(trainer, dims.num_heads, dims.num_experts)
-
-    def inner(self, trainer: TrainPlan, num_heads: int, num_experts: int) -> None:
-        layout = trainer.training.layout
-        rows, left_out = inner_rows(layout, num_heads, num_experts)
+        rows = [
+            (*words, billions(held), billions(stored), gib(peak))
+            for *words, held, stored, peak in stage_rows(trainer)[:MAX_STAGE_ROWS]
+        ]
+        self.table(columns, rows, "parameters|stored|peak GiB")
+        if layout.world == layout.pp:
+            return
         self.say(f"inside each pipeline rank ({layout.world // layout.pp} devices):", "bold")
-        columns = ["device", "dp", "cp", "tp", "heads"]
-        expert = ["efsdp", "ep", "etp", "experts"] if num_experts else []
-        table = self.table(*columns, *expert)
-        for index, row in enumerate(rows):
-            if left_out and index == len(rows) - 1:
-                table.add_row(f"... {left_out} more alike")
-            cells = [row.offsets, row.dp, row.cp, row.tp, row.heads]
-            cells += [row.efsdp, row.ep, row.etp, row.experts] if num_experts else []
-            table.add_row(*cells)
-        self.console.print(table)
+        found, left_out = inner_rows(layout, dims.num_heads, dims.num_experts)
+        titles = ("device", "dp", "cp", "tp", "heads", "efsdp", "ep", "etp", "experts")
+        num_columns = len(titles) if dims.num_experts else 5
+        cells = [astuple(row)[:num_columns] for row in found]
+        if left_out:
+            cells.insert(-1, (f"... {left_out} more alike",))
+        self.table(titles[:num_columns], cells)
 
     def memory(self, trainer: TrainPlan) -> None:
         rank, peak = trainer.peak
-        word = self.plan.device.word
+        word, has_host = self.plan.device.word, self.plan.device.kind == "cuda"
         at = f", pipeline rank {rank}" if trainer.training.layout.pp > 1 else ""
-        self.title(f"{trainer.role}: memory by phase, GiB a {word}{at} (an estimate)")
-        has_host = self.plan.device.kind == "cuda"
-        columns = ("phase", word, "of which", *(("host, a node",) if has_host else ()))
-        table = self.table(*columns, right=(word, "host, a node"))
+        self.section(f"{trainer.role}: memory by phase, GiB a {word}{at} (an estimate)")
+        rows = []
         for name, phase in trainer.phases[rank].items():
             parts = sorted(phase.device.items(), key=lambda item: -item[1])
             shown = [item for item in parts if item[1] > 0.01 * phase.device_bytes]
             text = ", ".join(f"{part} {gib(size)}" for part, size in shown)
-            mark = " <- peak" if phase is peak else ""
-            host = gib(self.plan.host_bytes[name])
-            table.add_row(name, gib(phase.device_bytes), text + mark, *([host] if has_host else []))
-        self.console.print(table)
+            text += " <- peak" if phase is peak else ""
+            rows.append((name, gib(phase.device_bytes), text, gib(self.plan.host_bytes[name])))
+        columns = ("phase", word, "of which", "host, a node")[: 3 + has_host]
+        self.table(columns, [row[: 3 + has_host] for row in rows], f"{word}|host, a node")
         thumb = thumb_of(trainer)
         terms = " + ".join(f"{name} {gib(size)}" for name, size in thumb.items())
         total = gib(sum(thumb.values()))
         self.say(f"the Archon tutorial's rule of thumb: {terms} = {total} GiB; {RULE_OMITS}.")
 
     def batch(self) -> None:
-        batch = self.plan.batch
-        each = self.plan.config.gconfig.n_samples
-        self.title("Batch")
+        batch, each = self.plan.batch, self.plan.config.gconfig.n_samples
+        text = f"{batch.samples} sequences a step, each at most {batch.prompt_tokens}"
         if batch.answer_tokens:
-            text = f"{batch.prompts} prompts x {each} samples = {batch.samples} sequences a step, "
-            text += f"each at most {batch.prompt_tokens} + {batch.answer_tokens}"
-        else:
-            text = f"{batch.samples} sequences a step, each at most {batch.prompt_tokens}"
-        self.say(f"{text} tokens: {batch.tokens:,} tokens")
+            text = f"{batch.prompts} prompts x {each} samples = {text} + {batch.answer_tokens}"
+        self.section("Batch", f"{text} tokens: {batch.tokens:,} tokens")
         for trainer in self.plan.trainers:
             training = trainer.training
-            if not training.with_optimizer:
-                continue
-            self.say(
-                f"{trainer.role}: {trainer.batch_tokens:,.0f} tokens a data-parallel rank, "
-                f"{training.num_microbatches} microbatches of at most "
-                f"{training.microbatch_tokens:,} tokens"
-            )
+            if training.with_optimizer:
+                self.say(
+                    f"{trainer.role}: {trainer.batch_tokens:,.0f} tokens a data-parallel rank, "
+                    f"{training.num_microbatches} microbatches of at most "
+                    f"{training.microbatch_tokens:,} tokens"
+                )
         self.say(f"training a step costs {batch.flops / 1e15:.3g} PFLOP (causal attention)")
         self.say(describe_steps(self.plan))
-
-    def files(self) -> None:
-        files = self.plan.files
-        self.title("Files")
-        self.say(
-            f"HF export {gib(files.export_bytes)} GiB x {files.num_exports}; "
-            f"{gib(files.free_bytes)} GiB free at {files.folder}"
-        )
-
-    def notes(self) -> None:
-        if self.plan.notes:
-            self.title("Notes")
-        for note in self.plan.notes:
-            self.say(f"- {note}")
 
     def verdict(self) -> None:
         plan = self.plan
@@ -325,13 +277,13 @@ class Page:
         if not self.remedies:
             return
         self.say("What would help, each on top of those before it:")
-        table = self.table("override", "peak GiB", "", right=("peak GiB",))
+        rows = []
         for remedy in self.remedies:
             fits = "fits" if remedy.fits else ""
             if remedy.num_devices != plan.allocation.num_devices:
                 fits = f"{fits} ({remedy.num_devices} devices)".strip()
-            table.add_row(" ".join(remedy.overrides), gib(remedy.peak_bytes), fits)
-        self.console.print(table)
+            rows.append((" ".join(remedy.overrides), gib(remedy.peak_bytes), fits))
+        self.table(("override", "peak GiB", ""), rows, "peak GiB")
         if not self.remedies[-1].fits:
             self.say("That is not enough: use more devices, a smaller model or shorter answers.")
 
@@ -356,64 +308,44 @@ def describe_steps(plan: RunPlan) -> str:
 
 def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
     """The same figures for programs; sizes in bytes."""
+    model = picked(plan.dims, "num_params num_active_params")
+    batch = picked(plan.batch, "prompts samples num_rows steps_per_epoch total_steps")
+    allocation = {"text": plan.config.allocation_mode, "num_devices": plan.allocation.num_devices}
     return {
-        "fits": plan.fits,
-        "lacks": plan.lacks,
-        "model": {
-            "path": plan.config.actor.path,
-            "num_params": plan.dims.num_params,
-            "num_active_params": plan.dims.num_active_params,
-        },
-        "device": {
-            "kind": plan.device.kind,
-            "memory_bytes": plan.device.memory_bytes,
-            "source": plan.device.source,
-        },
-        "allocation": {
-            "text": plan.config.allocation_mode,
-            "num_devices": plan.allocation.num_devices,
-        },
-        "peak_bytes": plan.peak_bytes,
-        "trainers": [trainer_dict(trainer) for trainer in plan.trainers],
-        "samplers": [
+        **picked(plan, "fits lacks peak_bytes notes"),
+        "model": {"path": plan.config.actor.path, **model},
+        "device": picked(plan.device, "kind memory_bytes source"),
+        "allocation": allocation,
+        "trainers": [
             {
-                "component": str(sampler.component),
-                "devices": [sampler.devices.start, sampler.devices.stop],
-                "weights_bytes": sampler.weights_bytes,
-                "kv_bytes": sampler.kv_bytes,
-                "num_running": sampler.num_running,
+                **placed(trainer),
+                "role": trainer.role,
+                "layout": str(trainer.training.layout),
+                **picked(trainer.training, "num_microbatches microbatch_tokens"),
+                "pipeline_ranks": [
+                    {name: picked(phase, "device host") for name, phase in row.items()}
+                    for row in trainer.phases
+                ],
+                "rule_of_thumb": thumb_of(trainer),
             }
+            for trainer in plan.trainers
+        ],
+        "samplers": [
+            placed(sampler) | picked(sampler, "weights_bytes kv_bytes num_running")
             for sampler in plan.samplers
         ],
         "host_bytes_per_node": plan.host_bytes,
         "host_memory_here_bytes": host_memory()[0],
-        "batch": {
-            "prompts": plan.batch.prompts,
-            "samples": plan.batch.samples,
-            "max_tokens": plan.batch.tokens,
-            "train_flops": plan.batch.flops,
-            "num_rows": plan.batch.num_rows,
-            "steps_per_epoch": plan.batch.steps_per_epoch,
-            "total_steps": plan.batch.total_steps,
-        },
+        "batch": batch | {"max_tokens": plan.batch.tokens, "train_flops": plan.batch.flops},
         "files": asdict(plan.files),
-        "notes": plan.notes,
         "remedies": [asdict(remedy) for remedy in remedies],
     }
 
 
-def trainer_dict(trainer: TrainPlan) -> dict[str, Any]:
-    layout = trainer.training.layout
-    return {
-        "role": trainer.role,
-        "component": str(trainer.component),
-        "devices": [trainer.devices.start, trainer.devices.stop],
-        "layout": str(layout),
-        "num_microbatches": trainer.training.num_microbatches,
-        "microbatch_tokens": trainer.training.microbatch_tokens,
-        "pipeline_ranks": [
-            {name: {"device": phase.device, "host": phase.host} for name, phase in row.items()}
-            for row in trainer.phases
-        ],
-        "rule_of_thumb": thumb_of(trainer),
-    }
+def picked(part: object, names: str) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in names.split()}
+
+
+def placed(part: TrainPlan | SamplePlan) -> dict[str, Any]:
+    devices = [part.devices.start, part.devices.stop]
+    return {"component": str(part.component), "devices": devices}

@@ -15,7 +15,7 @@ from typing import Any
 from pentad.config.derived import are_apart, pipeline_size
 from pentad.config.describe import show, value_at
 from pentad.config.rules.algorithm import off_policy
-from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.config.schema import Config, ModelConfig
 from pentad.core.algorithms import SWITCHES
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
@@ -54,7 +54,7 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     _choose_start(draft)
     _choose_valid_dataset(draft)
     _choose_engine(draft, "actor", config.actor)
-    if config.algorithm.name in WITH_CRITIC:
+    if config.algorithm.facts.needs_critic:
         _choose_engine(draft, "critic", config.critic)
         if config.critic.path is None and config.actor.path is not None:
             draft.set("critic.path", config.actor.path, "that of the actor")

@@ -45,9 +45,6 @@ Seconds = Annotated[float, Bound(gt=0, le=1e9)]
 Mode = Literal["colocate", "hybrid", "async"]
 AlgorithmName: TypeAlias = Literal[tuple(FACTS)]  # type: ignore[valid-type]
 ALGORITHM_NAMES = tuple(FACTS)
-GROUP_RELATIVE = tuple(name for name, facts in FACTS.items() if facts.min_group_size > 1)
-"""Algorithms that compare the samples of a prompt with each other."""
-WITH_CRITIC = tuple(name for name, facts in FACTS.items() if facts.needs_critic)
 
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 WORKFLOW_NAMES = ("single_turn", "agent")

@@ -7,9 +7,11 @@ Adding an algorithm is an entry in `FACTS` and its functions in `pentad.rl.algor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from pentad.core.errors import Problem
 
 AdvantageScope = Literal["group", "batch"]
 RatioLevel = Literal["token", "sequence", "none"]
@@ -322,6 +324,62 @@ def idle_details(
         for name in details
         if name in given
     ]
+
+
+TURN_ON = {
+    "kl_coef": "give it, for instance 0.001",
+    "correction": "set it to tis or mis",
+    "overlong_penalty": "give it, for instance 1.0",
+}
+Show = Callable[[object], str]
+"""How a value is written in a sentence."""
+
+
+def unread_problems(
+    name: str, facts: AlgorithmFacts, given: Mapping[str, object], show: Show = str
+) -> Iterator[Problem]:
+    for key, why in unread_overrides(facts, given).items():
+        rule = f"has no effect with algorithm.name = {name}: {why}"
+        yield Problem(f"algorithm.{key} = {show(given[key])}", rule, "leave it out")
+
+
+def idle_problems(
+    settings: AlgorithmSettings, given: Mapping[str, object], show: Show = str
+) -> Iterator[Problem]:
+    """Details of a part that nobody turned on."""
+    for name, switch, _ in idle_details(settings, given):
+        rule = f"has no effect while algorithm.{switch} is not set"
+        yield Problem(f"algorithm.{name} = {show(given[name])}", rule, TURN_ON[switch])
+
+
+def correction_problems(
+    settings: AlgorithmSettings, given: Mapping[str, object], show: Show = str
+) -> Iterator[Problem]:
+    """A ratio against the sampler that is not read, or that needs no weight beside it."""
+    if settings.correction != "sampler_ratio":
+        return
+    where = "algorithm.correction = sampler_ratio"
+    if settings.ratio_level == "none":
+        rule = f"has no effect with algorithm.name = {settings.name}: its loss has no ratio"
+        yield Problem(where, rule, "set it to tis or mis")
+        return
+    rule = f"has no effect with {where}: the clip bounds the ratio"
+    for name in [name for name in given if name in SWITCHES["correction"]]:
+        yield Problem(f"algorithm.{name} = {show(given[name])}", rule, "set that to tis or mis")
+
+
+def decoupled_problems(settings: AlgorithmSettings) -> Iterator[Problem]:
+    if settings.decoupled and not settings.correction_settings.weighs:
+        rule = f"needs the weight that algorithm.correction = {settings.correction} drops"
+        remedy = "set algorithm.correction to tis or mis, or leave it out"
+        yield Problem("algorithm.decoupled = true", rule, remedy)
+
+
+def group_problems(name: str, facts: AlgorithmFacts, num_samples: int) -> Iterator[Problem]:
+    if num_samples < facts.min_group_size:
+        rule = f"{name} compares the samples of a prompt, so every advantage would be 0"
+        remedy = f"use at least {facts.min_group_size}, or an algorithm such as reinforce_plus_plus"
+        yield Problem(f"gconfig.n_samples = {num_samples}", rule, remedy)
 
 
 ON_POLICY = {"max_staleness": 0, "updates_per_batch": 1}

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.stages import splits_backward
+from pentad.core.stages import (
+    SCHEDULES,
+    default_stages_per_rank,
+    splits_backward,
+    takes_stages_per_rank,
+)
 
 T = TypeVar("T")
 MAX_INT = 2**63
@@ -195,6 +200,34 @@ class EngineKeys:
         if self.ac_mode == "selective" and isinstance(self.ac_selective, int):
             return layer % self.ac_selective == 0
         return self.ac_mode == "full"
+
+    def stage_problems(
+        self, prefix: str, where: str, *, pp: int, num_layers: int | None
+    ) -> Iterator[Problem]:
+        """Stages that the schedule or the model does not have. `where`: what says `pp`."""
+        schedule, given = self.pp_schedule, self.stages_per_rank
+        if given is not None and not takes_stages_per_rank(schedule, given):
+            want = {"1F1B": "exactly 1", "ZBVZeroBubble": "exactly 2"}.get(schedule, "at least 2")
+            others = [name for name in SCHEDULES if takes_stages_per_rank(name, given)]
+            rule = f"pp_schedule = {schedule} takes {want}"
+            yield Problem(f"{prefix}stages_per_rank = {given}", rule, f"or use {', '.join(others)}")
+        each = given or default_stages_per_rank(schedule)
+        stages, layers = pp * each, self.layers_per_stage
+        if num_layers is not None and stages > num_layers:
+            rule = f"p{pp} x {each} stages a rank ({schedule}) = {stages} stages"
+            rule += f", and the model has {num_layers} layers"
+            yield Problem(where, rule, f"p can be at most {num_layers // each}")
+        if layers is None:
+            return
+        where = f"{prefix}layers_per_stage = {list(layers)}"
+        if len(layers) != stages:
+            rule = f"{len(layers)} numbers for p{pp} x {each} stages a rank = {stages}"
+            yield Problem(where, rule, "give one for each stage, or leave it out")
+        elif min(layers) < 1:
+            yield Problem(where, "every stage needs a layer", "leave it out to have them balanced")
+        elif num_layers is not None and sum(layers) != num_layers:
+            rule = f"sums to {sum(layers)}, and the model has {num_layers} layers"
+            yield Problem(where, rule, "leave it out to have them balanced")
 
     def schedule_problems(
         self, prefix: str, *, pp: int, compiles: bool, keeps: bool, reshards: bool, moe: bool

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pentad.core.errors import Problem, RunError, UserError
+
+if TYPE_CHECKING:  # `plan` reads rows, too, and does without it
+    import numpy as np
 
 
 class Stamp:
@@ -52,7 +53,7 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:
         digest.update(len(array).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(array.tobytes())
     return digest.hexdigest()
 
 

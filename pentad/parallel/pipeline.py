@@ -16,7 +16,6 @@ from pentad.core.stages import (
     splits_backward,
     stages_of_rank,
     takes_microbatches,
-    takes_stages_per_rank,
 )
 
 
@@ -77,21 +76,22 @@ def plan_pipeline(dims: ModelDims, layout: Layout, settings: EngineSettings) -> 
     if schedule not in SCHEDULES:
         rule = "is no pipeline schedule"
         raise UserError(Problem(f"pp_schedule = {schedule}", rule, f"use {', '.join(SCHEDULES)}"))
-    problems = settings.schedule_problems(
-        "",
-        pp=layout.pp,
-        compiles=settings.compile,
-        keeps=settings.gradient_checkpointing,
-        reshards=settings.reshard_after_forward,
-        moe=dims.num_experts > 0,
-    )
-    if found := list(problems):
-        raise UserError(found)
+    problems = [
+        *settings.schedule_problems(
+            "",
+            pp=layout.pp,
+            compiles=settings.compile,
+            keeps=settings.gradient_checkpointing,
+            reshards=settings.reshard_after_forward,
+            moe=dims.num_experts > 0,
+        ),
+        *settings.stage_problems(
+            "", f"layout = {layout}", pp=layout.pp, num_layers=dims.num_layers
+        ),
+    ]
+    if problems:
+        raise UserError(problems)
     num = settings.stages_per_rank or default_stages_per_rank(schedule)
-    if not takes_stages_per_rank(schedule, num):
-        want = default_stages_per_rank(schedule)
-        rule = f"does not suit pp_schedule = {schedule}"
-        raise UserError(Problem(f"stages_per_rank = {num}", rule, f"use {want}"))
     return Pipeline(
         schedule=schedule,
         pp=layout.pp,
@@ -103,12 +103,6 @@ def plan_pipeline(dims: ModelDims, layout: Layout, settings: EngineSettings) -> 
 
 def _layers(dims: ModelDims, num_stages: int, given: tuple[int, ...] | None) -> tuple[range, ...]:
     if given is None:
-        if num_stages > dims.num_layers:
-            rule = f"more than the {dims.num_layers} layers of the model"
-            raise UserError(Problem(f"pipeline stages = {num_stages}", rule, "use fewer ranks"))
         return tuple(split_layers(dims, num_stages))
-    if len(given) != num_stages or sum(given) != dims.num_layers or min(given) < 1:
-        rule = f"must be {num_stages} positive numbers that sum to {dims.num_layers}"
-        raise UserError(Problem(f"layers_per_stage = {list(given)}", rule))
     ends = list(accumulate(given))
     return tuple(range(end - size, end) for end, size in zip(ends, given, strict=True))

@@ -19,7 +19,7 @@ from pentad.config.derived import (
 )
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
-from pentad.config.schema import WITH_CRITIC, Config
+from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Layout, parse_allocation
 from pentad.core.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
@@ -219,7 +219,10 @@ def plan_trainer(part: Placed, allocation: Allocation, batch: Batch, device: Dev
 
 def num_tags(config: Config, allocation: Allocation) -> int:
     """Copies of further models that are swapped into the actor's place."""
-    wanted = {"ref": bool(config.algorithm.kl_coef), "teacher": config.algorithm.name == "distill"}
+    wanted = {
+        "ref": bool(config.algorithm.kl_coef),
+        "teacher": config.algorithm.facts.needs_teacher,
+    }
     return sum(need and allocation.find(role) is None for role, need in wanted.items())
 
 
@@ -388,7 +391,7 @@ def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) ->
         count += (batch.total_steps - 1) // saver.freq_steps
     elif saver.freq_epochs is not None:
         count += (config.total_train_epochs - 1) // saver.freq_epochs
-    with_critic = 2 if config.algorithm.name in WITH_CRITIC else 1
+    with_critic = 2 if config.algorithm.facts.needs_critic else 1
     free, folder = free_disk(checkpoint_root(config))
     return Files(
         export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device.kind)),

@@ -8,24 +8,9 @@ from itertools import groupby
 from pentad.core.layout import Coords, Layout
 from pentad.core.stages import stages_of_rank
 from pentad.planner.figures import TrainPlan
-from pentad.planner.memory import held_params, stage_layers
+from pentad.planner.memory import held_params, sharded_params, stage_layers
 
 MAX_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    """One pipeline rank."""
-
-    pp: int
-    devices: str
-    stages: str
-    layers: str
-    params: int
-    """Parameters of one of its ranks, before data parallelism shards them."""
-    sharded: float
-    """And after it."""
-    peak_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +39,9 @@ def span(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def stage_rows(trainer: TrainPlan, sharded: list[float]) -> list[StageRow]:
+def stage_rows(trainer: TrainPlan) -> list[tuple[str, str, str, str, int, float, float]]:
+    """Of each pipeline rank: its number, devices, stages and layers, the parameters of one of its
+    ranks before and after data parallelism shards them, and the peak of its memory."""
     training, layout = trainer.training, trainer.training.layout
     rows = []
     size = layout.world // layout.pp
@@ -70,10 +57,10 @@ def stage_rows(trainer: TrainPlan, sharded: list[float]) -> list[StageRow]:
         if training.dims.num_layers - 1 in layers:
             names.append("head")
         peak = max(phase.device_bytes for phase in trainer.phases[pp].values())
-        held = held_params(training, pp).total
+        held = held_params(training, pp)
         devices = span(list(range(first, first + size)))
-        words = (devices, span(list(stages)), ", ".join(names))
-        rows.append(StageRow(pp, *words, held, sharded[pp], peak))
+        words = (str(pp), devices, span(list(stages)), ", ".join(names))
+        rows.append((*words, held.total, sharded_params(training, held), peak))
     return rows
 
 

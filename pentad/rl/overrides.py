@@ -1,6 +1,6 @@
 """Checks the overrides of an algorithm: values out of range, contradictions, no effect.
 
-`pentad.config` says the same of a recipe, in its own words, before any process starts.
+`pentad.config` says the same of a recipe before any process starts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from pentad.core.algorithms import (
+    FACTS,
     ON_POLICY,
-    SWITCHES,
     TUNABLES,
     AlgorithmFacts,
     AlgorithmSettings,
@@ -21,8 +21,11 @@ from pentad.core.algorithms import (
     KlEstimator,
     KlPlace,
     LossNorm,
-    idle_details,
-    unread_overrides,
+    correction_problems,
+    decoupled_problems,
+    group_problems,
+    idle_problems,
+    unread_problems,
 )
 from pentad.core.errors import Problem
 
@@ -82,43 +85,15 @@ def conflict_problems(
     settings: AlgorithmSettings, given: Mapping[str, object], facts: AlgorithmFacts
 ) -> Iterator[Problem]:
     """Overrides that contradict each other or would have no effect."""
-    for name, why in unread_overrides(facts, given).items():
-        rule = f"has no effect with algorithm.name = {settings.name}: {why}"
-        yield Problem(where(name, given[name]), rule, "leave it out")
-    for name, switch, value in idle_details(settings, given):
-        rule = f"has no effect while {where(switch, value)}"
-        yield Problem(where(name, given[name]), rule, TURN_ON[switch])
+    yield from unread_problems(settings.name, facts, given)
+    yield from idle_problems(settings, given)
     if not settings.correction_floor <= 1 <= settings.correction_cap:
         band = f"[{settings.correction_floor}, {settings.correction_cap}]"
         rule = f"the band {band} of correction_floor and correction_cap must hold the ratio 1"
         name = "correction_cap" if settings.correction_cap < 1 else "correction_floor"
         yield Problem(where(name, given.get(name)), rule)
-    if settings.decoupled and not settings.correction_settings.weighs:
-        yield Problem(
-            where("decoupled", True),
-            "needs the weight of the recomputed policy over the sampling one, which "
-            f"algorithm.correction = {settings.correction} drops",
-            "set algorithm.correction to tis or mis, or leave it out",
-        )
-    if settings.correction == "sampler_ratio":
-        yield from _without_weight(settings, given)
-
-
-def _without_weight(settings: AlgorithmSettings, given: Mapping[str, object]) -> Iterator[Problem]:
-    if settings.ratio_level == "none":
-        rule = f"has no effect with algorithm.name = {settings.name}: its loss has no ratio"
-        yield Problem(where("correction", "sampler_ratio"), rule, "set it to tis or mis")
-    for name in SWITCHES["correction"]:
-        if name in given:
-            rule = "has no effect with algorithm.correction = sampler_ratio: the clip bounds it"
-            yield Problem(where(name, given[name]), rule, "set algorithm.correction to tis or mis")
-
-
-TURN_ON = {
-    "kl_coef": "give a coefficient greater than 0",
-    "correction": "set it to tis or mis",
-    "overlong_penalty": "give a penalty greater than 0",
-}
+    yield from decoupled_problems(settings)
+    yield from correction_problems(settings, given)
 
 
 def run_problems(
@@ -140,13 +115,7 @@ def run_problems(
         )
         remedy = "leave it out, or set algorithm.allow_uncorrected=true"
         problems.append(Problem(where("correction", "none"), rule, remedy))
-    if group_size < settings.min_group_size:
-        rule = (
-            f"{settings.name} compares samples of one prompt and learns nothing from "
-            f"{group_size} of them"
-        )
-        remedy = f"draw at least {settings.min_group_size}"
-        problems.append(Problem(f"gconfig.n_samples = {group_size}", rule, remedy))
+    problems += group_problems(settings.name, FACTS[settings.name], group_size)
     buffer = settings.overlong_buffer
     if settings.overlong_penalty and buffer is not None and buffer > max_new_tokens:
         rule = f"must not exceed the {max_new_tokens} tokens that a sample may have"

@@ -54,10 +54,10 @@ def test_weights_are_handed_out_saved_and_taken_whole(
         ({"pp_schedule": "ZBVZeroBubble"}, "wrong gradients with parameters sharded in between"),
         (ZERO_BUBBLE | {"ac_mode": "selective"}, "needs the kept results twice"),
         (ZERO_BUBBLE | {"stages_per_rank": 3}, "stages_per_rank = 3"),
-        ({"pp_schedule": "1F1B", "stages_per_rank": 2}, "does not suit pp_schedule = 1F1B"),
+        ({"pp_schedule": "1F1B", "stages_per_rank": 2}, "pp_schedule = 1F1B takes exactly 1"),
         ({"pp_schedule": "GPipe"}, "is no pipeline schedule"),
-        ({"stages_per_rank": 3}, "pipeline stages = 6: more than the 5 layers"),
-        ({"layers_per_stage": (2, 2, 1)}, "must be 4 positive numbers that sum to 5"),
+        ({"stages_per_rank": 3}, "= 6 stages, and the model has 5 layers"),
+        ({"layers_per_stage": (2, 2, 1)}, "3 numbers for p2 x 2 stages a rank = 4"),
     ],
     ids=str,
 )

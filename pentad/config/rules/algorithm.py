@@ -1,6 +1,6 @@
 """Rules between the keys of an algorithm: switches that contradict, details that nobody reads.
 
-The facts are those of `pentad.core.algorithms`, by which `pentad.rl.overrides` judges a call.
+What `pentad.rl.overrides` refuses as well is a function of `pentad.core.algorithms`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,13 @@ from __future__ import annotations
 from pentad.config.describe import show
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
-from pentad.core.algorithms import ON_POLICY, SWITCHES, idle_details, unread_overrides
+from pentad.core.algorithms import (
+    ON_POLICY,
+    correction_problems,
+    decoupled_problems,
+    idle_problems,
+    unread_problems,
+)
 from pentad.core.errors import Problem
 
 RULES: Rules[[Config]] = Rules()
@@ -52,48 +58,18 @@ def the_tis_switch_agrees(config: Config) -> Problem | None:
 @RULES.add("algorithm", "use_kl_loss", "use_tis")
 def details_belong_to_something(config: Config) -> list[Problem]:
     """Details of a part that nobody turned on. An explicit "off" is a decision and passes."""
-    given = config.algorithm.given
-    return [
-        Problem(
-            f"algorithm.{name} = {show(given[name])}",
-            f"has no effect while algorithm.{switch} is not set",
-            TURN_ON[switch],
-        )
-        for name, switch, _ in idle_details(config.algorithm.settings, given)
-    ]
-
-
-TURN_ON = {
-    "kl_coef": "give it, for instance 0.001",
-    "correction": "set it to tis or mis",
-    "overlong_penalty": "give it, for instance 1.0",
-}
+    algorithm = config.algorithm
+    return list(idle_problems(algorithm.settings, algorithm.given, show))
 
 
 @RULES.add("algorithm.decoupled", "algorithm.correction", "use_tis")
-def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
-    settings = config.algorithm.settings
-    if not settings.decoupled or settings.correction_settings.weighs:
-        return None
-    rule = f"needs the weight that algorithm.correction = {settings.correction} drops"
-    return Problem("algorithm.decoupled = true", rule, "set it to tis or mis, or leave it out")
+def decoupled_ppo_has_a_correction(config: Config) -> list[Problem]:
+    return list(decoupled_problems(config.algorithm.settings))
 
 
 @RULES.add("algorithm", "use_tis")
 def the_ratio_against_the_sampler_is_read(config: Config) -> list[Problem]:
-    algorithm = config.algorithm
-    if algorithm.correction != "sampler_ratio":
-        return []
-    where, remedy = "algorithm.correction = sampler_ratio", "set it to tis or mis"
-    if algorithm.facts.ratio_level == "none":
-        rule = f"has no effect with algorithm.name = {algorithm.name}: its loss has no ratio"
-        return [Problem(where, rule, remedy)]
-    rule = f"has no effect with {where}: the clip bounds the ratio"
-    return [
-        Problem(f"algorithm.{name} = {show(value)}", rule, "set that to tis or mis")
-        for name, value in algorithm.given.items()
-        if name in SWITCHES["correction"]
-    ]
+    return list(correction_problems(config.algorithm.settings, config.algorithm.given, show))
 
 
 @RULES.add("algorithm.correction", "use_tis", "max_staleness", "updates_per_batch")
@@ -116,19 +92,8 @@ def off_policy(config: Config) -> str:
 
 @RULES.add("algorithm.name", "algorithm", is_by_key=True)
 def every_override_is_read(config: Config) -> list[Problem]:
-    name, given = config.algorithm.name, config.algorithm.given
-    return [
-        Problem(
-            f"algorithm.{key} = {show(given[key])}",
-            f"has no effect with algorithm.name = {name}: {WHY.get(key, why)}",
-            "leave it out",
-        )
-        for key, why in unread_overrides(config.algorithm.facts, given).items()
-    ]
-
-
-WHY = {"c_clip": "its loss has no ratio to bound this way"}
-"""Reasons in other words than those of the facts."""
+    algorithm = config.algorithm
+    return list(unread_problems(algorithm.name, algorithm.facts, algorithm.given, show))
 
 
 @RULES.add("algorithm.reward_scale")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pentad.config.derived import pipeline_size
 from pentad.config.rules.rule import Rules
-from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem
 from pentad.core.stages import splits_backward
 
@@ -32,7 +32,7 @@ def the_actor_engine_agrees(config: Config) -> list[Problem]:
     "algorithm.name",
 )
 def the_critic_engine_agrees(config: Config) -> list[Problem]:
-    if config.algorithm.name not in WITH_CRITIC:
+    if not config.algorithm.facts.needs_critic:
         return []
     return list(_engine_problems(config, "critic", config.critic))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import Rules
-from pentad.config.schema import REWARD_NAMES, WITH_CRITIC, WORKFLOW_NAMES, Config
+from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem
 
 RULES: Rules[[Config]] = Rules()
@@ -46,7 +46,7 @@ def the_actor_is_a_model_folder(config: Config) -> Problem | None:
 @RULES.add("critic", "algorithm.name", commands=("train",))
 def the_critic_is_a_model_folder(config: Config) -> Problem | None:
     critic = config.critic
-    if config.algorithm.name not in WITH_CRITIC or critic.path == config.actor.path:
+    if not config.algorithm.facts.needs_critic or critic.path == config.actor.path:
         return None
     has_other_weights = critic.init_from_scratch or critic.checkpoint_load_path is not None
     return _model_folder("critic.path", critic.path, has_other_weights)
@@ -128,7 +128,7 @@ def _data_path(key: str, path: str) -> Problem | None:
 def answers_are_scored(config: Config) -> Problem | None:
     """A workflow may bring rewards of its own; the executor sees to it that it does."""
     is_own = config.rollout.workflow != "single_turn"
-    if config.reward.functions or config.algorithm.name == "distill" or is_own:
+    if config.reward.functions or config.algorithm.facts.needs_teacher or is_own:
         return None
     remedy = "name a built-in reward or give package.module:function"
     return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pentad.config.derived import known_dims, rows_per_step
 from pentad.config.rules.rule import Rules
-from pentad.config.schema import WITH_CRITIC, Config, ModelConfig
+from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import (
@@ -24,11 +24,9 @@ from pentad.core.fit import (
 from pentad.core.layout import Allocation, Component, divisors, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.stages import (
-    SCHEDULES,
     default_stages_per_rank,
     is_interleaved,
     takes_microbatches,
-    takes_stages_per_rank,
 )
 
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
@@ -114,7 +112,7 @@ def placed_components(
         known = dims if same else known_dims(other)
         found.append(Placed(config, component, known, "critic" if critic else "actor", model))
     actor = allocation.find("actor")
-    if config.algorithm.name in WITH_CRITIC and actor and allocation.find("critic") is None:
+    if config.algorithm.facts.needs_critic and actor and allocation.find("critic") is None:
         same = config.critic.path in (None, config.actor.path)
         known = dims if same else known_dims(config.critic.path)
         found.append(Placed(config, actor, known, "critic", config.critic))
@@ -245,47 +243,13 @@ def replicas_divide(part: Placed) -> Iterator[Problem]:
 
 
 @TRAINING.add()
-def stages_have_layers(part: Placed) -> Iterator[Problem]:
+def stages_suit_schedule_and_layers(part: Placed) -> Iterator[Problem]:
     pp = part.component.size("p")
-    if part.dims is None or pp == 1:
-        return
-    stages = pp * part.stages_per_rank
-    if stages > part.dims.num_layers:
-        schedule = part.model.archon.pp_schedule
-        rule = f"p{pp} x {part.stages_per_rank} stages a rank ({schedule}) = {stages} stages"
-        rule += f", and the model has {part.dims.num_layers} layers"
-        most = part.dims.num_layers // part.stages_per_rank
-        yield Problem(part.where, rule, f"p can be at most {most}")
-
-
-@TRAINING.add()
-def given_layers_are_all(part: Placed) -> Iterator[Problem]:
-    given = part.model.archon.layers_per_stage
-    pp = part.component.size("p")
-    if given is None or pp == 1:
-        return
-    where = f"{part.key}.archon.layers_per_stage = {list(given)}"
-    stages = pp * part.stages_per_rank
-    if len(given) != stages:
-        rule = f"{len(given)} numbers for p{pp} x {part.stages_per_rank} stages a rank = {stages}"
-        yield Problem(where, rule, "give one for each stage, or leave it out")
-    elif part.dims is not None and sum(given) != part.dims.num_layers:
-        rule = f"sums to {sum(given)}, and the model has {part.dims.num_layers} layers"
-        yield Problem(where, rule, "leave it out to have them balanced")
-
-
-@TRAINING.add()
-def schedule_takes_stages(part: Placed) -> Iterator[Problem]:
-    archon = part.model.archon
-    given = archon.stages_per_rank
-    if part.component.size("p") == 1 or given is None:
-        return
-    if not takes_stages_per_rank(archon.pp_schedule, given):
-        want = {"1F1B": "exactly 1", "ZBVZeroBubble": "exactly 2"}.get(archon.pp_schedule)
-        others = [name for name in SCHEDULES if takes_stages_per_rank(name, given)]
-        where = f"{part.key}.archon.stages_per_rank = {given}"
-        rule = f"pp_schedule = {archon.pp_schedule} takes {want or 'at least 2'}"
-        yield Problem(where, rule, f"or use {', '.join(others)}")
+    num_layers = None if part.dims is None else part.dims.num_layers
+    if pp > 1:
+        yield from part.model.archon.stage_problems(
+            f"{part.key}.archon.", part.where, pp=pp, num_layers=num_layers
+        )
 
 
 @TRAINING.add()

@@ -9,7 +9,7 @@ from pentad.config.catalog import dims_of, model_type
 from pentad.config.derived import known_dims
 from pentad.config.rules.layout import problems_of, read_allocation
 from pentad.config.rules.rule import Rules
-from pentad.config.schema import WITH_CRITIC, Config
+from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.families import has_model_file, no_sampler_for, no_such_family, own_families
@@ -30,7 +30,7 @@ def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list
     actor, rollout = allocation.find("actor"), allocation.find("rollout")
     is_fsdp = actor is not None and actor.backend == "fsdp"
     samples_here = command != "sft" and rollout is not None and rollout.backend == "embedded"
-    has_critic = command != "sft" and config.algorithm.name in WITH_CRITIC
+    has_critic = command != "sft" and config.algorithm.facts.needs_critic
     paths = [config.actor.path, config.critic.path if has_critic else None]
     found: dict[str, Problem] = {}
     for path in filter(None, paths):
@@ -58,11 +58,11 @@ def uncounted(config: Config) -> str | None:
 
 def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
     """Further models whose dimensions cannot be found out."""
-    has_critic = config.algorithm.name in WITH_CRITIC
+    has_critic = config.algorithm.facts.needs_critic
     paths = {
         "critic.path": config.critic.path if has_critic else None,
         "ref.path": config.ref.path if config.algorithm.kl_coef else None,
-        "teacher.path": config.teacher.path if config.algorithm.name == "distill" else None,
+        "teacher.path": config.teacher.path if config.algorithm.facts.needs_teacher else None,
     }
     problems: list[Problem] = []
     for key, path in paths.items():
@@ -112,7 +112,7 @@ def tags_are_alike(config: Config, actor: ModelDims) -> Iterator[Problem]:
     """Reference and teacher are other weights of the actor's model, so they are made like it."""
     paths = {
         "ref.path": config.ref.path if config.algorithm.kl_coef else None,
-        "teacher.path": config.teacher.path if config.algorithm.name == "distill" else None,
+        "teacher.path": config.teacher.path if config.algorithm.facts.needs_teacher else None,
     }
     for key, path in paths.items():
         dims = known_dims(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pentad.config.derived import num_running
 from pentad.config.rules.rule import Rules
-from pentad.config.schema import GROUP_RELATIVE, Config
+from pentad.config.schema import Config
+from pentad.core.algorithms import group_problems
 from pentad.core.errors import Problem
 from pentad.core.sizes import MIN_TEMPERATURE
 
@@ -48,13 +49,9 @@ def stop_texts_are_not_empty(config: Config) -> Problem | None:
 
 
 @RULES.add("gconfig.n_samples", "algorithm.name")
-def groups_have_something_to_compare(config: Config) -> Problem | None:
-    name = config.algorithm.name
-    if config.gconfig.n_samples > 1 or name not in GROUP_RELATIVE:
-        return None
-    rule = f"{name} compares the samples of a prompt, so every advantage would be 0"
-    remedy = "use at least 2, or an algorithm such as reinforce_plus_plus"
-    return Problem("gconfig.n_samples = 1", rule, remedy)
+def groups_have_something_to_compare(config: Config) -> list[Problem]:
+    algorithm = config.algorithm
+    return list(group_problems(algorithm.name, algorithm.facts, config.gconfig.n_samples))
 
 
 @RULES.add("num_iters_per_train_update", "train_dataset.batch_size")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pentad.config.derived import checkpoint_root, compute_bytes, parsed_allocation
 from pentad.config.rules.algorithm import longest_sample
-from pentad.config.schema import WITH_CRITIC, Config
+from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation, Component
@@ -39,7 +39,7 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
         where = f"scheduler.type = {config.scheduler.type}"
         remedy = "use local, under torchrun for several machines"
         problems.append(Problem(where, "is not built yet", remedy))
-    needs_scorer = config.algorithm.kl_coef or config.algorithm.name == "distill"
+    needs_scorer = config.algorithm.kl_coef or config.algorithm.facts.needs_teacher
     if samples and config.mode == "async" and needs_scorer:
         rule = "scorers on devices of their own are not built yet, and this algorithm needs one"
         problems.append(Problem("mode = async", rule, "use hybrid, which scores in the trainer"))
@@ -67,7 +67,7 @@ def device_problems(config: Config, kind: DeviceKind, *, samples: bool) -> list[
     if kind == "cuda":
         return []
     models = {"actor": config.actor}
-    if samples and config.algorithm.name in WITH_CRITIC:
+    if samples and config.algorithm.facts.needs_critic:
         models["critic"] = config.critic
     problems = []
     for role, model in models.items():

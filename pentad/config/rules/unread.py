@@ -14,7 +14,7 @@ from typing import Any
 from pentad.config.derived import is_saved_within, parsed_allocation, pipeline_size
 from pentad.config.describe import fields, show
 from pentad.config.rules.rule import Command
-from pentad.config.schema import WITH_CRITIC, Config, DatasetConfig, ModelConfig, Section
+from pentad.config.schema import Config, DatasetConfig, ModelConfig, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
     """A sentence on each key that is given and that a command does not read."""
     readers = list(READERS)
     for role, model in (("actor", config.actor), ("critic", config.critic)):
-        if role == "actor" or config.algorithm.name in WITH_CRITIC:
+        if role == "actor" or config.algorithm.facts.needs_critic:
             readers += model_readers(role, model)
     for key, data in (
         ("train_dataset", config.train_dataset),
@@ -111,13 +111,13 @@ def dataset_readers(key: str, data: DatasetConfig | None) -> list[KeyUse]:
 READERS = (
     KeyUse(
         ("critic",),
-        lambda config: config.algorithm.name in WITH_CRITIC,
+        lambda config: config.algorithm.facts.needs_critic,
         "the algorithm has no critic",
     ),
     KeyUse(("ref.path",), lambda config: config.algorithm.kl_coef, "there is no KL term"),
     KeyUse(
         ("teacher.path",),
-        lambda config: config.algorithm.name == "distill",
+        lambda config: config.algorithm.facts.needs_teacher,
         "only algorithm.name = distill has a teacher",
     ),
     KeyUse(
