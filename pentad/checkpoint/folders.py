@@ -22,9 +22,9 @@ from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
 from pentad.checkpoint.hold import is_held
 from pentad.core.errors import RunError
 from pentad.core.text import visible
+from pentad.core.trial_paths import INFO, STATE, step_of
 
 FORMAT = 1
-INFO, STATE = "recover_info", "recover_checkpoint"
 MANIFEST, COMMIT, DAMAGED = "manifest.json", "COMMIT", "damaged"
 READ_BYTES = 4 << 20
 RUN_BYTES = 64 << 20
@@ -45,12 +45,6 @@ def info_folder(step: int) -> str:
 
 def state_folder(role: str, step: int) -> str:
     return f"{role}/{STATE}/globalstep{step}"
-
-
-def step_of(name: str) -> int | None:
-    """The step in "globalstep12"; None for any other name."""
-    found = re.fullmatch(r"globalstep(0|[1-9][0-9]{0,17})", name)
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)

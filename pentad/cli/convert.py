@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,14 @@ from rich.progress import (
 )
 
 from pentad.core.errors import Problem, UserError
-from pentad.models.conversion import Conversion, Converted, convert
+from pentad.core.trial_paths import INFO, STATE, RecoveryPath, recovery_path
+from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import Progress as Report
+from pentad.models.conversion_files import check_target
 from pentad.weights.megatron.folders import RELEASE, Kind, checkpoint_name, find_weights
 
+UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, "vocab_divisor": 128}
+"""What the options of Megatron's formats are where nobody gives them; the others are None."""
 FORMATS: dict[str, Kind] = {
     "hf": "hf",
     "megatron": "torch_dist",
@@ -41,9 +46,19 @@ def run_convert(
     processes: int,
     force: bool,
     spec: str,
+    role: str | None = None,
+    tag: str = "actor",
     **settings: Any,
 ) -> None:
     """Converts and says what became of it."""
+    if recovery := recovery_path(Path(source)):
+        given = {"--iteration": iteration is not None, "--release": release, "--spec": spec != "te"}
+        _convert_recovery(recovery, Path(target), to, given, role, tag, force=force, **settings)
+        return
+    if role is not None or tag != "actor":
+        where = f"--role {role}" if role is not None else f"--tag {tag}"
+        rule = f"is for recovery checkpoints, and {source} is none"
+        raise UserError(Problem(where, rule, "leave it out"))
     if iteration is not None and release:
         rule = "each names a checkpoint, and one is converted"
         raise UserError(Problem(f"--iteration {iteration} --release", rule, "keep one of the two"))
@@ -74,6 +89,47 @@ def run_convert(
     out.print(_last_line(ended))
     if ended.command_line:
         out.print(f"Megatron needs, besides --use-checkpoint-args: {ended.command_line}")
+
+
+def _convert_recovery(
+    given: RecoveryPath,
+    target: Path,
+    to: str | None,
+    options: dict[str, bool],
+    role: str | None,
+    tag: str,
+    *,
+    force: bool,
+    dtype: str | None,
+    model: str | None,
+    **settings: Any,
+) -> None:
+    """A recovery checkpoint of ours becomes a HF folder; other formats are made from that."""
+    # Here, since it imports torch.distributed.checkpoint, which other conversions do without.
+    from pentad.checkpoint.export import ACTOR, export_hf, find_recovery
+
+    unknown = [name for name, is_given in options.items() if is_given]
+    unknown += [f"--{key}" for key, value in settings.items() if value != UNSET.get(key)]
+    if to not in (None, "hf") or unknown:
+        where = f"--to {to}" if to not in (None, "hf") else unknown[0]
+        rule = "a recovery checkpoint becomes a HF folder"
+        raise UserError(Problem(where, rule, "leave it out, and convert that folder afterwards"))
+    check_target(target, force=force)
+    for folder in (given.root / INFO, *given.root.glob(f"*/{STATE}")):
+        check_apart(folder, target)
+    checkpoint = find_recovery(given)
+    begun = time.monotonic()
+    named = ACTOR if role == "actor" else role or given.role or ACTOR
+    counters = export_hf(checkpoint, target, role=named, tag=tag, dtype=dtype, model=model)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    out = Console(highlight=False, markup=False, soft_wrap=True)
+    what = f"{'actor' if named == ACTOR else named} after step {checkpoint.step + 1}"
+    what += f", tag {tag}" if tag != "actor" else ""
+    took = f"{size / 1e9:.2f} GB in {time.monotonic() - begun:.1f} s"
+    out.print(f"{target}: written ({what} of {checkpoint.root}, every byte verified; {took})")
+    if not (target / "tokenizer_config.json").exists():
+        known = ", ".join(counters["companions"]) or "none"
+        out.print(f"It has no tokenizer: the run took it from {known}; copy its files beside it")
 
 
 def _target_format(to: str | None, source: Kind) -> Kind:

@@ -222,7 +222,10 @@ def evaluate(
 @app.command()
 @reporting
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A HF folder or a Megatron folder.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="HF or Megatron folder, or a run's checkpoint."),
+    ],
     target: Annotated[str, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[
         str | None, typer.Option(help="hf, megatron (which is torch_dist), torch_dist or legacy.")
@@ -251,9 +254,15 @@ def convert(
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(min=1, help="As in Megatron: the vocabulary is padded to tp times this.")
     ] = 128,
+    role: Annotated[
+        str | None, typer.Option(help="Of a run's checkpoint: actor (default) or critic.")
+    ] = None,
+    tag: Annotated[
+        str, typer.Option(help="Of a run's checkpoint: actor, or a tag such as ref.")
+    ] = "actor",
     force: Annotated[bool, typer.Option("--force", help="Replace what DST holds.")] = False,
 ) -> None:
-    """Convert weights between HF and Megatron.
+    """Convert weights between HF and Megatron, or a run's recovery checkpoint to HF.
 
     For example: pentad convert models/qwen3 megatron/qwen3 --to legacy --tp 2 --pp 2
     """
@@ -278,6 +287,8 @@ def convert(
         spec=spec,
         separate_layers=separate_layers,
         vocab_divisor=make_vocab_size_divisible_by,
+        role=role,
+        tag=tag,
     )
 
 

@@ -187,7 +187,7 @@ def convert(
 ) -> Converted:
     """Converts, or finds that it was done; raises before anything is written if it cannot be."""
     started = time.monotonic()
-    _check_apart(Path(conversion.source), Path(conversion.target))
+    check_apart(Path(conversion.source), Path(conversion.target))
     opened = open_source(conversion)
     recipe = _settled(conversion, opened)
     target = Path(conversion.target)
@@ -221,7 +221,7 @@ def convert(
     return _ended(target, "written", record, started, flags)
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def check_apart(source: Path, target: Path) -> None:
     """Replacing a folder by what is made from it would lose it, --force or not."""
     a, b = source.resolve(), target.resolve()
     if a == b or a in b.parents or b in a.parents:

@@ -275,7 +275,7 @@ class DcpFolder:
                 wanted.setdefault(block, (demand.name, []))[1].append((inside, part))
         order = sorted(wanted, key=lambda block: (block.file, block.start))
         outs = [part for _, parts in wanted.values() for _, part in parts]
-        buffers = _Buffers(pins=any(out.is_cuda for out in outs))
+        buffers = _Buffers(next((out.device for out in outs if out.is_cuda), None))
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context((self.folder / name).open("rb")).fileno()
@@ -354,9 +354,9 @@ class DcpFolder:
             start = zero + place * dtype.itemsize - offset
             stop = start + math.prod(shape) * dtype.itemsize
             numbers = buffer[start:stop].view(dtype).view(shape)
-            out.copy_(numbers[index], non_blocking=buffers.pins)
-        if buffers.pins:
-            torch.cuda.synchronize()  # before the buffer is filled again
+            out.copy_(numbers[index], non_blocking=True)
+        if buffers.device is not None:  # before the buffer is filled again
+            torch.cuda.current_stream(buffers.device).synchronize()
 
 
 Copy = tuple[int, Shape, tuple[slice, ...], Tensor]
@@ -388,16 +388,19 @@ def _over(pieces: Sequence[tuple[int, int]], block: StoredBlock) -> Iterator[tup
 
 
 class _Buffers:
-    """Memory of each thread to read into, kept while all is read."""
+    """Memory of each thread to read into, kept while all is read; pinned on its way to a GPU."""
 
-    def __init__(self, *, pins: bool) -> None:
-        self.pins = pins
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
         self.own = threading.local()
 
     def take(self, length: int) -> Tensor:
         buffer: Tensor | None = vars(self.own).get("buffer")
         if buffer is None or buffer.numel() < length:
-            buffer = torch.empty(length, dtype=torch.uint8, pin_memory=self.pins)
+            if self.device is not None:
+                torch.cuda.set_device(self.device)  # a new thread begins with the first GPU
+            pins = self.device is not None
+            buffer = torch.empty(length, dtype=torch.uint8, pin_memory=pins)
             self.own.buffer = buffer
         return buffer[:length]
 

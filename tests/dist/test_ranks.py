@@ -6,9 +6,7 @@ from parity_cases import (
     CONFIGS,
     copied_state,
     expert_norms,
-    load_state,
     make,
-    save_state,
     snapshot_held,
     train_step,
 )

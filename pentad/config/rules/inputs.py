@@ -10,6 +10,7 @@ from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem
+from pentad.core.trial_paths import recovery_problem
 
 RULES: Rules[[Config]] = Rules()
 MAX_NAME_BYTES = 255
@@ -82,6 +83,8 @@ def _model_folder(
     where = f"{key} = {path}"
     if not folder.is_dir():
         return Problem(where, "there is no such folder", "download the model and give its folder")
+    if problem := recovery_problem(where, folder):
+        return problem
     if not (folder / "config.json").is_file():
         return Problem(where, "the folder has no config.json", "give the folder of a HF model")
     if not from_scratch and not any(folder.glob("*.safetensors")):

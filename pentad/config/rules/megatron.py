@@ -7,6 +7,7 @@ from pathlib import Path
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem
+from pentad.core.trial_paths import recovery_problem
 
 RULES: Rules[[Config]] = Rules()
 
@@ -57,9 +58,13 @@ def checkpoints_to_start_from_are_there(config: Config) -> list[Problem]:
 
 def _start_problems(role: str, model: ModelConfig) -> list[Problem]:
     path = model.checkpoint_load_path
-    if path is None or Path(path).expanduser().is_dir():
+    if path is None:
         return []
-    where = f"{role}.checkpoint_load_path = {path}"
+    where, folder = f"{role}.checkpoint_load_path = {path}", Path(path).expanduser()
+    if problem := recovery_problem(where, folder):
+        return [problem]
+    if folder.is_dir():
+        return []
     return [Problem(where, "there is no such folder", "give a Megatron checkpoint's folder")]
 
 

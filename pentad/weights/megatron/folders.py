@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.trial_paths import recovery_problem
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import SINGLE
 from pentad.weights.megatron.layout import RANK_FOLDER
@@ -49,6 +50,8 @@ def find_weights(folder: Path, name: str | None = None) -> tuple[Path, Kind]:
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else "there is no such folder"
         raise UserError(Problem(str(folder), rule, "give a HF folder or a Megatron folder"))
+    if problem := recovery_problem(str(folder), folder):
+        raise UserError(problem)
     kind = kind_of(folder)
     if kind is not None:
         return folder, kind
