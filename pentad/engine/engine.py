@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError, UserError
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import Layout
+from pentad.core.roles import StagedFile
 from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
@@ -44,7 +44,7 @@ from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.exchange import hf_metadata
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
-from pentad.models.registry import build_face, save_model
+from pentad.models.registry import build_face, plan_export
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
@@ -52,6 +52,8 @@ from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import set_deterministic_environment
 from pentad.runtime.rank import pulse
+from pentad.weights.flow import TensorInfo
+from pentad.weights.hf import FolderPlan, save_folder
 from pentad.weights.regions import Region
 
 log = logging.getLogger(__name__)
@@ -372,7 +374,7 @@ class Engine:
         error: Exception | None = None
         if self.meshes.rank == 0:
             try:
-                self._write_hf(weights, folder)
+                save_folder(folder, weights, self._export())
             except Exception as failure:  # told to the other ranks first, raised below
                 error = failure
         for _ in weights:  # the others take part in every gathering, whatever became of the file
@@ -381,17 +383,23 @@ class Engine:
         if int(reduce_ranks(failed, self.meshes.world, "max")):
             raise error or RunError(f"rank 0 could not save {folder}")
 
-    def stage_hf(self) -> Callable[[str], None]:
-        """Rank 0 holds the copy, in pinned memory if it comes from a GPU."""
-        staged: list[tuple[str, Tensor]] = []
-        is_pinned = self.device.type == "cuda"
-        for name, tensor in self._whole_weights():
-            if self.meshes.rank == 0:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
-                staged.append((name, copy.copy_(tensor, non_blocking=is_pinned)))
-        if is_pinned:
+    def plan_hf(self) -> list[StagedFile]:
+        return self._export().staged()
+
+    def stage_hf(self, into: Tensor | None) -> None:
+        """Rank 0 holds the copy."""
+        infos = hf_metadata(self.held.face, self._publish_dtype)
+        end = 0
+        for (name, tensor), announced in zip(self._whole_weights(), infos.items(), strict=True):
+            info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            assert (name, info) == announced, f"{announced}: got {name} {info}"
+            start, end = end, end + info.size_bytes
+            if into is not None:
+                flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                into[start:end].copy_(flat, non_blocking=True)
+        assert into is None or end == into.numel(), f"{end} bytes instead of {into.numel()}"
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return partial(self._write_hf, staged)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.tags.require_actor("saving")
@@ -408,15 +416,13 @@ class Engine:
             pulse()
             yield pair
 
-    def _write_hf(self, weights: Iterable[tuple[str, Tensor]], folder: str) -> None:
-        save_model(
+    def _export(self) -> FolderPlan:
+        return plan_export(
             self.held.face,
-            folder,
             dtype=self._publish_dtype,
             source_folder=self.source_folder,
             hf_config=self.hf_config,
             tokenizer_folder=self.tokenizer_folder,
-            weights=weights,
         )
 
     @property

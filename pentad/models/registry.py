@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -27,7 +26,7 @@ from pentad.models.families import (
 from pentad.models.language_model import LanguageModel
 from pentad.weights import flow
 from pentad.weights.flow import RandomReader, Reader
-from pentad.weights.hf import SHARD_BYTES, HfFolder, save_folder
+from pentad.weights.hf import SHARD_BYTES, FolderPlan, HfFolder, plan_folder, save_folder
 from pentad.weights.map import WeightMap, sizes_of
 from pentad.weights.megatron.folders import find_weights
 from pentad.weights.megatron.stored import MegatronColumn
@@ -200,25 +199,43 @@ def save_model(
     hf_config: ConfigLike | None = None,
     tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """A folder that transformers loads, in `dtype` (default: as held).
-
-    `weights` are those of `iter_hf(model, dtype)`, for a caller who must iterate to the end.
 
     The config is that of `source_folder` or `hf_config`, with dtype and class set; tokenizer and
     generation config come from `tokenizer_folder`, then from `source_folder`.
     """
+    save_folder(
+        folder,
+        iter_hf(model, dtype),
+        plan_export(
+            model,
+            dtype=dtype,
+            source_folder=source_folder,
+            hf_config=hf_config,
+            tokenizer_folder=tokenizer_folder,
+            shard_bytes=shard_bytes,
+        ),
+    )
+
+
+def plan_export(
+    model: LanguageModel,
+    *,
+    dtype: torch.dtype | None = None,
+    source_folder: str | Path | None = None,
+    hf_config: ConfigLike | None = None,
+    tokenizer_folder: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> FolderPlan:
+    """The folder of `save_model`, around the weights of `iter_hf(model, dtype)`."""
     given = hf_config if hf_config is not None else source_folder
     assert given is not None, "give source_folder or hf_config: the saved folder needs a config"
     infos = hf_metadata(model, dtype)
-    companions = [path for path in (tokenizer_folder, source_folder) if path is not None]
-    save_folder(
-        folder,
-        iter_hf(model, dtype) if weights is None else weights,
+    return plan_folder(
         infos,
         config_for(model, read_config(given), next(iter(infos.values())).dtype),
-        companions=companions,
+        companions=[path for path in (tokenizer_folder, source_folder) if path is not None],
         shard_bytes=shard_bytes,
     )
 

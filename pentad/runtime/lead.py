@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.errors import RunError
-from pentad.core.roles import Learner
+from pentad.core.roles import Learner, StagedFile
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.runtime.rank import Rank
 from pentad.runtime.signals import hearing
@@ -197,9 +197,12 @@ class Led:
         if error is not None:
             raise error
 
-    def stage_hf(self) -> Callable[[str], None]:
-        found: Callable[[str], None] = self._call("stage_hf")
-        return found
+    def plan_hf(self) -> list[StagedFile]:
+        return self.own.plan_hf()
+
+    def stage_hf(self, into: Tensor | None) -> None:
+        with self.lead.telling(CALL, self.name, operator.methodcaller("stage_hf", None)):
+            self.own.stage_hf(into)
 
 
 def attempt_save(learner: Learner, folder: str) -> Exception | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pentad.checkpoint.writer import Writer
 from pentad.config.derived import checkpoint_root, compute_bytes, is_saved_within
 from pentad.config.load import dump_config
 from pentad.config.schema import Config, FrequencyConfig
@@ -68,6 +69,9 @@ class OpenRun:
     steps_per_epoch: int
     export_bytes: float
     saves_beside: bool
+    device: torch.device
+    writer: Writer = field(default_factory=Writer)
+    """Writes exports and checkpoints of this process while training goes on."""
 
     def saver(self, learner: Learner, role: str = "default") -> Saver:
         return Saver(
@@ -75,7 +79,8 @@ class OpenRun:
             root=self.checkpoints / role,
             frequency=self.frequency(self.config.saver),
             steps_per_epoch=self.steps_per_epoch,
-            is_async=self.saves_beside,
+            device=self.device,
+            writer=self.writer if self.saves_beside else None,
             size_bytes=self.export_bytes,
             keep_last=self.config.saver.keep_last,
             keep_best=self.config.saver.keep_best,
@@ -190,9 +195,20 @@ def open_run(
         )
         size = export_size(config, dims, device)
         saves_beside = writes_beside(config, device)
-        yield OpenRun(
-            config, folder, recorder, steps, checkpoints, steps_per_epoch, size, saves_beside
+        run = OpenRun(
+            config,
+            folder,
+            recorder,
+            steps,
+            checkpoints,
+            steps_per_epoch,
+            size,
+            saves_beside,
+            device,
         )
+        # What is worth waiting for was waited for: a run that failed ends at once.
+        stack.push(lambda kind, *_: run.writer.close(None if kind is None else 0.0))
+        yield run
         folder.check_there()
 
 

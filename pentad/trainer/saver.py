@@ -1,9 +1,10 @@
 """HF exports of a run: when, where, how they are written, and the one at the end.
 
 Asynchronous (`saver.mode`), the weights are copied to host memory while they are those of the step,
-and a thread writes them while training goes on: at most one is under way. A folder that cannot be
-written is reported at once and tried again after further steps. Folders that are whole stay, unless
-`saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer one is whole.
+and another process writes them while training goes on: at most one is under way. A folder that
+cannot be written is reported at once and tried again after further steps. Folders that are whole
+stay, unless `saver.keep_last` or `saver.keep_best` is set: then older ones go once a newer one is
+whole.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentad.core.errors import RunError
+import torch
+
+from pentad.checkpoint.job import ExportJob, FileSpec, Memory, Piece, Span
+from pentad.checkpoint.pinned import StagingMemory
+from pentad.checkpoint.writer import Pending, Writer
+from pentad.core.errors import RunError, UserError
 from pentad.core.machine import GIB
-from pentad.core.roles import Learner
+from pentad.core.roles import Learner, StagedFile
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
+from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
 
@@ -35,27 +42,17 @@ LAST_WAITS_S = (2.0, 8.0)
 FOLDER = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Export:
     """One folder being written."""
 
     step: int
-    folder: Path
-    write: Callable[[str], None]
-    started: float
-    error: Exception | None = None
-    thread: threading.Thread | None = None
+    pending: Pending
+    staging_s: float
 
     @property
     def is_whole(self) -> bool:
-        is_over = self.thread is not None and not self.thread.is_alive()
-        return is_over and self.error is None
-
-    def run(self) -> None:
-        try:
-            self.write(str(self.folder))
-        except Exception as error:  # of the writer's thread; reported by whoever collects it
-            self.error = error
+        return self.pending.is_done and self.pending.error is None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +63,10 @@ class Saver:
     root: Path
     frequency: Frequency
     steps_per_epoch: int
-    is_async: bool = False
+    device: torch.device
+    """Of the learner."""
+    writer: Writer | None = None
+    """Writes in the background; None: training waits."""
     size_bytes: float = 0.0
     """Of one folder, to warn before there is no room for it; 0: unknown."""
     keep_last: int | None = None
@@ -80,6 +80,8 @@ class Saver:
     """Attempts since the last that succeeded."""
     retry_at: int | None = None
     under_way: Export | None = None
+    room: StagingMemory | None = None
+    """Kept between saves."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
     """Of the weights after a step, by step, in the order of evaluation; higher is better."""
@@ -144,32 +146,40 @@ class Saver:
         )
 
     def _save(self, step: int) -> None:
-        folder, started = self.folder(step), time.monotonic()
-        if not self.is_async:
-            try:
-                self.learner.save_hf(str(folder))
-            except (OSError, RunError) as error:
-                self._failed(step, step, error)
-            else:
+        try:
+            if self.writer is None:
+                self.learner.save_hf(str(self.folder(step)))
                 self._succeeded(step)
-            return
-        export = Export(step, folder, self.learner.stage_hf(), started)
-        export.thread = threading.Thread(target=export.run, name="export", daemon=True)
-        self.under_way = export
-        export.thread.start()
+            else:
+                self.under_way = self._stage(step, self.writer)
+        except (OSError, RunError, UserError) as error:
+            self._failed(step, step, error)
+
+    def _stage(self, step: int, writer: Writer) -> Export:
+        """The weights in host memory, from where they are being written."""
+        started = time.monotonic()
+        files = self.learner.plan_hf()
+        size = sum(piece for file in files for _, piece in file.pieces if isinstance(piece, int))
+        if self.room is None or self.room.memory.size != size:
+            self.room = StagingMemory(size, self.device)
+        self.learner.stage_hf(self.room.tensor)
+        staging_s = time.monotonic() - started
+        job = ExportJob(self.folder(step), file_specs(files, self.room.memory))
+        return Export(step, writer.submit(job), staging_s)
 
     def _collect(self, now: int, *, wait: bool) -> None:
         """What became of the folder that is being written."""
         export = self.under_way
-        if export is None or export.thread is None or (export.thread.is_alive() and not wait):
+        if export is None or not (export.pending.is_done or wait):
             return
-        export.thread.join()
         self.under_way = None
-        if export.error is not None:
-            self._failed(export.step, now, export.error)
-            return
-        self.commit_ms = 1e3 * (time.monotonic() - export.started)
-        self._succeeded(export.step)
+        try:
+            export.pending.wait()
+        except (OSError, RunError) as error:
+            self._failed(export.step, now, error)
+        else:
+            self.commit_ms = 1e3 * (export.staging_s + export.pending.seconds)
+            self._succeeded(export.step)
 
     def _succeeded(self, step: int) -> None:
         self.last_saved, self.num_failed, self.retry_at = step, 0, None
@@ -194,6 +204,8 @@ class Saver:
                 log.info("removed %s (saver.%s)", found[step], rule)
 
     def _failed(self, step: int, now: int, error: Exception) -> None:
+        with suppress(OSError):
+            sweep(self.root)  # what a writer left that was killed
         self.num_failed += 1
         self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
         log.warning(
@@ -222,6 +234,23 @@ class Saver:
                 free / GIB,
                 self.size_bytes / GIB,
             )
+
+
+def file_specs(files: Iterable[StagedFile], memory: Memory) -> tuple[FileSpec, ...]:
+    """The files for a writer; their tensors lie one after another in `memory`."""
+    end = 0
+
+    def segment(content: bytes | int) -> bytes | Span:
+        nonlocal end
+        if isinstance(content, bytes):
+            return content
+        end += content
+        return Span(memory, end - content, content)
+
+    return tuple(
+        FileSpec(f.path, tuple(Piece(name, (segment(content),)) for name, content in f.pieces))
+        for f in files
+    )
 
 
 def outdated(

@@ -13,15 +13,17 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.model_files import read_object
+from pentad.core.roles import StagedFile
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
 from pentad.weights.flow import NUM_READERS, TensorInfo
 from pentad.weights.regions import Box
@@ -140,19 +142,54 @@ def plan_files(
     return {f"model-{n:05d}-of-{count:05d}.safetensors": g for n, g in enumerate(groups, start=1)}
 
 
-def save_folder(
-    folder: str | Path,
-    pairs: Iterable[tuple[str, Tensor]],
+@dataclass(frozen=True, slots=True)
+class FolderPlan:
+    """What a HF folder holds, before a tensor is there."""
+
+    tensors: Mapping[str, Mapping[str, TensorInfo]]
+    """By file, in the order in which they are written."""
+    others: Mapping[str, bytes]
+    """Config, index, tokenizer and the like, by file."""
+
+    def staged(self) -> list[StagedFile]:
+        """The same folder with its tensors one after another in memory."""
+        files = [
+            StagedFile(
+                name,
+                (
+                    ("header", header_bytes(infos, METADATA)),
+                    *((tensor, info.size_bytes) for tensor, info in infos.items()),
+                ),
+            )
+            for name, infos in self.tensors.items()
+        ]
+        return files + [StagedFile(name, ((name, data),)) for name, data in self.others.items()]
+
+
+def plan_folder(
     infos: Mapping[str, TensorInfo],
     config: Mapping[str, Any],
     *,
     companions: Sequence[str | Path] = (),
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> FolderPlan:
+    """Of the folders in `companions` tokenizer and generation config are taken over, the first that
+    has a file gives it."""
+    files = plan_files(infos, shard_bytes)
+    others = {name: path.read_bytes() for name, path in find_companions(companions).items()}
+    others["config.json"] = json_bytes(config)
+    if len(files) > 1:
+        total = sum(info.size_bytes for info in infos.values())
+        weight_map = {name: file for file, names in files.items() for name in names}
+        others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+    tensors = {file: {name: infos[name] for name in names} for file, names in files.items()}
+    return FolderPlan(tensors, others)
+
+
+def save_folder(folder: str | Path, pairs: Iterable[tuple[str, Tensor]], plan: FolderPlan) -> None:
     """Writes a whole HF folder in the place of `folder`; memory needed is one tensor.
 
-    `pairs` come in the order of `infos`. Of the folders in `companions` tokenizer and generation
-    config are copied, the first that has a file gives it.
+    `pairs` come in the order of the plan.
     """
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -161,34 +198,20 @@ def save_folder(
     aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     aside.mkdir()
     try:
-        _write_tensors(aside, iter(pairs), infos, shard_bytes)
-        write_json(aside / "config.json", config)
-        copy_companions(companions, aside)
-        assert HfFolder(aside).infos == infos, f"{aside}: index and files disagree"
+        stream = iter(pairs)
+        for file, infos in plan.tensors.items():
+            write_file(aside / file, stream, infos)
+        assert next(stream, None) is None, "more tensors than were announced"
+        for file, data in plan.others.items():
+            (aside / file).write_bytes(data)
+        announced = {name: info for infos in plan.tensors.values() for name, info in infos.items()}
+        assert HfFolder(aside).infos == announced, f"{aside}: index and files disagree"
         move_into_place(aside, target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"{target}: cannot be written ({reason}); nothing was replaced") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _write_tensors(
-    folder: Path,
-    pairs: Iterable[tuple[str, Tensor]],
-    infos: Mapping[str, TensorInfo],
-    shard_bytes: int,
-) -> None:
-    stream = iter(pairs)
-    files = plan_files(infos, shard_bytes)
-    for file, names in files.items():
-        write_file(folder / file, stream, {name: infos[name] for name in names})
-    assert next(stream, None) is None, "more tensors than were announced"
-    if len(files) > 1:
-        total = sum(info.size_bytes for info in infos.values())
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)
 
 
 def write_file(
@@ -206,7 +229,7 @@ def write_file(
     flushes: list[Future[None]] = []
     disk, others = ThreadPoolExecutor(1), ThreadPoolExecutor(NUM_READERS)
     with path.open("wb") as handle, disk, others:
-        _write_header(handle, infos, metadata)
+        handle.write(header_bytes(infos, metadata))
         waiting = 0
         for expected, announced in infos.items():
             name, tensor = next(stream, ("nothing", torch.empty(0)))
@@ -243,9 +266,8 @@ def _check_back(
         raise RunError(f"{path}: {wrong[0]} does not read back as written; the disk is at fault")
 
 
-def _write_header(
-    handle: BinaryIO, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
-) -> None:
+def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """The start of a safetensors file, up to the first tensor."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, info in infos.items():
@@ -256,7 +278,7 @@ def _write_header(
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    handle.write(struct.pack("<Q", len(text)) + text)
+    return struct.pack("<Q", len(text)) + text
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -264,16 +286,23 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    path.write_bytes(json_bytes(content))
+
+
+def find_companions(folders: Sequence[str | Path]) -> dict[str, Path]:
+    """The files that travel with the weights, each from the first folder that has it."""
+    found = [companion_files(Path(folder)) for folder in reversed(folders)]
+    return {name: path for files in found for name, path in files.items()}
 
 
 def copy_companions(folders: Sequence[str | Path], target: Path) -> None:
-    found = [companion_files(Path(folder)) for folder in folders]
-    for name in COMPANIONS:
-        given = next((files[name] for files in found if name in files), None)
-        if given is not None:
-            shutil.copyfile(given, target / name)
+    for name, path in find_companions(folders).items():
+        shutil.copyfile(path, target / name)
 
 
 def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str, Path]:

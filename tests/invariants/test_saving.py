@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import getpass
+import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import time
 import pytest
 import torch
 
+from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
@@ -30,6 +33,10 @@ def no_waits(monkeypatch):
 def weights_of(folder):
     reader = HfFolder(folder)
     return {name: reader.read(name, full_box(i.shape)) for name, i in reader.infos.items()}
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def exports_of(lab, trial, role="default"):
@@ -57,24 +64,60 @@ def refuse(monkeypatch, is_refused):
     return count
 
 
+def after_steps(monkeypatch, deeds):
+    """Does something when the record of a step is written, by step."""
+    plain = Recorder.step
+
+    def step(self, record, *args):
+        deeds.get(record.step, lambda: None)()
+        return plain(self, record, *args)
+
+    monkeypatch.setattr(Recorder, "step", step)
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """Those of the runs, as they are made."""
+    found, plain = [], Writer.__init__
+
+    def init(self):
+        plain(self)
+        found.append(self)
+
+    monkeypatch.setattr(Writer, "__init__", init)
+    return found
+
+
+def stop_after_submit(monkeypatch):
+    """The writer process stands still from its first job on."""
+    plain, stopped = Writer.submit, []
+
+    def submit(self, job):
+        pending = plain(self, job)
+        if not stopped:
+            stopped.append(self.pid)
+            os.kill(self.pid, signal.SIGSTOP)
+        return pending
+
+    monkeypatch.setattr(Writer, "submit", submit)
+    return stopped
+
+
 def test_exports_written_beside_training_hold_the_weights_of_their_step(lab, monkeypatch):
-    lab.train("saver.mode=sync", "saver.freq_steps=1", "total_train_steps=4", trial="sync")
-    plain, seen = hf.save_folder, []
+    lab.train("saver.mode=sync", "saver.freq_steps=1", "total_train_steps=6", trial="sync")
+    stopped, seen = stop_after_submit(monkeypatch), []
 
-    def slow(folder, pairs, *args, **kwargs):
-        time.sleep(0.3)  # some steps go by
-        seen.append(len(list((next(lab.fileroot.rglob("beside/steps.jsonl"))).open())))
-        plain(folder, pairs, *args, **kwargs)
+    def go_on():
+        seen.append(list(lab.fileroot.rglob("beside/default/epoch*")))
+        os.kill(stopped[0], signal.SIGCONT)
 
-    monkeypatch.setattr("pentad.models.registry.save_folder", slow)
-    lab.train("saver.freq_steps=2", "total_train_steps=4", trial="beside")
-    assert seen[0] > 1, "training waited"
+    after_steps(monkeypatch, {5: go_on})  # two updates after the copy was taken
+    lab.train("saver.freq_steps=3", "total_train_steps=6", trial="beside")
+    assert seen == [[]], "the export was there before its writer went on"
     whole, beside = exports_of(lab, "sync"), exports_of(lab, "beside")
-    assert beside.keys() == {1, 3}
+    assert beside.keys() == {2, 5}
     for step, folder in beside.items():
-        found, true = weights_of(folder), weights_of(whole[step])
-        assert found.keys() == true.keys()
-        assert all(torch.equal(found[name], true[name]) for name in true)
+        assert bytes_of(folder) == bytes_of(whole[step])
 
 
 def test_records_say_how_exports_were_written(lab):
@@ -95,17 +138,75 @@ def test_a_host_without_room_for_a_copy_saves_while_training_waits(lab, monkeypa
     assert infra["async_ckpt_commit_ms"] is None and infra["last_saved_step"] == 2
 
 
+@pytest.fixture
+def small_disk(lab):
+    """A file system of its own for checkpoints, with room for two exports."""
+    place = lab.fileroot / "checkpoints"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(place)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("a file system can be mounted by root only")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def remount(place, mode):
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(place)], check=True)
+
+
+REASONS = {
+    "full": "No space left on device",
+    "read-only": "Read-only file system",
+    "no folder": "checkpoints/",  # named; the words depend on who makes the folders
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_full_disk_is_said_at_once_and_saving_is_tried_again(lab, monkeypatch, capsys, mode):
-    refuse(monkeypatch, lambda count: count <= 2)
+def test_a_disk_that_refuses_is_said_at_once_and_saving_is_tried_again(
+    lab, small_disk, monkeypatch, capsys, mode, reason
+):
+    ballast = small_disk / "ballast"
+    before, after = {
+        "full": (lambda: ballast.write_bytes(bytes(800_000)), ballast.unlink),
+        "read-only": (lambda: remount(small_disk, "ro"), lambda: remount(small_disk, "rw")),
+        "no folder": (
+            lambda: (small_disk / getpass.getuser()).touch(),
+            small_disk.joinpath(getpass.getuser()).unlink,
+        ),
+    }[reason]
+    after_steps(monkeypatch, {1: before, 5: after})
     steps = ("saver.freq_steps=2", "total_train_steps=8")
     summary = lab.train(*steps, f"saver.mode={mode}", trial=mode)
     said = capsys.readouterr().err
-    assert "globalstep1 could not be saved: " in said and "No space left on device" in said
+    assert "globalstep1 could not be saved: " in said and REASONS[reason] in said
     assert "training goes on, saving is tried again after step" in said
     infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
-    assert max(one["num_failed_saves"] for one in infra) == 2
-    assert 7 in exports_of(lab, mode) and 1 not in exports_of(lab, mode)
+    assert infra[3]["num_failed_saves"] and infra[3]["last_saved_step"] is None
+    assert infra[7]["num_failed_saves"] == 0
+    found = exports_of(lab, mode)
+    assert 7 in found and 1 not in found and all(map(weights_of, found.values()))
+    assert not list(small_disk.rglob(".epoch*"))
+
+
+def test_a_writer_that_is_killed_costs_one_export_and_is_replaced(
+    lab, monkeypatch, capsys, writers
+):
+    stopped = stop_after_submit(monkeypatch)
+    after_steps(monkeypatch, {2: lambda: os.kill(stopped[0], signal.SIGKILL)})
+    steps = ("saver.freq_steps=2", "total_train_steps=6")
+    summary = lab.train(*steps, trial="killed")
+    said = capsys.readouterr().err
+    assert "globalstep1 could not be saved: the process that writes checkpoints ended" in said
+    infra = [line["infra"] for line in read_lines(summary.records / "steps.jsonl")]
+    assert max(one["num_failed_saves"] for one in infra) == 1
+    assert infra[-1]["num_failed_saves"] == 0
+    found = exports_of(lab, "killed")
+    assert 1 not in found and 5 in found and all(map(weights_of, found.values()))
+    assert not list(summary.model.parent.glob(".*"))
+    assert all(writer.pid is None for writer in writers), "a run leaves no process"
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_the_last_good_export(lab, monkeypatch):
@@ -113,7 +214,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_last_good_export(lab, monk
     with pytest.raises(
         RunError, match=r"globalstep5 could not be saved: .*No space left"
     ) as caught:
-        lab.train("saver.freq_steps=2", "total_train_steps=6", trial="full")
+        lab.train("saver.freq_steps=2", "total_train_steps=6", "saver.mode=sync", trial="full")
     (whole,) = exports_of(lab, "full").values()
     assert whole.name.endswith("globalstep1") and weights_of(whole)
     assert f"the last whole one is {whole}" in str(caught.value)
@@ -135,22 +236,8 @@ def test_too_little_room_is_said_before_the_end(lab, monkeypatch, capsys):
     assert said.count("as it is, the model cannot be saved") == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own with room for two exports."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(place)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip("a file system can be mounted by root only")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_on_a_disk_that_is_really_full_one_export_stays_whole(lab, small_disk, capsys):
-    words = ("saver.freq_steps=1", "total_train_steps=6", f"fileroot={small_disk}")
+    words = ("saver.freq_steps=1", "total_train_steps=6")
     with pytest.raises(RunError, match=r"globalstep5 could not be saved: .*No space left"):
         lab.train(*words, trial="tiny")
     folders = list(small_disk.rglob("epoch*"))

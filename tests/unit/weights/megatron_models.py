@@ -8,7 +8,7 @@ from pentad.core.dtypes import DTYPES
 from pentad.models.conversion import Conversion, convert
 from pentad.models.families import dims_of, map_of
 from pentad.weights.flow import TensorInfo
-from pentad.weights.hf import HfFolder, save_folder
+from pentad.weights.hf import HfFolder, plan_folder, save_folder
 from pentad.weights.regions import full_box
 
 SIZES = {
@@ -64,7 +64,7 @@ def hf_folder(folder: Path, kind: str, dtype=torch.float32, **more) -> Path:
     }
     tensors |= more
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    save_folder(folder, tensors.items(), infos, config)
+    save_folder(folder, tensors.items(), plan_folder(infos, config))
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     return folder
 

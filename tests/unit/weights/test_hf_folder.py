@@ -21,6 +21,7 @@ from pentad.weights.hf import (
     _check_back,
     bytes_of,
     plan_files,
+    plan_folder,
     save_folder,
     sweep,
 )
@@ -41,7 +42,8 @@ def infos_of(given):
 
 
 def save(folder, given, **options):
-    save_folder(folder, given.items(), infos_of(given), {"model_type": "toy"}, **options)
+    plan = plan_folder(infos_of(given), {"model_type": "toy"}, **options)
+    save_folder(folder, given.items(), plan)
 
 
 def test_safetensors_reads_what_was_written(tmp_path):
@@ -96,7 +98,7 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path):
         raise RuntimeError("the trainer stopped")
 
     with pytest.raises(RuntimeError, match="the trainer stopped"):
-        save_folder(tmp_path / "out", broken(), infos_of(tensors()), {})
+        save_folder(tmp_path / "out", broken(), plan_folder(infos_of(tensors()), {}))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert torch.equal(load_file(tmp_path / "out" / SINGLE)["a"], old["a"])
 
@@ -266,13 +268,13 @@ def test_folders_without_safetensors_are_refused(tmp_path):
 KILLED = """\
 import sys, time, torch
 from pentad.weights.flow import TensorInfo
-from pentad.weights.hf import save_folder
+from pentad.weights.hf import plan_folder, save_folder
 def pairs():
     yield "a", torch.zeros(4)
     print("under way", flush=True)
     time.sleep(60)
 infos = {name: TensorInfo((4,), torch.float32) for name in "ab"}
-save_folder(sys.argv[1], pairs(), infos, {})
+save_folder(sys.argv[1], pairs(), plan_folder(infos, {}))
 """
 
 

@@ -10,7 +10,7 @@ import torch
 
 from pentad.core.errors import RunError, UserError
 from pentad.weights.flow import TensorInfo
-from pentad.weights.hf import SINGLE, push_to_hub, save_folder
+from pentad.weights.hf import SINGLE, plan_folder, push_to_hub, save_folder
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ def hub():
 def saved(folder):
     tensor = torch.arange(6.0)
     infos = {"a": TensorInfo((6,), torch.float32)}
-    save_folder(folder, [("a", tensor)], infos, {"model_type": "toy"})
+    save_folder(folder, [("a", tensor)], plan_folder(infos, {"model_type": "toy"}))
     return folder
 
 
