@@ -176,7 +176,7 @@ def find_checkpoints(
     """Committed ones, newest first; `report` gets a sentence for everything that is passed over."""
     root = Path(root)
     found = []
-    for step in sorted(_steps(root / INFO), reverse=True):
+    for step in list_steps(root):
         try:
             checkpoint = read_checkpoint(root, step)
         except Damaged as error:
@@ -187,6 +187,11 @@ def find_checkpoints(
         else:
             found.append(checkpoint)
     return found
+
+
+def list_steps(root: Path) -> list[int]:
+    """Newest first; those that were never committed too."""
+    return _steps(root / INFO)[::-1]
 
 
 def commit_marker(manifest: bytes) -> bytes:

@@ -452,6 +452,33 @@ def verify_model(
     raise typer.Exit(run_verify_model(model, json))
 
 
+@app.command(name="verify-checkpoint")
+@reporting
+def verify_checkpoint(
+    place: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A trial's or a checkpoint's folder, or s3://..."),
+    ],
+    other: Annotated[
+        str | None, typer.Argument(metavar="PATH2", help="Another one, to compare with.")
+    ] = None,
+    endpoint_url: Annotated[
+        str | None, typer.Option(help="Of a store that is not Amazon's.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="Of the store.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Verify every byte of recovery checkpoints, and say what they hold.
+
+    For example: pentad verify-checkpoint runs/checkpoints/me/gsm8k/trial0
+    """
+    from pentad.cli.verify_checkpoint import run_verify_checkpoint
+
+    places = [place] if other is None else [place, other]
+    code = run_verify_checkpoint(places, as_json=json, endpoint_url=endpoint_url, region=region)
+    raise typer.Exit(code)
+
+
 @app.command(name="new-model")
 @reporting
 def new_model(

@@ -85,7 +85,7 @@ class QuickDisk(Disk):
 
 
 class CountingDisk(QuickDisk):
-    """Every operation passes `before`, one at a time, which may raise in its place."""
+    """Operations one at a time: `before` may raise in the place of one, `after` sees those done."""
 
     def __init__(self) -> None:
         self.guard = threading.RLock()
@@ -94,12 +94,16 @@ class CountingDisk(QuickDisk):
     def before(self, operation: str, *values: Any) -> None:
         pass
 
+    def after(self, operation: str, *values: Any) -> None:
+        pass
+
     @contextmanager
     def step(self, operation: str, *values: Any):
         with self.guard:
             self.before(operation, *values)
             self.count += 1
             yield
+            self.after(operation, *values)
 
     def make_dir(self, path: Path) -> None:
         with self.step("make_dir", path):

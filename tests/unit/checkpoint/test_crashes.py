@@ -45,7 +45,7 @@ class RecordingDisk(CountingDisk):
         self.operations: list[tuple[Any, ...]] = []
         self.names: dict[int, Path] = {}
 
-    def before(self, operation: str, *values: Any) -> None:
+    def after(self, operation: str, *values: Any) -> None:
         if operation in ("write", "fsync"):
             values = (self.names[values[0]], *values[1:])
         self.operations.append((operation, *values))

@@ -1,0 +1,344 @@
+"""`pentad verify-checkpoint`: what recovery checkpoints hold, whether every byte is whole, and how
+two of them differ."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from pentad.checkpoint.folders import (
+    INFO,
+    STATE,
+    Damaged,
+    Manifest,
+    damage,
+    info_folder,
+    list_steps,
+    read_checkpoint,
+    read_file,
+    state_folder,
+    step_of,
+)
+from pentad.cli.plan import make_console
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.machine import GIB
+from pentad.core.remote import Remote, split_uri
+from pentad.core.text import one_line, visible
+from pentad.telemetry.runfolder import changed_keys
+
+if TYPE_CHECKING:
+    from pentad.weights.dcp import DcpFolder
+
+MAX_SHOWN = 20
+MAX_LINES = 200
+VALUE_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A committed checkpoint, wherever it lies."""
+
+    place: str
+    manifest: Manifest
+    damage: Callable[[], list[str]]
+    read: Callable[[str], bytes]
+    """The verified bytes of a small file."""
+    open: Callable[[str], DcpFolder] | None = None
+    """The tensors of a role, where they can be read one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A trial, or one step of it."""
+
+    name: str
+    steps: list[int]
+    """Newest first; those that were never committed too."""
+    read: Callable[[int], Found | None]
+    """None where there is no COMMIT, Damaged where it does not fit."""
+
+
+def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | None) -> int:
+    """0 when every byte is what was saved, 1 otherwise."""
+    locations = [locate(place, **remote) for place in places]
+    notes: list[str] = []
+    faults: dict[str, list[str]] = {}
+    found: list[Found] = []
+    for location in locations:
+        # Of two trials that are compared only the newest checkpoint.
+        found += _find(location, 1 if len(locations) == 2 else None, notes, faults)
+    is_whole = not any(faults.values())
+    is_compared = len(found) == 2 == len(locations) and is_whole
+    changes = list(differences(*found)) if is_compared else []
+    if as_json:
+        rows = [{**summary(one), "damage": faults[one.place]} for one in found]
+        value = {"is_whole": is_whole, "checkpoints": rows, "notes": notes, "damage": faults}
+        print(jsonlib.dumps({**value, "differences": changes}, indent=2))
+    else:
+        show(found, faults, notes)
+        if is_compared:
+            show_differences(changes)
+    return 0 if is_whole else 1
+
+
+def _find(
+    location: Location, limit: int | None, notes: list[str], faults: dict[str, list[str]]
+) -> list[Found]:
+    """The committed ones, newest first, verified; RunError where there is none."""
+    out: list[Found] = []
+    for step in location.steps:
+        place = f"{location.name}/{info_folder(step)}"
+        try:
+            one = location.read(step)
+        except Damaged as error:
+            faults[place] = [str(error)]
+            continue
+        if one is None:
+            notes.append(f"{place}: was never committed, so it is no checkpoint")
+            continue
+        faults[one.place] = one.damage()
+        out.append(one)
+        if len(out) == limit:
+            break
+    if not out and not faults:
+        raise RunError(notes[0] if notes else f"{location.name}: holds no checkpoint")
+    return out
+
+
+def locate(place: str, endpoint_url: str | None = None, region: str | None = None) -> Location:
+    """UserError where there is nothing like it."""
+    if "://" in place:
+        return locate_remote(place, endpoint_url, region)
+    path = Path(place).expanduser().absolute()
+    folder, step = split_place(str(path))
+    root = Path(folder)
+    if not (root / INFO).is_dir():
+        trials = sorted(found.parent for found in path.glob(f"*/**/{INFO}"))
+        remedy = "give the folder of a trial, {fileroot}/checkpoints/USER/EXPERIMENT/TRIAL"
+        if trials:
+            remedy = "give one of the trials in it: " + ", ".join(map(str, trials[:MAX_SHOWN]))
+        rule = "holds no recovery checkpoints" if path.exists() else "no such folder"
+        raise UserError(Problem(f"PATH = {path}", rule, remedy))
+
+    def read(step: int) -> Found | None:
+        one = read_checkpoint(root, step)
+        if one is None:
+            return None
+
+        def open_role(role: str) -> DcpFolder:
+            from pentad.checkpoint.restore import open_state
+
+            return open_state(one, state_folder(role, one.step))
+
+        place = str(root / one.info)
+        return Found(
+            place, one.manifest, lambda: damage(one), lambda path: read_file(one, path), open_role
+        )
+
+    steps = list_steps(root) if step is None else [step]
+    return Location(str(root), steps, read)
+
+
+def locate_remote(place: str, endpoint_url: str | None, region: str | None) -> Location:
+    try:
+        from pentad.checkpoint.fetch import committed_steps, read_remote, remote_damage
+        from pentad.checkpoint.s3 import Store
+    except ImportError as error:
+        remedy = "pip install boto3"
+        raise UserError(
+            Problem(f"PATH = {place}", f"a store needs {error.name}", remedy)
+        ) from error
+    root, wanted = split_place(place)
+    try:
+        split_uri(root)
+    except ValueError as error:
+        raise UserError(Problem(f"PATH = {place}", str(error))) from error
+    store = Store(Remote(root, endpoint_url=endpoint_url, region=region))
+
+    def read(step: int) -> Found | None:
+        one = read_remote(store, step)
+        if one is None:
+            return None
+
+        def read_small(path: str) -> bytes:
+            data = store.read(path)
+            if data is None:
+                raise Damaged(f"{store.place(path)}: is missing")
+            return data  # `remote_damage` has found nothing in it
+
+        return Found(one.place, one.manifest, lambda: remote_damage(one), read_small)
+
+    found = committed_steps(store.sizes(f"{INFO}/"))
+    return Location(root, found if wanted is None else [wanted], read)
+
+
+def split_place(place: str) -> tuple[str, int | None]:
+    """The trial's root, and the step if the place is the folder of one."""
+    parts = place.rstrip("/").split("/")
+    step = step_of(parts[-1])
+    above = parts if step is None else parts[:-1]
+    if above[-1] == INFO:
+        return "/".join(above[:-1]), step
+    if above[-1] == STATE:
+        return "/".join(above[:-2]), step
+    return "/".join(parts), None
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    manifest = found.manifest
+    return {
+        "place": found.place,
+        "step": manifest.step,
+        "facts": dict(manifest.facts),
+        "bytes": manifest.num_bytes,
+        "files": len(manifest.files),
+        "ranks": ranks_of(manifest),
+        "tensors": {role: len(tensors) for role, tensors in tensors_of(manifest).items()},
+        "has_groups": any(Path(path).name == "groups.npz" for path in manifest.files),
+    }
+
+
+def ranks_of(manifest: Manifest) -> dict[str, int]:
+    """How many ranks saved the state of each role."""
+    roles = [path.partition("/")[0] for path in manifest.files if path.endswith(".distcp")]
+    return {role: roles.count(role) for role in dict.fromkeys(roles)}
+
+
+def tensors_of(manifest: Manifest) -> dict[str, dict[str, list[tuple[str, str]]]]:
+    """By role and name: where each stored part of a tensor lies in it, and its digest."""
+    out: dict[str, dict[str, list[tuple[str, str]]]] = {}
+    for path, entry in manifest.files.items():
+        role, _, rest = path.partition("/")
+        if rest.startswith(f"{STATE}/") and path.endswith(".distcp"):
+            tensors = out.setdefault(role, {})
+            for piece in entry.pieces:
+                name, _, part = piece.name.partition(" ")
+                tensors.setdefault(name, []).append((part, piece.sha256))
+    return out
+
+
+def show(found: list[Found], faults: dict[str, list[str]], notes: list[str]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("step", "saved", "every byte", "part", "ranks", "tensors", "size"):
+        is_number = title in ("step", "ranks", "tensors", "size")
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
+    for one in found:
+        for number, row in enumerate(_rows(one.manifest)):
+            verdict = f"{len(faults[one.place])} damaged" if faults[one.place] else "whole"
+            saved = visible(str(one.manifest.facts.get("time", "")))
+            table.add_row(
+                *((str(one.manifest.step), saved, verdict) if not number else ("",) * 3), *row
+            )
+    console = make_console()
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    layouts = dict.fromkeys(str(one.manifest.facts.get("allocation_mode", "")) for one in found)
+    if any(layouts):
+        print(f"\nallocation_mode: {visible(', then '.join(reversed(layouts)))}")
+    for sentence in notes:
+        print(f"\n{sentence}.")
+    for sentences in faults.values():
+        for sentence in sentences[:MAX_SHOWN]:
+            print(f"\n{sentence}.")
+        if sentences[MAX_SHOWN:]:
+            print(f"\nand {len(sentences) - MAX_SHOWN} more of this checkpoint.")
+
+
+def _rows(manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
+    """For each role, and for what lies beside them: part, ranks, tensors, size."""
+    ranks, tensors = ranks_of(manifest), tensors_of(manifest)
+    for part in sorted({path.partition("/")[0] for path in manifest.files}):
+        sizes = [e.size for path, e in manifest.files.items() if path.startswith(f"{part}/")]
+        name = visible(part)
+        if part == INFO:
+            has_groups = any(Path(path).name == "groups.npz" for path in manifest.files)
+            name += ", ready groups" if has_groups else ""
+        counts = str(ranks.get(part, "")), str(len(tensors[part]) if part in tensors else "")
+        yield name, *counts, _size(sum(sizes))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes} bytes"
+
+
+def differences(old: Found, new: Found) -> Iterator[str]:
+    """Lines on what differs: facts, the small JSON files, and tensors by name."""
+    if old.manifest.step != new.manifest.step:
+        yield f"step: {old.manifest.step}, {new.manifest.step}"
+    for key, before, after in changed_keys(old.manifest.facts, new.manifest.facts):
+        yield f"{key}: {_value(before)}, {_value(after)}"
+    ours, theirs = _small_files(old), _small_files(new)
+    for name in sorted({*ours, *theirs}):
+        for key, before, after in changed_keys(ours.get(name, {}), theirs.get(name, {})):
+            yield f"{name} {key}: {_value(before)}, {_value(after)}"
+    yield from _tensor_differences(old, new)
+
+
+def _tensor_differences(old: Found, new: Found) -> Iterator[str]:
+    before, after = tensors_of(old.manifest), tensors_of(new.manifest)
+    for role in sorted({*before, *after}):
+        ours, theirs = before.get(role, {}), after.get(role, {})
+        for name in sorted({*ours, *theirs}):
+            if name not in ours or name not in theirs:
+                yield f"{role} {name}: only in the {'second' if name in theirs else 'first'}"
+                continue
+            parts, others = sorted(ours[name]), sorted(theirs[name])
+            if [part for part, _ in parts] != [part for part, _ in others]:
+                difference = _reads_differently(old, new, role, name)
+            else:
+                difference = "" if parts == others else "differs"
+            if difference:
+                yield f"{role} {name}: {difference}"
+
+
+def _reads_differently(old: Found, new: Found, role: str, name: str) -> str:
+    """For a tensor that the two cut in other places."""
+    if old.open is None or new.open is None:
+        return "is cut differently, and not compared, as one lies in a store"
+    import torch
+
+    from pentad.weights.regions import full_box
+
+    both = []
+    for found in (old.open(role), new.open(role)):
+        info = found.infos[name]
+        both.append((info, found.read(name, full_box(info.shape))))
+    (ours, first), (theirs, second) = both
+    if ours != theirs:
+        return f"{list(ours.shape)} of {ours.dtype}, {list(theirs.shape)} of {theirs.dtype}"
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return "" if torch.equal(*bits) else "differs"
+
+
+def _small_files(found: Found) -> dict[str, dict[str, Any]]:
+    """The JSON objects beside the tensors, by name."""
+    out = {}
+    for path in found.manifest.files:
+        if path.startswith(f"{INFO}/") and path.endswith(".json"):
+            data = found.read(path)
+            value = jsonlib.loads(data) if data else {}
+            out[Path(path).name] = value if isinstance(value, dict) else {"": value}
+    return out
+
+
+def _value(value: Any) -> str:
+    return one_line(repr(value), VALUE_CHARS)
+
+
+def show_differences(lines: list[str]) -> None:
+    print()
+    if not lines:
+        print("The two hold the same.")
+        return
+    print(f"{len(lines)} differences (first, second):")
+    for line in lines[:MAX_LINES]:
+        print(f"  {visible(line)}")
+    if lines[MAX_LINES:]:
+        print(f"  and {len(lines) - MAX_LINES} more; --json lists all")
