@@ -22,12 +22,13 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     CredentialRetrievalError,
-    EndpointConnectionError,
     HTTPClientError,
+    IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
     SSLError,
 )
+from botocore.exceptions import ConnectionError as NoConnection
 
 from pentad.core.errors import RunError
 from pentad.core.remote import Remote
@@ -336,9 +337,8 @@ def is_passing(error: BaseException | None) -> bool:
         return status >= 500 or status == 429 or _code(error) in PASSING
     if isinstance(error, SSLError):
         return False
-    return isinstance(error, HTTPClientError | OSError | EOFError) or (
-        type(error).__name__ == "IncompleteReadError"
-    )
+    passing = HTTPClientError | NoConnection | IncompleteReadError | OSError | EOFError
+    return isinstance(error, passing)
 
 
 def _status(error: BaseException | None) -> int | None:
@@ -370,7 +370,7 @@ def explain(error: Exception, remote: Remote) -> str:
         return f"{at}: the bucket is in another region; set checkpoint.region"
     if code == "NoSuchBucket" or status == 404:
         return f"{at}: there is no bucket {remote.bucket}; make it, or give another"
-    if isinstance(error, EndpointConnectionError | HTTPClientError):
+    if isinstance(error, NoConnection | HTTPClientError):
         return f"{at}: cannot be reached ({error}); look at checkpoint.endpoint_url"
     return f"{at}: {error}"
 

@@ -107,12 +107,13 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
     """Commits a checkpoint with a file of several parts, one of many small pieces, and infos."""
 
     def make(step: int, *, root: Path | None = None, size: int = 12 << 20) -> Checkpoint:
+        """`size`: of its largest file; the others are at most as large."""
         root = root or tmp_path / "local"
         rng = random.Random(f"{step}")
         folder, info = state_folder("default", step), info_folder(step)
         contents = {
             f"{folder}/__0_0.distcp": (rng.randbytes(size), 5),
-            f"{folder}/__1_0.distcp": (rng.randbytes(3 << 20), 40),
+            f"{folder}/__1_0.distcp": (rng.randbytes(min(size, 3 << 20)), 40),
             f"{folder}/.metadata": (rng.randbytes(700), 1),
             f"{info}/step_info.json": (b'{"global_step": %d}' % step, 1),
             f"{info}/empty.json": (b"", 1),

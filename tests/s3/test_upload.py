@@ -15,6 +15,8 @@ from pentad.checkpoint.folders import COMMIT, MANIFEST, Damaged, damage, info_fo
 from pentad.checkpoint.s3 import Store, StoreError
 from pentad.checkpoint.upload import Taken, prune_remote, upload
 
+SMALL = 2000
+
 
 def contents(root: Path) -> dict[str, bytes]:
     files = (path for path in root.rglob("*") if path.is_file())
@@ -128,7 +130,7 @@ def test_a_store_that_stays_busy_ends_in_a_sentence(remote, make_checkpoint, pro
 def test_two_uploaders_of_one_step_have_one_winner(remote, make_checkpoint, tmp_path):
     """Of the same checkpoint both are content; of another the loser says so."""
     mine, twin = make_checkpoint(5), make_checkpoint(5, root=tmp_path / "twin")
-    other = make_checkpoint(5, root=tmp_path / "other", size=100)
+    other = make_checkpoint(5, root=tmp_path / "other", size=SMALL)
     store = Store(remote)
     upload(store, mine)
     upload(store, twin)
