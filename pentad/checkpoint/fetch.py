@@ -30,6 +30,7 @@ from pentad.checkpoint.folders import (
     step_of,
 )
 from pentad.checkpoint.s3 import Gone, Store
+from pentad.core.errors import RunError
 
 SPAN_BYTES = 16 << 20
 """Pieces are asked for together up to this size: a request for each small tensor would be slow."""
@@ -89,9 +90,8 @@ def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
         manifest = Manifest.from_bytes(data)
     except ValueError as error:
         raise Damaged(f"{place}: cannot be used: {error}") from error
-    strange = [path for path in manifest.files if step_of_key(path) != step]
-    if manifest.step != step or strange:
-        raise Damaged(f"{place}: is not the manifest of step {step}")
+    if manifest.step != step:
+        raise Damaged(f"{place}: belongs to step {manifest.step}, not to {step}")
     return RemoteCheckpoint(store, step, manifest, data)
 
 
@@ -165,6 +165,9 @@ def fetch_newest(
             report(f"{error}; {place} is set aside and the one before it is used")
             set_aside(store, step, DAMAGED, str(error))
             continue
+        except OSError as error:
+            place = store.place(info_folder(step))
+            raise RunError(f"{root}: cannot take {place} ({error}); make room there") from error
         if local is not None:
             size, seconds = local.manifest.num_bytes / 1e9, time.monotonic() - began
             place = store.place(info_folder(step))

@@ -118,15 +118,6 @@ class Tiers:
         with self.lock:
             return self.known
 
-    def start_anew(self) -> None:
-        """Gives up what the store holds of this run, as `--fresh` does with what is local."""
-        if self.remote is None:
-            return
-        from pentad.checkpoint.fetch import give_up
-        from pentad.checkpoint.s3 import Store
-
-        give_up(Store(self.remote))
-
     def close(self, timeout_s: float = 600.0) -> bool:
         """Waits for uploads; whether the store has everything. What is missing is reported, and
         uploaded by the next start of the run."""

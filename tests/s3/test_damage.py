@@ -11,6 +11,7 @@ from pentad.checkpoint.fetch import fetch_newest, read_remote, remote_damage
 from pentad.checkpoint.folders import COMMIT, MANIFEST, commit_marker, damage, info_folder
 from pentad.checkpoint.s3 import Store
 from pentad.checkpoint.upload import upload
+from pentad.core.errors import RunError
 
 FILES = {
     "data": "default/recover_checkpoint/globalstep{}/__0_0.distcp",
@@ -120,6 +121,15 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged(
     assert "recover_info/globalstep2/COMMIT.damaged" not in store.sizes()
 
 
+def test_a_disk_that_cannot_take_it_is_named_and_the_store_is_not_blamed(uploaded, tmp_path):
+    store, _ = uploaded
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "default").write_text("a file where a folder should be")
+    with pytest.raises(RunError, match=r"fresh: cannot take s3://.*/globalstep2 \("):
+        fetch_newest(store, tmp_path / "fresh")
+    assert read_remote(store, 2) is not None
+
+
 def test_a_manifest_cannot_name_files_outside_its_checkpoint(remote, make_checkpoint, tmp_path):
     checkpoint, store = make_checkpoint(1, size=1000), Store(remote)
     upload(store, checkpoint)
@@ -130,5 +140,5 @@ def test_a_manifest_cannot_name_files_outside_its_checkpoint(remote, make_checkp
     store.put(f"{checkpoint.info}/{COMMIT}", commit_marker(data))
     said: list[str] = []
     assert fetch_newest(store, tmp_path / "fresh", report=said.append) is None
-    assert "is not the manifest of step 1" in said[0]
+    assert "'default/model.safetensors' is no file of step 1" in said[0]
     assert not (tmp_path / "fresh").exists()
