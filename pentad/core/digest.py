@@ -121,6 +121,8 @@ def _is_fused(words: Tensor) -> bool:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bytes as 32-bit words, filled up with zeros."""
+    if tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0:
+        return tensor.detach().view(-1).view(torch.int32)
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     rest = -flat.numel() % 4
     if flat.storage_offset() % 4:  # part of a tensor of 16-bit numbers may begin in mid-word

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from pentad.infer.sequence import Sequence, Table
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import install_hf, iter_hf
+
+if TYPE_CHECKING:
+    from pentad.infer.graphs import Launched
 
 Decode = Callable[[list[int]], str]
 
@@ -50,6 +54,15 @@ class Report:
     progress: list[Progress] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before the one ahead of it was recorded."""
+
+    launched: Launched
+    version: int
+    """Of the weights that draw its tokens."""
+
+
 class Engine:
     """The embedded engine without its asynchronous face."""
 
@@ -71,6 +84,7 @@ class Engine:
         self.num_steps = 0
         self.num_installs = 0
         self.listened: set[str] = set()
+        self.ahead: Ahead | None = None
         dims = model.dims
         if settings.record_routes and not any(map(dims.is_moe, range(dims.num_layers))):
             rule = "the model has no mixture of experts, so there are no routes"
@@ -127,15 +141,42 @@ class Engine:
         return report
 
     def step(self, report: Report) -> None:
-        plan = self.scheduler.plan()
-        assert plan is not None, "there is work, but no step can be planned"
-        ids, logprobs = self.runner.run(plan)
+        """One step recorded. While it runs, the next one is launched if nothing speaks against it:
+        rows that turn out to have ended are left out when its results come."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            self.launch_ahead(ahead)
+            ids, logprobs = ahead.launched.read()
+            is_kept = self.table.num_seated[ahead.launched.rows] == ahead.launched.seats
+            plan = self.scheduler.plan_ahead(ahead.launched.rows[is_kept])
+            self.record(plan, ids[is_kept], logprobs[is_kept], ahead.version, report)
+            return
+        planned = self.scheduler.plan()
+        assert planned is not None, "there is work, but no step can be planned"
+        launched = self.runner.launch(planned.rows) if planned.is_decode else None
+        if launched is None:
+            ids, logprobs = self.runner.run(planned)
+        else:
+            self.launch_ahead(Ahead(launched, self.version))
+            ids, logprobs = launched.read()
+        self.record(planned, ids, logprobs, self.version, report)
+
+    def launch_ahead(self, current: Ahead) -> None:
+        """The step after the one under way, if it can be planned without its results."""
+        rows = self.scheduler.rows_ahead(current.launched.rows, current.launched.seats)
+        launched = None if rows is None else self.runner.launch(rows, current.launched)
+        if launched is not None:
+            self.ahead = Ahead(launched, self.version)
+
+    def record(
+        self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray, version: int, report: Report
+    ) -> None:
         if not np.isfinite(logprobs).all():
             raise RunError(
                 f"the model gave logits that are not finite with weights of version "
-                f"{self.version}; these weights cannot be sampled from"
+                f"{version}; these weights cannot be sampled from"
             )
-        done = dict(self.scheduler.record(plan, ids, logprobs, self.version))
+        done = dict(self.scheduler.record(plan, ids, logprobs, version))
         done |= self.stopped_by_text(plan, done)
         for row, top in self.runner.tops.items():
             sequence = self.table.sequences[row]
@@ -147,6 +188,8 @@ class Engine:
             report.progress += self.tell(plan, ids, logprobs)
         if done:
             self.end(done, report)
+        if not self.has_work:
+            self.ahead = None
 
     def end(self, done: dict[Sequence, FinishReason], report: Report) -> None:
         self.scheduler.finish(done)

@@ -4,11 +4,15 @@ All inputs of a step travel in one pinned buffer, the block table in a second, i
 come back in a third: one wait a step. Buffers stand still, so a graph captured once follows the
 batch; padded rows work on the scratch block. Without a GPU (or for models whose forward talks
 to the host) the same body runs uncaptured.
+
+A step can be launched before the ids of the one before it are known here: it takes them on the
+device. Two sets of host buffers take turns, so two steps can be under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,8 +29,9 @@ from pentad.ops.fused import store
 from pentad.ops.invariant_kernels import Tiles, attend
 from pentad.ops.paged_decode import paged_decode
 
-IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH = range(7)
-"""Rows of the input buffer, int64 each; the two of reals hold their fp64 bits."""
+IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS = range(8)
+"""Rows of the input buffer, int64 each; the two of reals hold their fp64 bits. ORIGINS says where
+in the step before a row was."""
 
 
 def batch_sizes(max_rows: int) -> Iterator[int]:
@@ -82,6 +87,33 @@ class StrictDecode:
         return attend(q_SHd.contiguous(), k_PKd, v_PKd, self.tiles, window)
 
 
+@dataclass(frozen=True, slots=True)
+class HostBuffers:
+    inputs: Tensor
+    blocks: Tensor
+    outputs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way."""
+
+    rows: np.ndarray
+    seats: np.ndarray
+    """Which sequence each row held, as `Table.num_seated` counts them."""
+    outputs: Tensor
+    logits_NV: Tensor
+    """Valid until the next step is launched."""
+    is_done: torch.cuda.Event | None
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Waits; ids and log-probs of the rows."""
+        if self.is_done is not None:
+            self.is_done.synchronize()
+        num, out = len(self.rows), self.outputs.numpy()
+        return out[0, :num].copy(), out[1].view(np.float64)[:num].astype(np.float32)
+
+
 class GraphDecoder:
     """Runs decode steps over static buffers."""
 
@@ -105,52 +137,67 @@ class GraphDecoder:
         max_blocks = -(-max_context // cache.block_size)
         device = cache.k.device
         pin = device.type == "cuda"
-        self.inputs_host = torch.zeros((7, num_rows), dtype=torch.int64, pin_memory=pin)
-        self.blocks_host = torch.zeros(num_rows * max_blocks, dtype=torch.int32, pin_memory=pin)
-        self.outputs_host = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin)
-        self.inputs = torch.zeros_like(self.inputs_host, device=device)
-        self.blocks = torch.zeros_like(self.blocks_host, device=device)
-        self.outputs = torch.zeros_like(self.outputs_host, device=device)
+        self.hosts = [
+            HostBuffers(
+                torch.zeros((8, num_rows), dtype=torch.int64, pin_memory=pin),
+                torch.zeros(num_rows * max_blocks, dtype=torch.int32, pin_memory=pin),
+                torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin),
+            )
+            for _ in range(2)
+        ]
+        self.inputs = torch.zeros_like(self.hosts[0].inputs, device=device)
+        self.blocks = torch.zeros_like(self.hosts[0].blocks, device=device)
+        self.outputs = torch.zeros_like(self.hosts[0].outputs, device=device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if pin else None
 
-    def run(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Computes the last token of each row; drawn ids, log-probs, and the logits on the device.
-
-        The logits are valid until the next run.
-        """
-        num = len(rows)
-        size = next(size for size in self.sizes if size >= num)
-        self.fill(rows, size)
+    def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched:
+        """Computes the last token of each row and draws the next. With `after`, that last token is
+        the one the step before draws: the rows are among its rows."""
+        size = next(size for size in self.sizes if size >= len(rows))
+        self.hosts.reverse()
+        host = self.hosts[0]
+        self.fill(host, rows, size, after)
         logits_NV = self.replay(size) if self.capture_graphs else self.body(size)
-        self.outputs_host.copy_(self.outputs, non_blocking=True)
+        host.outputs.copy_(self.outputs, non_blocking=True)
+        is_done = None
         if self.cache.k.device.type == "cuda":
-            torch.cuda.current_stream(self.cache.k.device).synchronize()
-        out = self.outputs_host.numpy()
-        logprobs = out[1].view(np.float64)[:num].astype(np.float32)
-        return out[0, :num].copy(), logprobs, logits_NV[:num]
+            is_done = torch.cuda.Event()
+            is_done.record()
+        seats = self.table.num_seated[rows]
+        return Launched(rows, seats, host.outputs, logits_NV[: len(rows)], is_done)
 
-    def fill(self, rows: np.ndarray, size: int) -> None:
+    def fill(
+        self, host: HostBuffers, rows: np.ndarray, size: int, after: Launched | None = None
+    ) -> None:
         table, block_size, num = self.table, self.cache.block_size, len(rows)
-        host = self.inputs_host.numpy()
-        lengths = table.num_tokens[rows]
+        inputs = host.inputs.numpy()
+        lengths = table.num_tokens[rows] + (after is not None)
         last = lengths - 1
-        host[:, num:size] = 0
-        host[IDS, :num] = table.tokens[rows, last]
-        host[POSITIONS, :num] = last
-        host[LENGTHS, :num] = lengths
-        host[LENGTHS, num:size] = 1
-        host[PLACES, :num] = table.blocks[rows, last // block_size]
-        host[PLACES, :num] = host[PLACES, :num] * block_size + last % block_size
-        host[UNIFORMS].view(np.float64)[:num] = uniforms(table.seed[rows], lengths)
-        host[TEMPERATURES].view(np.float64)[:num] = table.temperature[rows]
+        inputs[:, num:size] = 0
+        inputs[POSITIONS, :num] = last
+        inputs[LENGTHS, :num] = lengths
+        inputs[LENGTHS, num:size] = 1
+        inputs[PLACES, :num] = table.blocks[rows, last // block_size]
+        inputs[PLACES, :num] = inputs[PLACES, :num] * block_size + last % block_size
+        inputs[UNIFORMS].view(np.float64)[:num] = uniforms(table.seed[rows], lengths)
+        inputs[TEMPERATURES].view(np.float64)[:num] = table.temperature[rows]
         width = int(table.num_blocks[rows].max())
-        host[WIDTH, 0] = width
-        blocks = self.blocks_host.numpy()[: size * width].reshape(size, width)
+        inputs[WIDTH, 0] = width
+        if after is None:
+            inputs[IDS, :num] = table.tokens[rows, last]
+        else:
+            place = np.zeros(len(table.sequences), np.int64)
+            place[after.rows] = np.arange(len(after.rows))
+            inputs[ORIGINS, :num] = place[rows]
+        blocks = host.blocks.numpy()[: size * width].reshape(size, width)
         blocks[:num] = table.blocks[rows, :width]
         blocks[num:] = 0
-        self.inputs.copy_(self.inputs_host, non_blocking=True)
-        self.blocks[: size * width].copy_(self.blocks_host[: size * width], non_blocking=True)
+        self.inputs.copy_(host.inputs, non_blocking=True)
+        self.blocks[: size * width].copy_(host.blocks[: size * width], non_blocking=True)
+        if after is not None:
+            origins = self.inputs[ORIGINS, :num]
+            torch.index_select(self.outputs[0], 0, origins, out=self.inputs[IDS, :num])
 
     def body(self, size: int) -> Tensor:
         """One step over the static buffers; returns the logits."""

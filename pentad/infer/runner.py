@@ -26,7 +26,7 @@ from pentad.models.strict import apply_strict
 from pentad.ops.experts import can_group
 
 if TYPE_CHECKING:
-    from pentad.infer.graphs import GraphDecoder
+    from pentad.infer.graphs import GraphDecoder, Launched
 
 MAX_LOGITS = 1 << 26
 """Most logits (rows x vocabulary) held at once."""
@@ -120,6 +120,18 @@ class Runner:
                 return self.decode(self.decoder, plan.rows)
             return self.compute(plan)
 
+    @torch.inference_mode()
+    def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched | None:
+        """One decode step that is not waited for; None where its draw needs the host or the step
+        cannot be captured."""
+        table, decoder = self.table, self.decoder
+        needs_host = table.is_truncated[rows].any() or table.num_top[rows].any()
+        if decoder is None or not self.captures_graphs or needs_host:
+            return None
+        self.tops = {}
+        with torch.cuda.device(self.device):
+            return decoder.launch(rows, after)
+
     def compute(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """Any mixture of prefill and decode."""
         hidden_TD = self.forward(plan)
@@ -145,11 +157,11 @@ class Runner:
         return np.concatenate(ids), np.concatenate(logprobs)
 
     def decode(self, decoder: GraphDecoder, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids, logprobs, logits_NV = decoder.run(rows)
+        launched = decoder.launch(rows)
         if self.table.is_truncated[rows].any():
-            return self.draw(rows, logits_NV)
-        self.note_tops(rows, logits_NV)
-        return ids, logprobs
+            return self.draw(rows, launched.logits_NV)
+        self.note_tops(rows, launched.logits_NV)
+        return launched.read()
 
     def forward(self, plan: Plan) -> Tensor:
         table, size = self.table, self.settings.block_size

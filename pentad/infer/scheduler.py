@@ -155,13 +155,43 @@ class Scheduler:
             self.num_prefilled += int(counts[i])
         if budget == 0:
             rows, counts = rows[counts > 0], counts[counts > 0]
-        computed = table.num_computed[rows]
+        self.remember_filled(rows, counts)
+        return (rows, counts), budget
+
+    def remember_filled(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        computed = self.table.num_computed[rows]
         size = self.pool.block_size
         for i in np.flatnonzero((computed + counts) // size > computed // size):
-            sequence = table.sequences[rows[i]]
+            sequence = self.table.sequences[rows[i]]
             assert sequence is not None
             self.remember_blocks(sequence, int(computed[i]), int(counts[i]))
-        return (rows, counts), budget
+
+    # A step that was launched before the one ahead of it was recorded.
+
+    def rows_ahead(self, rows: np.ndarray, seats: np.ndarray) -> np.ndarray | None:
+        """Of the rows of the step under way those that get a further token, unless a stop id ends
+        them, with a block for it. None where that step should be waited for."""
+        table, pool = self.table, self.pool
+        if self.may_admit:
+            return None
+        num_tokens = table.num_tokens[rows] + 1
+        goes_on = (table.num_seated[rows] == seats) & (num_tokens < table.limit[rows])
+        rows, num_tokens = rows[goes_on], num_tokens[goes_on]
+        full = rows[num_tokens > table.num_blocks[rows] * pool.block_size]
+        if not len(rows) or pool.num_free < len(full):
+            return None
+        for row in full:
+            sequence = table.sequences[row]
+            assert sequence is not None
+            sequence.blocks.append(pool.take())
+            table.set_blocks(row, len(sequence.blocks) - 1, sequence.blocks[-1:])
+        return rows
+
+    def plan_ahead(self, rows: np.ndarray) -> Plan:
+        """The plan of such a step, made when its results come: rows that have not ended."""
+        counts = np.ones(len(rows), np.int64)
+        self.remember_filled(rows, counts)
+        return Plan(rows, self.table.num_computed[rows], counts, rows, np.arange(len(rows)))
 
     def admit(self, budget: int) -> list[tuple[Sequence, int]]:
         """Takes in waiting sequences in order until one does not fit."""

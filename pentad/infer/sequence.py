@@ -70,6 +70,8 @@ class Table:
         self.top_k = np.zeros(num_rows, np.int64)
         self.is_truncated = np.zeros(num_rows, bool)
         self.num_top = np.zeros(num_rows, np.int64)
+        self.num_seated = np.zeros(num_rows, np.int64)
+        """How many sequences have left each row: tells two that had the same one apart."""
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.has_followers = np.zeros(num_rows, bool)
         self.stops = StopSets(num_rows)
@@ -110,6 +112,7 @@ class Table:
         sequence.logprobs = self.logprobs[row, prompt:size].tolist()
         sequence.versions = self.versions[row, prompt:size].tolist()
         self.sequences[row] = None
+        self.num_seated[row] += 1
         self.stops.drop(row)
         self.free_rows.append(row)
         sequence.row = -1

@@ -56,7 +56,10 @@ class Drawn:
     def covers(self, sample: Sample) -> np.ndarray:
         """Which tokens of the sample were drawn at that place, with that log-prob and version."""
         known = np.zeros(len(sample.ids), dtype=bool)
-        for end in self.lengths:
+        # The longest first: of an answer to one prompt it covers all.
+        for end in sorted((n for n in self.lengths if n <= len(known)), reverse=True):
+            if known[sample.mask].all():
+                break
             for span in self.by_sequence.get(sample.ids[:end].tobytes(), []):
                 part = slice(span.start, end)
                 same = sample.rollout_logprobs[part] == span.logprobs

@@ -6,11 +6,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner
@@ -81,6 +85,14 @@ class TrainedBatch:
     funnel: Funnel
     """As it was when the batch was done; the next one may be under way by now."""
     timer: PhaseTimer
+
+
+def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
+    """fp32 columns of many rows, in one copy from the device."""
+    if not columns:
+        return []
+    flat = torch.cat([column.detach() for column in columns]).float().cpu()
+    return [part.numpy() for part in flat.split([len(column) for column in columns])]
 
 
 class TrainPump:
@@ -183,8 +195,7 @@ class TrainPump:
         """Ends a run that has been past a bound for too long; the step is recorded by now."""
         result, step = trained.result, trained.batch + 1
         samples = [sample for sample, _ in result.scored]
-        said = [logprobs.detach().float().cpu().numpy() for _, logprobs in result.scored]
-        compared = compare(samples, said, trained.batch)
+        compared = compare(samples, on_host([said for _, said in result.scored]), trained.batch)
         if impossible := num_impossible(compared):
             text = "step %d: %d sampled tokens are impossible under the policy that is trained"
             log.warning(text, step, impossible)
