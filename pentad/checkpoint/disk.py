@@ -91,11 +91,12 @@ def write_aside(disk: Disk, path: Path, data: bytes, *, is_durable: bool = True)
 
 
 def remove_tree(disk: Disk, folder: Path) -> None:
-    """A folder with all it holds; what is gone already is no error."""
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.is_dir() and not entry.is_symlink():
-            remove_tree(disk, entry)
-        else:
-            disk.unlink(entry)
-    if folder.is_dir():
+    """A folder with all it holds; what is gone already, or goes meanwhile, is no error."""
+    with suppress(FileNotFoundError):
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                remove_tree(disk, entry)
+            else:
+                with suppress(FileNotFoundError):
+                    disk.unlink(entry)
         disk.remove_dir(folder)

@@ -167,6 +167,7 @@ class _Process:
             except (OSError, ValueError):
                 pass  # its last line was cut short
         self._fail()
+        self._socket.close()
 
     def _fail(self) -> None:
         """It ended: jobs that it has not answered are lost."""
@@ -264,16 +265,19 @@ def main(fd: int, parent: int) -> None:
 def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any]) -> None:
     """Also while a job runs, so that the end of the parent is seen at once, by the end of the
     connection or, where a child of it keeps that open, by its process number."""
-    while True:
-        readable, _, _ = select.select([connection], [], [], WATCH_S)
-        data = b""
-        fds: list[int] = []
-        if readable:
-            data, fds, _, _ = socket.recv_fds(connection, NUMBER.size, MAX_FDS)
-        if os.getppid() != parent or (readable and not data):
-            os._exit(1)
-        if data:
-            jobs.put(list(fds) or None)
+    poll = (
+        select.poll()
+    )  # `select` knows no descriptors above 1023, and ours has the parent's number
+    poll.register(connection, select.POLLIN)
+    try:
+        while os.getppid() == parent:
+            if poll.poll(1e3 * WATCH_S):
+                data, fds, _, _ = socket.recv_fds(connection, NUMBER.size, MAX_FDS)
+                if not data:
+                    break
+                jobs.put(list(fds) or None)
+    finally:
+        os._exit(1)
 
 
 def _answer(fds: list[int]) -> dict[str, Any]:

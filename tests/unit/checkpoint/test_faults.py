@@ -262,3 +262,16 @@ def test_the_writer_needs_neither_torch_nor_numpy():
     code = "import sys, pentad.checkpoint.writer; print({'torch', 'numpy'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_a_process_with_thousands_of_open_files_can_have_a_writer(tmp_path: Path, writer: Writer):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        save(lambda job: writer.submit(job).wait(60), tmp_path, 1)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert steps(tmp_path) == [1]
