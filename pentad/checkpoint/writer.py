@@ -265,9 +265,7 @@ def main(fd: int, parent: int) -> None:
 def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any]) -> None:
     """Also while a job runs, so that the end of the parent is seen at once, by the end of the
     connection or, where a child of it keeps that open, by its process number."""
-    poll = (
-        select.poll()
-    )  # `select` knows no descriptors above 1023, and ours has the parent's number
+    poll = select.poll()  # ours has the parent's number, and `select` knows none above 1023
     poll.register(connection, select.POLLIN)
     try:
         while os.getppid() == parent:
