@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,12 +147,19 @@ def give_up(store: Store) -> None:
 
 
 def fetch_newest(
-    store: Store, root: Path, *, newer_than: int = -1, report: Report = log.warning
+    store: Store,
+    root: Path,
+    *,
+    newer_than: int = -1,
+    except_steps: Collection[int] = (),
+    report: Report = log.warning,
 ) -> Checkpoint | None:
     """The newest whole one after a step; damaged ones are named, set aside, and passed over."""
     for step in committed_steps(store.sizes(f"{INFO}/")):
         if step <= newer_than:
             return None
+        if step in except_steps:
+            continue
         began = time.monotonic()
         try:
             found = read_remote(store, step)

@@ -63,6 +63,8 @@ class Tiers:
         self.lock = threading.Lock()
         self.known = UploadStatus()
         self.held = ExitStack()
+        self.fetched: set[int] = set()
+        """Steps that the store gave already: if they could not be restored, they cannot be."""
         self.process: subprocess.Popen[str] | None = None
         self.is_closed = False
         if remote is not None:
@@ -92,8 +94,11 @@ class Tiers:
 
         step = -1 if newest is None else newest.step
         store = Store(self.remote)
-        fetched = fetch_newest(store, self.root, newer_than=step, report=self.report)
+        fetched = fetch_newest(
+            store, self.root, newer_than=step, except_steps=self.fetched, report=self.report
+        )
         if fetched is not None:
+            self.fetched.add(fetched.step)
             with self.lock:
                 self.known = replace(self.known, last_step=fetched.step)
         elif newest is not None:

@@ -201,7 +201,11 @@ def test_the_newest_of_both_tiers_is_found_and_a_local_wreck_is_replaced(
     assert found is not None and found.step == 5
     quarantine(found, "as a restore would")
     again = tiers.find()
-    assert again is not None and (again.step, damage(again)) == (5, [])
+    assert again is not None and again.step == 4, "what was fetched whole is not fetched again"
+    other, _ = open_tiers(remote)
+    fetched = other.find()
+    assert fetched is not None and (fetched.step, damage(fetched)) == (5, [])
+    quarantine(fetched, "for good")
     newer = make_checkpoint(7, size=SMALL)
     assert tiers.find() == newer
     assert tiers.close(PATIENCE_S) and remote_steps(store)[0] == 7
