@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -199,15 +200,18 @@ def save_model(
     hf_config: ConfigLike | None = None,
     tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """A folder that transformers loads, in `dtype` (default: as held).
+
+    `weights` are those of `iter_hf(model, dtype)`, where they are elsewhere.
 
     The config is that of `source_folder` or `hf_config`, with dtype and class set; tokenizer and
     generation config come from `tokenizer_folder`, then from `source_folder`.
     """
     save_folder(
         folder,
-        iter_hf(model, dtype),
+        iter_hf(model, dtype) if weights is None else weights,
         plan_export(
             model,
             dtype=dtype,

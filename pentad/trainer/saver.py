@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.job import ExportJob, FileSpec, Memory, Piece, Span
-from pentad.checkpoint.pinned import StagingMemory
+from pentad.checkpoint.staging import HostMemory
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import RunError, UserError
 from pentad.core.machine import GIB
@@ -80,7 +80,7 @@ class Saver:
     """Attempts since the last that succeeded."""
     retry_at: int | None = None
     under_way: Export | None = None
-    room: StagingMemory | None = None
+    room: HostMemory = field(default_factory=HostMemory)
     """Kept between saves."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
@@ -160,11 +160,10 @@ class Saver:
         started = time.monotonic()
         files = self.learner.plan_hf()
         size = sum(piece for file in files for _, piece in file.pieces if isinstance(piece, int))
-        if self.room is None or self.room.memory.size != size:
-            self.room = StagingMemory(size, self.device)
-        self.learner.stage_hf(self.room.tensor)
+        memory = self.room.take(size, pins=self.device.type == "cuda")
+        self.learner.stage_hf(self.room.bytes[:size])
         staging_s = time.monotonic() - started
-        job = ExportJob(self.folder(step), file_specs(files, self.room.memory))
+        job = ExportJob(self.folder(step), file_specs(files, memory))
         return Export(step, writer.submit(job), staging_s)
 
     def _collect(self, now: int, *, wait: bool) -> None:
