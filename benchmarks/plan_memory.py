@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_smoke import DEVICE, IS_GPU, TOY, MeanNll, make_rows  # noqa: E402
 
 from pentad.cli.bench_train import QWEN3_0_6B, QWEN3_4B, QWEN3_MOE_SLICE  # noqa: E402
-from pentad.core.dims import dims_from_hf  # noqa: E402
 from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine  # noqa: E402
 from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
+from pentad.models.families import dims_of  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
 from pentad.parallel.mesh import build_meshes  # noqa: E402
 from pentad.planner.activations import Checkpointing  # noqa: E402
@@ -97,7 +97,7 @@ def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
         **MODES[case.mode], is_compiled=case.compile, compute_bytes=2 if IS_GPU else 4
     )
     training = Training(
-        dims=dims_from_hf(config),
+        dims=dims_of(config),
         layout=Layout(),
         keeping=keeping,
         microbatch_tokens=case.tokens,
@@ -124,7 +124,7 @@ def make_engine(config: dict[str, Any], case: Case) -> Engine:
         max_tokens_per_mb=case.tokens,
     )
     meshes = build_meshes(Layout(), DEVICE)
-    maker = decoder_maker(dims_from_hf(config), settings, meshes, value_head=False)
+    maker = decoder_maker(dims_of(config), settings, meshes, value_head=False)
     held = HeldModel(maker, meshes)
     with torch.no_grad():
         for name, parameter in held.parameters.items():

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from pentad.core.digest import digest_of
 from pentad.core.dims import ModelDims
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.engine.predictor import Predictor
@@ -41,6 +40,7 @@ from pentad.models.exchange import install_hf, iter_hf
 from pentad.models.registry import build_model
 from pentad.models.strict import apply_strict
 from pentad.ops.attention import build_attend
+from pentad.ops.digest import digest_of
 from pentad.ops.invariant import PackedAttend
 
 QWEN3_06B = ModelDims(

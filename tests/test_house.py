@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,17 @@ OPTIONAL = {
 }
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.ClassDef, ...]:
+    """The imports and classes of a file, wherever they stand in it."""
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return tuple(n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, kinds))
+
+
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of every import, lazy and TYPE_CHECKING ones included."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -157,7 +165,7 @@ def test_an_undeclared_import_is_caught(tmp_path):
 @pytest.mark.parametrize(
     ("room", "code", "expected"),
     [
-        ("rl", "from pentad.models import qwen3", "row 1) imports models"),
+        ("rl", "from pentad.models.families import qwen3", "row 1) imports models"),
         ("models", "def f():\n    import pentad.data.ledger", "row 3) imports data"),
         (
             "ops",
@@ -179,6 +187,34 @@ def test_contributing_has_the_same_rows():
     page = (ROOT.parent / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| \d+ \| ([^|]+) \|", page, re.M)
     assert [set(row.replace("`", "").split()) for row in rows] == LAYERS
+
+
+def twice_defined(root: Path) -> dict[str, list[str]]:
+    """Class names that stand for two things."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.name}:{node.lineno}")
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+STAND_TWICE = {"Item", "Memory", "Piece", "Store"}  # one of each pair is the checkpoint's
+
+
+def test_every_class_name_stands_once():
+    assert twice_defined(ROOT).keys() <= STAND_TWICE
+
+
+def test_a_class_name_with_two_meanings_is_seen(tmp_path):
+    (tmp_path / "a.py").write_text("class Plan: ...")
+    (tmp_path / "b.py").write_text("def f():\n    class Plan: ...")
+    assert twice_defined(tmp_path) == {"Plan": ["a.py:1", "b.py:2"]}
+
+
+def test_layers_are_swapped_in_one_place():
+    found = {path for path in ROOT.rglob("*.py") if re.search(r"__class__ = ", path.read_text())}
+    assert found == {ROOT / "core" / "swap.py"}
 
 
 def test_no_empty_rooms():

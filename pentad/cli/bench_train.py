@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pentad.core.dims import dims_from_hf
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.flops import detect_peak_tflops, measure_throughput
+from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
 
 QWEN3_0_6B: dict[str, Any] = {
@@ -191,7 +191,7 @@ def measure(
     seconds = sorted(times)[len(times) // 2]
     lengths = case.lengths
     peak = detect_peak_tflops(device)
-    speed = measure_throughput(dims_from_hf(case.config), lengths, seconds, peak_tflops=peak)
+    speed = measure_throughput(dims_of(case.config), lengths, seconds, peak_tflops=peak)
     is_gpu = device.type == "cuda"
     return TrainMeasurement(
         case=case,

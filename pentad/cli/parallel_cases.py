@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pentad.config.catalog import known_model
+from pentad.config.catalog import known_config
 from pentad.config.load import load_config
 from pentad.config.rules.layout import layout_problems
 from pentad.config.schema import Config
-from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component, Layout, divisors, parse_allocation
-from pentad.models.families import known_families, read_config
+from pentad.models.families import dims_of, known_families, read_config
 
 SMALL: dict[str, Any] = {
     "hidden_size": 48,
@@ -34,11 +34,15 @@ FAMILY: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 FAMILY_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_token": 3,
+    **dict.fromkeys(("num_experts", "n_routed_experts"), 8),
+    "num_experts_per_tok": 3,
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "first_k_dense_replace": 1,
 }
+SHARED_EXPERTS = {"shared_expert_intermediate_size": 32, "n_shared_experts": 2}
+"""By the names of all families, of which each reads its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +85,14 @@ def read_subject(words: list[str]) -> ParallelSubject:
         hf_config = read_config(name)
         has_weights = any(Path(name).glob("*.safetensors"))
         return ParallelSubject(
-            name, hf_config, dims_from_hf(hf_config), config, name if has_weights else None
+            name, hf_config, dims_of(hf_config), config, name if has_weights else None
         )
-    known = known_model(name)
+    known = known_config(name)
     if known is not None:
-        return ParallelSubject(name, config_of(known), known, config)
+        return ParallelSubject(name, known, dims_of(known), config)
     if name in known_families():
         hf_config = family_config(name)
-        return ParallelSubject(name, hf_config, dims_from_hf(hf_config), config)
+        return ParallelSubject(name, hf_config, dims_of(hf_config), config)
     families = ", ".join(known_families())
     remedy = (
         f"give a recipe, a folder with config.json, a public name such as Qwen3-8B, or {families}"
@@ -99,64 +103,10 @@ def read_subject(words: list[str]) -> ParallelSubject:
 def family_config(name: str) -> dict[str, Any]:
     """A small model of a family, with one dense layer where it has experts."""
     given = {"model_type": name, **FAMILY}
-    if "moe" in name:  # a config that names none has no experts, unless its family's default does
-        given |= {"num_experts": FAMILY_EXPERTS["num_experts"]}
-    dims = dims_from_hf(given)
-    if not dims.num_experts:
+    dims = dims_of(given)
+    if not dims.num_experts:  # the family's defaults name none
         return {**given, "tie_word_embeddings": True}
-    dense = 0 if dims.router_bias else 1
-    layers = tuple(layer != dense for layer in range(dims.num_layers))
-    shared = 2 * FAMILY_EXPERTS["moe_intermediate_size"] if dims.shared_expert_size else 0
-    dims = replace(dims, **FAMILY_EXPERTS, shared_expert_size=shared, moe_layers=layers)
-    return {**config_of(dims), "initializer_range": SMALL["initializer_range"]}
-
-
-def config_of(dims: ModelDims) -> dict[str, Any]:
-    """A HF config with the given dimensions."""
-    found: dict[str, Any] = {
-        "model_type": dims.family,
-        "vocab_size": dims.vocab_size,
-        "hidden_size": dims.hidden_size,
-        "intermediate_size": dims.intermediate_size,
-        "num_hidden_layers": dims.num_layers,
-        "num_attention_heads": dims.num_heads,
-        "num_key_value_heads": dims.num_kv_heads,
-        "head_dim": dims.head_dim,
-        "max_position_embeddings": dims.max_position,
-        "rope_theta": dims.rope_theta,
-        "tie_word_embeddings": dims.tie_embeddings,
-    }
-    if dims.rotary_dim:
-        found["partial_rotary_factor"] = dims.rotary_dim / dims.head_dim
-    if dims.num_experts:
-        found |= {
-            "num_experts_per_tok": dims.num_experts_per_token,
-            "moe_intermediate_size": dims.moe_intermediate_size,
-            "norm_topk_prob": dims.norm_topk_prob,
-            **(_biased_mixture(dims) if dims.router_bias else _mixture(dims)),
-        }
-    return found
-
-
-def _mixture(dims: ModelDims) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "num_experts": dims.num_experts,
-        "mlp_only_layers": [i for i in range(dims.num_layers) if not dims.is_moe(i)],
-    }
-    if dims.shared_expert_size:
-        found["shared_expert_intermediate_size"] = dims.shared_expert_size
-    return found
-
-
-def _biased_mixture(dims: ModelDims) -> dict[str, Any]:
-    return {
-        "n_routed_experts": dims.num_experts,
-        "n_shared_experts": dims.shared_expert_size // dims.moe_intermediate_size,
-        "first_k_dense_replace": sum(not dims.is_moe(i) for i in range(dims.num_layers)),
-        "routed_scaling_factor": dims.router_scale,
-        "attention_bias": dims.qkv_bias,
-        "use_qk_norm": dims.qk_norm,
-    }
+    return {**given, **FAMILY_EXPERTS, **(SHARED_EXPERTS if dims.shared_expert_size else {})}
 
 
 def shrink(

@@ -13,11 +13,11 @@ from pentad.telemetry.record import reference as telemetry_page
 PACKAGE = Path(__file__).parents[1]
 ROWS = (
     "core",
-    "config telemetry rl",
-    "ops weights planner",
+    "telemetry rl",
+    "ops weights",
     "models parallel data runtime",
-    "engine infer sync checkpoint",
-    "samplers rewards serve",
+    "config engine infer sync checkpoint",
+    "planner samplers rewards serve",
     "rollout elastic",
     "trainer",
     "cli",

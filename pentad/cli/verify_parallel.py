@@ -28,10 +28,10 @@ from pentad.cli.parallel_cases import (
 )
 from pentad.cli.plan import make_console
 from pentad.config.rules.start import too_many_ranks
-from pentad.core.dims import dims_from_hf
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
 from pentad.core.stages import default_stages_per_rank, splits_backward
+from pentad.models.families import dims_of
 from pentad.runtime.launch import LaunchSettings, run_ranks
 from pentad.runtime.rank import rank_from_environment
 
@@ -239,7 +239,7 @@ def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> LayoutR
 
 
 def describe(subject: ParallelSubject, payload: dict[str, Any]) -> str:
-    dims = dims_from_hf(payload["config"])
+    dims = dims_of(payload["config"])
     parts = [
         f"{dims.num_layers} layers",
         f"width {dims.hidden_size}",

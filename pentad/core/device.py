@@ -8,7 +8,7 @@ from pentad.core.errors import Problem, UserError
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
-    """The first GPU if there is one, unless told otherwise."""
+    """The first GPU if there is one, unless another is named."""
     has_gpu = torch.cuda.is_available()
     if wanted == "auto":
         return torch.device("cuda:0" if has_gpu else "cpu")

@@ -26,7 +26,7 @@ class Gpu:
     free_bytes: int
     driver: str
     capability: str
-    """Compute capability, such as 9.0; empty where the driver does not tell."""
+    """Compute capability, such as 9.0; empty where the driver does not say."""
 
 
 class GpuQueryError(Exception):

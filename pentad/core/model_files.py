@@ -35,7 +35,7 @@ def check_plain(folder: Path) -> None:
     for place in (folder / name for name in SUBFOLDERS):
         entries = sorted(place.iterdir()) if place.is_dir() else []
         for path in entries:
-            # A link to nowhere is missing, which is told where the file is wanted.
+            # A link to nowhere is missing, which is reported where the file is wanted.
             mode = path.stat().st_mode if path.exists() else stat.S_IFREG
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 problems.append(_not_plain(path))

@@ -33,7 +33,7 @@ class LedgerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Funnel:
+class PromptFunnel:
     """Where all prompts drawn so far went: drawn = trained + sum of dropped + in_flight."""
 
     drawn: int
@@ -189,8 +189,8 @@ class Ledger:
         """All groups in one state, in gid order."""
         return [gid for gid, entry in self._live.items() if entry.state == state]
 
-    def funnel(self) -> Funnel:
-        return Funnel(self.next_gid, self._trained, dict(self._dropped), len(self._live))
+    def funnel(self) -> PromptFunnel:
+        return PromptFunnel(self.next_gid, self._trained, dict(self._dropped), len(self._live))
 
     # -- checkpoint -----------------------------------------------------------------------------
 

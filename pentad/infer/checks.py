@@ -15,7 +15,7 @@ MIN_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What the engine can hold."""
 
     vocab_size: int
@@ -32,7 +32,7 @@ class Limits:
         return min(wanted, self.max_context)
 
 
-def check_request(request: Request, limits: Limits) -> None:
+def check_request(request: Request, limits: RequestLimits) -> None:
     """Raises one UserError with every problem of the request."""
     problems = [*prompt_problems(request, limits), *params_problems(request.params, limits)]
     if not request.seeds:
@@ -51,7 +51,7 @@ def check_request(request: Request, limits: Limits) -> None:
         raise UserError(problems)
 
 
-def prompt_problems(request: Request, limits: Limits) -> Iterator[Problem]:
+def prompt_problems(request: Request, limits: RequestLimits) -> Iterator[Problem]:
     where, ids = f"request {request.id}", request.prompt_ids
     if not ids:
         yield Problem(f"{where}: prompt", "is empty", "give at least one token id")
@@ -66,7 +66,7 @@ def prompt_problems(request: Request, limits: Limits) -> Iterator[Problem]:
         yield Problem(f"{where}: prompt id {bad}", outside(limits))
 
 
-def params_problems(params: SamplingParams, limits: Limits) -> Iterator[Problem]:
+def params_problems(params: SamplingParams, limits: RequestLimits) -> Iterator[Problem]:
     if params.max_new_tokens < 1:
         yield Problem(f"max_new_tokens = {params.max_new_tokens}", "must be at least 1")
     is_warm = math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE
@@ -92,5 +92,5 @@ def params_problems(params: SamplingParams, limits: Limits) -> Iterator[Problem]
         )
 
 
-def outside(limits: Limits) -> str:
+def outside(limits: RequestLimits) -> str:
     return f"is outside the vocabulary of {limits.vocab_size}"

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.digest import digest_of
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes
 from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.blocks import BlockPool
-from pentad.infer.checks import Limits
+from pentad.infer.checks import RequestLimits
 from pentad.infer.runner import Runner
-from pentad.infer.scheduler import Plan, Scheduler
+from pentad.infer.scheduler import Plan, RequestScheduler
 from pentad.infer.sequence import Sequence, Table
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import install_hf, iter_hf
+from pentad.ops.digest import digest_of
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import Launched
@@ -63,8 +63,8 @@ class Ahead:
     """Of the weights that draw its tokens."""
 
 
-class Engine:
-    """The embedded engine without its asynchronous face."""
+class InferenceEngine:
+    """The embedded engine without its asynchronous interface."""
 
     def __init__(
         self,
@@ -95,14 +95,14 @@ class Engine:
         self.table = Table(settings.max_running, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
-        self.scheduler = Scheduler(
+        self.scheduler = RequestScheduler(
             self.table,
             self.pool,
             settings.max_batch_tokens,
             settings.admit_batch or admit_batch,
             self.keep_routes if settings.record_routes else lambda sequence: None,
         )
-        self.limits = Limits(
+        self.limits = RequestLimits(
             vocab_size=dims.vocab_size,
             max_context=self.max_context,
             max_cached=(num_blocks - 1) * settings.block_size,
@@ -132,7 +132,7 @@ class Engine:
             )
 
     def run(self, interrupt: threading.Event) -> Report:
-        """Steps until there is something to tell, no work, or an interrupt."""
+        """Steps until there is something to report, no work, or an interrupt."""
         report = Report()
         while self.has_work and not (report.finished or report.progress):
             self.step(report)
@@ -185,7 +185,7 @@ class Engine:
         self.num_steps += 1
         self.num_drawn += len(ids)
         if self.listened:
-            report.progress += self.tell(plan, ids, logprobs)
+            report.progress += self.progress_of(plan, ids, logprobs)
         if done:
             self.end(done, report)
         if not self.has_work:
@@ -233,16 +233,16 @@ class Engine:
                 return False
         return True
 
-    def tell(self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray) -> list[Progress]:
-        told = []
+    def progress_of(self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray) -> list[Progress]:
+        progress = []
         for row, id_, logprob in zip(plan.drawn_rows, ids, logprobs, strict=True):
             sequence = self.table.sequences[row]
             assert sequence is not None
             if sequence.request.id in self.listened:
                 index = sequence.index
                 top = self.runner.tops.get(row, [])
-                told.append(Progress(sequence.request.id, index, int(id_), float(logprob), top))
-        return told
+                progress.append(Progress(sequence.request.id, index, int(id_), float(logprob), top))
+        return progress
 
     def abort(self, request_id: str) -> Report:
         """Ends all continuations of a request; unknown ids have ended already."""

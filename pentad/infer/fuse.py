@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pentad.core.swap import swap_classes
 from pentad.core.types import Attend
 from pentad.models.decoder import Decoder
 from pentad.models.layers import Attention, Mlp, Norm
@@ -51,7 +52,4 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def apply_fused(model: Decoder) -> None:
-    """Changes the class of each layer that has a fused one; parameters stay where they are."""
-    for module in list(model.modules()):
-        if type(module) in FUSED:
-            module.__class__ = FUSED[type(module)]
+    swap_classes(model, FUSED)

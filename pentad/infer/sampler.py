@@ -22,7 +22,7 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.checks import check_request
-from pentad.infer.engine import Decode, Engine, Report
+from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.sequence import Sequence
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Open:
+class OpenRequest:
     """A request under way."""
 
     request: Request
@@ -68,7 +68,9 @@ class EmbeddedSampler:
         version: int = -1,
     ) -> None:
         """The sampler owns `model` from here on. `version` is that of the weights it holds."""
-        self.engine = Engine(model, settings or SamplerSettings(), decode=decode, version=version)
+        self.engine = InferenceEngine(
+            model, settings or SamplerSettings(), decode=decode, version=version
+        )
         can = {"pause", "sleep", "abort", "seeds"}
         if decode is not None:
             can.add("stop_strings")
@@ -79,8 +81,8 @@ class EmbeddedSampler:
         self.capabilities = frozenset(can)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self.interrupt = threading.Event()
-        self.open: dict[str, Open] = {}
-        self.inbox: list[Open] = []
+        self.open: dict[str, OpenRequest] = {}
+        self.inbox: list[OpenRequest] = []
         self.commands: list[Command] = []
         self.driver: asyncio.Task[None] | None = None
         self.is_paused = False
@@ -119,7 +121,7 @@ class EmbeddedSampler:
                 )
             )
         future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
-        entry = self.open[request.id] = Open(request, on_token, on_top, future)
+        entry = self.open[request.id] = OpenRequest(request, on_token, on_top, future)
         self.inbox.append(entry)
         self._kick()
         try:
@@ -253,17 +255,17 @@ class EmbeddedSampler:
                 command.future.set_result(result)
 
     def _deliver(self, report: Report) -> None:
-        for told in report.progress:
-            entry = self.open.get(told.request_id)
+        for made in report.progress:
+            entry = self.open.get(made.request_id)
             if entry is None or entry.on_token is None or entry.future.done():
                 continue
             try:
-                if entry.on_top is not None and told.top:
-                    entry.on_top(told.index, told.top)
-                entry.on_token(told.index, told.id, told.logprob)
+                if entry.on_top is not None and made.top:
+                    entry.on_top(made.index, made.top)
+                entry.on_token(made.index, made.id, made.logprob)
             except Exception as error:  # the listener's own fault: its request alone ends
                 entry.future.set_exception(error)
-                self._send(partial(self.engine.abort, told.request_id))
+                self._send(partial(self.engine.abort, made.request_id))
         for sequence in report.finished:
             entry = self.open[sequence.request.id]
             entry.ended[sequence.index] = sequence
@@ -273,7 +275,7 @@ class EmbeddedSampler:
                     ordered = [entry.ended[i] for i in range(len(entry.ended))]
                     entry.future.set_result([s.generation() for s in ordered])
 
-    def _close_entry(self, entry: Open) -> None:
+    def _close_entry(self, entry: OpenRequest) -> None:
         del self.open[entry.request.id]
         self.engine.listened.discard(entry.request.id)
 

@@ -47,7 +47,7 @@ def arrival_of(sequence: Sequence) -> int:
     return sequence.arrival
 
 
-class Scheduler:
+class RequestScheduler:
     """Decides; counts no memory (BlockPool), remembers no tokens (Table), runs no model."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Scheduler:
         self.admit_batch = admit_batch
         """While others run, rows are given out at least so many at a time."""
         self.before_release = before_release
-        """Told of a sequence that has a row and is about to lose it and its blocks."""
+        """Called with a sequence that has a row and is about to lose it and its blocks."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows = np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""What the embedded engine may be told: limits, memory, and what new weights do to open work."""
+"""Settings of the embedded engine: limits, memory, and what new weights do to open work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SamplerSettings:
     of `max_running` with captured graphs, where a step that prefills costs much more than one
     that only decodes, else 1."""
     record_routes: bool = False
-    """Of a mixture, keep which experts each token was sent to, and tell them with the answer."""
+    """Of a mixture, keep which experts each token was sent to, and report them with the answer."""
     strict: bool = False
     """Log-probs that equal the strict learner's bit for bit, by operations that give a token the
     same numbers in any batch; slower."""

@@ -1,6 +1,7 @@
-"""Other name spaces of decoder weights, as rules over the native names: Megatron-core's.
+"""The weights of a decoder in other name spaces, as rules: the customary HF-on-disk names, which
+families share, and Megatron-core's.
 
-Joined with a family's map (`weights.map.through`) such a column gives the foreign tensors as
+Joined with a family's map (`weights.map.through`) the Megatron column gives its tensors as
 regions of HF-on-disk tensors, so it is written once for all families. Names are those of the
 Transformer-Engine layer spec; aliases are those of the local spec and of sequential experts.
 Layer and expert numbers are global here; a Megatron rank counts its own from zero.
@@ -9,7 +10,7 @@ Layer and expert numbers are global here; a Megatron rank counts its own from ze
 from __future__ import annotations
 
 from pentad.core.dims import ModelDims
-from pentad.weights.map import Expert, Padded, Planes, Qkv, Rule
+from pentad.weights.map import Condition, Expert, Glu, Init, Padded, Planes, Qkv, Rule, Stack
 
 
 def has_bias(dims: ModelDims, layer: int) -> bool:
@@ -50,6 +51,58 @@ def has_mlp_bias(dims: ModelDims, layer: int) -> bool:
 
 ATTN = "layers.{i}.attn."
 FFN = "layers.{i}.ffn."
+LAYER = "model.layers.{i}."
+EXPERT = LAYER + "mlp.experts.{e}."
+
+
+def gated(native: str, shape: str, hf: str, kind: str, when: Condition, init: Init) -> Rule:
+    """Gate and up side by side, which files hold apart."""
+    sources = Glu(f"{hf}gate_proj{kind}", f"{hf}up_proj{kind}")
+    return Rule(f"{native}gate_up{kind}", shape, sources, when, init)
+
+
+DECODER = (
+    Rule("embed.weight", "V D", "model.embed_tokens.weight"),
+    Rule("layers.{i}.attn_norm.weight", "D", LAYER + "input_layernorm.weight", init="ones"),
+    Rule(ATTN + "q.weight", "Q D", LAYER + "self_attn.q_proj.weight"),
+    Rule(ATTN + "k.weight", "K D", LAYER + "self_attn.k_proj.weight"),
+    Rule(ATTN + "v.weight", "K D", LAYER + "self_attn.v_proj.weight"),
+    Rule(ATTN + "o.weight", "D Q", LAYER + "self_attn.o_proj.weight"),
+    Rule(ATTN + "q.bias", "Q", LAYER + "self_attn.q_proj.bias", has_bias, "zeros"),
+    Rule(ATTN + "k.bias", "K", LAYER + "self_attn.k_proj.bias", has_bias, "zeros"),
+    Rule(ATTN + "v.bias", "K", LAYER + "self_attn.v_proj.bias", has_bias, "zeros"),
+    Rule(ATTN + "o.bias", "D", LAYER + "self_attn.o_proj.bias", has_out_bias, "zeros"),
+    Rule(ATTN + "q_norm.weight", "d", LAYER + "self_attn.q_norm.weight", has_qk_norm, "ones"),
+    Rule(ATTN + "k_norm.weight", "d", LAYER + "self_attn.k_norm.weight", has_qk_norm, "ones"),
+    Rule("layers.{i}.ffn_norm.weight", "D", LAYER + "post_attention_layernorm.weight", init="ones"),
+    gated(FFN, "2 F D", LAYER + "mlp.", ".weight", is_dense, "normal"),
+    Rule(FFN + "down.weight", "D F", LAYER + "mlp.down_proj.weight", is_dense),
+    gated(FFN, "2 F", LAYER + "mlp.", ".bias", has_mlp_bias, "zeros"),
+    Rule(FFN + "down.bias", "D", LAYER + "mlp.down_proj.bias", has_mlp_bias, "zeros"),
+    Rule(FFN + "router.weight", "R D", LAYER + "mlp.gate.weight", is_moe),
+    Rule(
+        FFN + "experts.gate_up",
+        "E 2 M D",
+        Stack(Glu(EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight")),
+        is_moe,
+    ),
+    Rule(FFN + "experts.down", "E D M", Stack(EXPERT + "down_proj.weight"), is_moe),
+    Rule("norm.weight", "D", "model.norm.weight", init="ones"),
+    Rule("head.weight", "V D", "lm_head.weight", tied="embed.weight"),
+    Rule("value_head.weight", "1 D", "score.weight", optional=True),
+)
+"""The names that Llama and Qwen share: a tensor is there as the dimensions say."""
+
+
+def shared_expert(hf: str) -> tuple[Rule, ...]:
+    """The expert that every token passes, by the name of its module in files."""
+    place = f"{LAYER}mlp.{hf}."
+    return (
+        gated(FFN + "shared.", "2 S D", place, ".weight", is_moe, "normal"),
+        Rule(FFN + "shared.down.weight", "D S", place + "down_proj.weight", is_moe),
+    )
+
+
 THEIRS = "decoder.layers.{i}."
 
 MEGATRON = (

@@ -15,8 +15,9 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from pentad.core.dims import dims_from_hf
 from pentad.core.errors import Problem, UserError
+from pentad.models.config_reader import dims_from_hf
+from pentad.models.families import has_file
 from pentad.models.proof.cases import EXPERT_SIZES, SIZES
 from pentad.weights.hf import HfFolder
 
@@ -116,16 +117,18 @@ def draft(config: Mapping[str, Any]) -> str:
     if family not in transformers.CONFIG_MAPPING:
         rule = "transformers has no such model_type, so its tensors are not known"
         raise UserError(Problem(f"model_type = {family}", rule, "write the file by hand"))
-    defaults = _defaults(family)
+    is_ours = has_file(family)  # and reads its config already
+    defaults = {} if is_ours else _defaults(family)
     always, ever = tensors_of(family, False), tensors_of(family, True)
     rules = _rules(always, ever)
     keys = _unread_keys(family)
     unknown = [f"    # no rule yet: {name} {list(ever[name])}" for name in _unknown(ever)]
-    adapter = _adapter(config, always, bool(defaults))
+    adapter = "" if is_ours else _adapter(config, always, bool(defaults))
+    reader = "OURS.read_dims" if is_ours else "read_dims" if adapter else ""
     conditions = [name for name in CONDITIONS if any(f"when={name}," in r for r in rules)]
     functions = [_condition(name) for name in conditions] + ([adapter] if adapter else [])
     body = [
-        *_imports("\n".join([*functions, *rules])),
+        *_imports("\n".join([*functions, *rules]), family if is_ours else ""),
         "",
         *([_folded_defaults(defaults), DEFAULTS_SAID, ""] if defaults else []),
         *(f"\n{function}\n" for function in functions),
@@ -137,7 +140,7 @@ def draft(config: Mapping[str, Any]) -> str:
         *unknown,
         ")",
         "",
-        *_spec(family, bool(adapter), any("{e}" in name for name in ever)),
+        *_spec(family, reader, any("{e}" in name for name in ever)),
     ]
     if keys:
         body = [UNREAD, *(f"# not read: {key} = {value!r}" for key, value in keys.items()), *body]
@@ -314,8 +317,8 @@ def _adapter(config: Mapping[str, Any], always: Mapping[str, Any], has_defaults:
     return "\n".join([*lines, f"    return {body}"])
 
 
-def _imports(text: str) -> list[str]:
-    """What the text uses."""
+def _imports(text: str, ours: str) -> list[str]:
+    """What the text uses, and the family's file here if it has one."""
     standard = {
         "Mapping[": "from collections.abc import Mapping",
         "replace(": "from dataclasses import replace",
@@ -323,14 +326,18 @@ def _imports(text: str) -> list[str]:
     }
     out = [line for use, line in standard.items() if use in text]
     out += [""] if out else []
-    dims = [name for name in ("ModelDims", "dims_from_hf") if name in text]
-    out += [f"from pentad.core.dims import {', '.join(dims)}"] if dims else []
+    own = {
+        "ModelDims": "from pentad.core.dims import ModelDims",
+        "dims_from_hf": "from pentad.models.config_reader import dims_from_hf",
+    }
+    out += [line for use, line in own.items() if use in text]
+    out += [f"from pentad.models.families.{ours} import SPEC as OURS"] if ours else []
     words = [word for word in ("Glu", "Rows", "Rule", "Stack") if f"{word}(" in text]
     spec = "from pentad.models.spec import ModelSpec"
     return [*out, spec, f"from pentad.weights.map import {', '.join(words)}"]
 
 
-def _spec(family: str, has_adapter: bool, has_mixture: bool) -> list[str]:
+def _spec(family: str, reader: str, has_mixture: bool) -> list[str]:
     axes = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp"}
     axes |= {"E": "ep", "M": "etp"} if has_mixture else {}
     plan = ", ".join(f'"{symbol}": "{axis}"' for symbol, axis in axes.items())
@@ -340,7 +347,7 @@ def _spec(family: str, has_adapter: bool, has_mixture: bool) -> list[str]:
         "SPEC = ModelSpec(",
         f'    family="{family}",',
         "    rules=RULES,",
-        *(["    read_dims=read_dims,"] if has_adapter else []),
+        *([f"    read_dims={reader},"] if reader else []),
         f"    plan={{{plan}}},",
         f'    classes=("{causal}", "{scalar}"),',
         ")",

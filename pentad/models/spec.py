@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.core.dims import ModelDims
 from pentad.core.seams import Seam
-from pentad.models.columns import MEGATRON, megatron_sizes
+from pentad.models.columns import DECODER, MEGATRON, is_dense, megatron_sizes
+from pentad.models.config_reader import dims_from_hf
 from pentad.weights.map import Rule, WeightMap, build_map, through
-
-
-def is_dense(dims: ModelDims, layer: int) -> bool:
-    return not dims.is_moe(layer)
-
 
 DECODER_SEAMS = (
     Seam("embed", "lookup"),
@@ -24,6 +20,7 @@ DECODER_SEAMS = (
     Seam("layers.{i}.ffn.down", "scatter", is_dense),
 )
 """Of `decoder.Decoder`. A mixture has none: its router and experts take each rank's own tokens."""
+DECODER_PLAN = {"V": "tp", "Q": "tp", "K": "tp", "F": "tp", "E": "ep", "M": "etp"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +29,17 @@ class ModelSpec:
 
     family: str
     """HF `model_type`."""
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = DECODER
     """The weight map: native tensors as regions of HF-on-disk tensors."""
-    plan: Mapping[str, str]
+    plan: Mapping[str, str] = field(default_factory=lambda: DECODER_PLAN)
     """The parallel plan: size symbol -> mesh axis that splits every dim of that symbol."""
     seams: tuple[Seam, ...] = DECODER_SEAMS
     """Where tensor parallelism gathers and deals tokens."""
     read_dims: Callable[[Mapping[str, Any]], ModelDims] = dims_from_hf
     """The config adapter: the dimensions from a HF config."""
+    public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Public models by name, with what of their config.json counts: a run can be planned with
+    them before any download (see `sizes`)."""
     model: str = "pentad.models.decoder:Decoder"
     """The composition: class that is built from the dimensions, as module:name."""
     classes: tuple[str, str] = ("", "")
@@ -60,3 +60,16 @@ class ModelSpec:
         sizes = megatron_sizes(dims, vocab_rows)
         column = build_map(self.megatron, dims, extra_sizes=sizes)
         return through(column, self.weight_map(dims))
+
+
+def sizes(
+    *of: int, tied: bool = False, rope_theta: float = 1e6, max_position: int = 32768, **more: Any
+) -> dict[str, Any]:
+    """The config of a public model, from its hidden and intermediate size, layers, heads, key
+    heads and vocabulary; positions and norms of a checkpoint are those of its own config.json."""
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+    )
+    found = dict(zip(names, of, strict=True), tie_word_embeddings=tied, rope_theta=rope_theta)
+    return {**found, "max_position_embeddings": max_position, **more}

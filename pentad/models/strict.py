@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from pentad.core.swap import swap_classes
 from pentad.models.decoder import Decoder
 from pentad.models.layers import GateUp, Linear, Mlp, Norm
 from pentad.models.moe import Experts, Moe, Router, SharedExpert
@@ -120,9 +121,7 @@ def dispatch_strict(
 
 
 def apply_strict(model: Decoder) -> None:
-    """Changes the class of each part; parameters stay where they are."""
-    for module in list(model.modules()):
-        if type(module) in STRICT:
-            module.__class__ = STRICT[type(module)]
+    swap_classes(model, STRICT)
+    for module in model.modules():
         if isinstance(module, Moe):
             module.dispatch = dispatch_strict

@@ -132,7 +132,7 @@ class Compiling:
         self.since = 0.0
         self.num_graphs = 0
         self.seconds = 0.0
-        """Spent since it was last told."""
+        """Spent since the last report."""
 
     def watch(self) -> None:
         if not self.is_watching:
@@ -154,8 +154,8 @@ class Compiling:
     def tell(self) -> None:
         """Called after a pass: how long it took, if anything was compiled."""
         if self.seconds:
-            told = "compiled the model's blocks in %.1f s (%d graphs so far)"
-            log.info(told, self.seconds, self.num_graphs, extra=NOTICE)
+            text = "compiled the model's blocks in %.1f s (%d graphs so far)"
+            log.info(text, self.seconds, self.num_graphs, extra=NOTICE)
             self.seconds = 0.0
 
 

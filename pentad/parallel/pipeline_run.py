@@ -60,7 +60,7 @@ class PipelineRun:
         backward: bool,
         reduces: bool = True,
     ) -> None:
-        """All microbatches forward, and backward if told. Every rank of the pipeline calls it."""
+        """All microbatches forward, and backward if asked. Every rank of the pipeline calls it."""
         schedule = self._schedule(len(shapes))
         for position, stage in enumerate(self.stages):
 

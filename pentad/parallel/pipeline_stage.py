@@ -84,7 +84,7 @@ class PackedStage(_PipelineStageBase):
 
     @property
     def run(self) -> Pass:
-        assert self.now is not None, "a stage is told what to compute before its schedule runs"
+        assert self.now is not None, "a stage has its work before its schedule runs"
         return self.now
 
     # What the schedules ask before their first microbatch

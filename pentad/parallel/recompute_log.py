@@ -25,11 +25,11 @@ Counts = dict[str, tuple[int, int]]
 
 
 class RecomputeLog:
-    """Watches the blocks of one model; each is told of once."""
+    """Watches the blocks of one model; each is reported once."""
 
     def __init__(self) -> None:
         self.done: set[int] = set()
-        self.told: dict[str, int] = {}
+        self.reported: dict[str, int] = {}
         """Layer that a text was first logged for."""
 
     def contexts(self, layer: int, inner: Callable[[], Contexts] | None) -> Contexts:
@@ -50,7 +50,7 @@ class RecomputeLog:
             return
         self.done.add(layer)
         text = "\n".join(_lines(ran, again))
-        first = self.told.setdefault(text, layer)
+        first = self.reported.setdefault(text, layer)
         if first == layer:
             log.info("ac_debug: layer %d\n%s", layer, text)
         else:

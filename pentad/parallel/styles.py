@@ -19,6 +19,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from pentad.core.errors import Problem, UserError
+from pentad.core.swap import swap_class
 from pentad.parallel.collectives import deal, gather_shared, share, sum_shared
 from pentad.parallel.cuts import Cut, storage_dim
 from pentad.parallel.mesh import ALONE, Axis, Meshes
@@ -137,19 +138,18 @@ def _cut(shape: Shape, style: str, meshes: Meshes) -> Cut:
 
 
 def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
-    """Gives every module with a style a class of its own, as `tensor.apply_seams` does."""
+    """Gives every module with a style the forward of that style."""
     if tp.size == 1:
         return
-    make: Callable[[type, str], type] = _styled
+    make: Callable[[type, str], type[nn.Module]] = _styled
     for name, style in styles.items():
         if style in RUNS:
-            module: Any = model.get_submodule(name)
-            module.__class__ = make(type(module), style)
-            module.tp = tp
+            module = model.get_submodule(name)
+            swap_class(module, make(type(module), style), tp=tp)
 
 
 @cache
-def _styled(cls: Any, style: str) -> type:
+def _styled(cls: Any, style: str) -> type[nn.Module]:
     run = RUNS[style][1]
 
     class Styled(cls):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.seams import Seam
+from pentad.core.swap import swap_class
 from pentad.parallel.collectives import gather_parts, scatter_sum
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Axis
@@ -28,8 +29,7 @@ def apply_seams(
     cuts: Mapping[str, Cut],
     tp: Axis,
 ) -> None:
-    """Gives every module at a seam a class of its own, with another forward. Not a forward of its
-    own: the compiler shares code among modules of one class."""
+    """Gives every module at a seam a forward that gathers or deals tokens."""
     if tp.size == 1:
         return
     modules = dict(model.named_modules())
@@ -40,14 +40,12 @@ def apply_seams(
             if not seam.when(dims, i) or name not in modules:
                 continue  # a pipeline stage holds some of the modules
             module = modules[name]
-            module.__class__ = _MAKERS[seam.kind](type(module))
-            module.tp = tp
-            if seam.kind == "lookup":
-                module.start = cuts[f"{name}.weight"].box[0][0]
+            start = {"start": cuts[f"{name}.weight"].box[0][0]} if seam.kind == "lookup" else {}
+            swap_class(module, _MAKERS[seam.kind](type(module)), tp=tp, **start)
 
 
 @cache
-def _gathered(cls: Any) -> type:
+def _gathered(cls: Any) -> type[nn.Module]:
     class Gathered(cls):
         tp: Axis
 
@@ -59,7 +57,7 @@ def _gathered(cls: Any) -> type:
 
 
 @cache
-def _scattered(cls: Any) -> type:
+def _scattered(cls: Any) -> type[nn.Module]:
     assert issubclass(cls, nn.Linear), f"a scatter seam is a projection, not a {cls.__name__}"
 
     class Scattered(cls):
@@ -73,7 +71,7 @@ def _scattered(cls: Any) -> type:
 
 
 @cache
-def _looked_up(cls: Any) -> type:
+def _looked_up(cls: Any) -> type[nn.Module]:
     assert issubclass(cls, nn.Embedding), f"a lookup seam is a table, not a {cls.__name__}"
 
     class LookedUp(cls):
@@ -90,7 +88,7 @@ def _looked_up(cls: Any) -> type:
     return LookedUp
 
 
-_MAKERS: dict[str, Callable[[type], type]] = {
+_MAKERS: dict[str, Callable[[type], type[nn.Module]]] = {
     "gather": _gathered,
     "scatter": _scattered,
     "lookup": _looked_up,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from pentad.config.catalog import register_models
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check, check_planned
@@ -30,6 +32,8 @@ def prepare(
     reading = read_config(path, overrides)
     if not reading.is_read:
         raise UserError(reading.problems)
+    with suppress(UserError):  # a rule reports it
+        register_models(reading.config)
     config, notes = resolve(reading.config)
     problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
     if command == "plan":
@@ -37,7 +41,7 @@ def prepare(
     elif problems and ask_start is not None:
         problems += ask_start(config)
     if problems:
-        raise UserError(problems)
+        raise UserError(dict.fromkeys(problems))
     if command in ("train", "plan"):
         config, said = choose_offloading(config, choose_device(config, gpu_memory), command)
         notes += said

@@ -28,7 +28,7 @@ def check_generations(request: Request, answers: Sequence[Generation], vocab_siz
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LogprobSpan:
     """One generation where it was drawn: after `start` tokens."""
 
     start: int
@@ -40,7 +40,7 @@ class Span:
 class Drawn:
     """Everything that was sampled for one group, to be held against its samples."""
 
-    by_sequence: dict[bytes, list[Span]] = field(default_factory=dict)
+    by_sequence: dict[bytes, list[LogprobSpan]] = field(default_factory=dict)
     """Keyed by all ids from the start to the end of a generation."""
     lengths: set[int] = field(default_factory=set)
 
@@ -49,7 +49,7 @@ class Drawn:
         for answer in answers:
             ids = np.array([*request.prompt_ids, *answer.ids], dtype=np.int64)
             logprobs = np.array(answer.logprobs, dtype=np.float32)
-            span = Span(start, logprobs, np.array(answer.versions, dtype=np.int64))
+            span = LogprobSpan(start, logprobs, np.array(answer.versions, dtype=np.int64))
             self.by_sequence.setdefault(ids.tobytes(), []).append(span)
             self.lengths.add(len(ids))
 

@@ -12,7 +12,7 @@ from pentad.core.failures import DataFailure, InfraFailure
 from pentad.data.render import TOOL_CALL
 
 
-class Tokenizer(Protocol):
+class RolloutTokenizer(Protocol):
     """The part of a transformers tokenizer that rollout uses."""
 
     chat_template: str | None
@@ -60,7 +60,7 @@ ASKED, ANSWERED = "@@asked@@", "@@answered@@"
 
 
 def observation_ids(
-    observation: str | None, role: str, ending_id: int | None, tokenizer: Tokenizer
+    observation: str | None, role: str, ending_id: int | None, tokenizer: RolloutTokenizer
 ) -> list[int]:
     """What stands between an answer and the next one, if the environment says `observation`.
 
@@ -73,7 +73,7 @@ def observation_ids(
 
 
 def following_ids(
-    messages: Sequence[dict[str, str]], ending_id: int | None, tokenizer: Tokenizer
+    messages: Sequence[dict[str, str]], ending_id: int | None, tokenizer: RolloutTokenizer
 ) -> list[int]:
     """What stands between an answer and the next one: turn end, the messages, turn start.
 

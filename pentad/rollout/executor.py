@@ -19,7 +19,7 @@ from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.roles import Sampler, Scorer
 from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples
-from pentad.rollout.environments import Tokenizer
+from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
 from pentad.rollout.workflows import Context, OwnPrompts, Workflow, contained
 
@@ -75,7 +75,7 @@ class Executor:
         workflow: Workflow,
         reward: Scorer | None,
         settings: ExecutorSettings,
-        tokenizer: Tokenizer,
+        tokenizer: RolloutTokenizer,
     ) -> None:
         self.fleet = Fleet(samplers, settings.replica_patience_s, settings.replica_backoff_s)
         self.workflow = workflow

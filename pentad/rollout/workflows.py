@@ -16,7 +16,7 @@ import numpy as np
 from pentad.core.failures import DataFailure, is_cancelled
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
-from pentad.rollout.environments import Environment, Tokenizer, observation_ids
+from pentad.rollout.environments import Environment, RolloutTokenizer, observation_ids
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Generator(Protocol):
 class Context:
     """What a workflow knows about the run: how to sample, how often, with which seeds."""
 
-    tokenizer: Tokenizer
+    tokenizer: RolloutTokenizer
     params: SamplingParams
     num_samples: int
     run_seed: int

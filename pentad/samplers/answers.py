@@ -16,7 +16,7 @@ LOGPROB_ROUNDING = 1e-3
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class Span(BaseModel):
+class VersionSpan(BaseModel):
     """Tokens [start, end) of an answer were drawn by weights of this label."""
 
     version: str
@@ -24,7 +24,7 @@ class Span(BaseModel):
     end: NonNegativeInt
 
 
-def versions_of(where: str, spans: Sequence[Span] | None, num: int) -> list[int]:
+def versions_of(where: str, spans: Sequence[VersionSpan] | None, num: int) -> list[int]:
     """The weight version of each of `num` tokens; installs label weights with their number."""
     if spans is None:
         raise InfraFailure(f"{where}: it does not say which weights drew the tokens")

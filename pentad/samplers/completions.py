@@ -23,18 +23,18 @@ from pentad.samplers.wire import Wire
 PATH = "/v1/completions"
 
 
-class Logprobs(BaseModel):
+class CompletionsLogprobs(BaseModel):
     token_logprobs: list[float]
 
 
-class Choice(BaseModel):
+class CompletionsChoice(BaseModel):
     finish_reason: str | None = None
     token_ids: list[NonNegativeInt]
-    logprobs: Logprobs
+    logprobs: CompletionsLogprobs
 
 
-class Answer(BaseModel):
-    choices: list[Choice]
+class CompletionsAnswer(BaseModel):
+    choices: list[CompletionsChoice]
 
 
 class Model(BaseModel):
@@ -69,7 +69,7 @@ class Completions:
             **sampling_params(call),
         }
         answer = await self.wire.post(PATH, body, timeout_s=None)
-        choices = self.wire.read(PATH, Answer, answer).choices
+        choices = self.wire.read(PATH, CompletionsAnswer, answer).choices
         if len(choices) != 1:
             raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was asked for")
         choice = choices[0]

@@ -21,7 +21,7 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure, is_cancelled
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request, SamplingParams
-from pentad.infer.checks import Limits, check_request
+from pentad.infer.checks import RequestLimits, check_request
 from pentad.models.exchange import native_shards
 from pentad.models.families import map_of
 from pentad.models.registry import create_model
@@ -104,7 +104,7 @@ class Dialect(Protocol):
 
 
 @dataclass(slots=True)
-class Open:
+class ServerRequest:
     """A request under way."""
 
     calls: dict[str, asyncio.Task[Generation]]
@@ -127,14 +127,14 @@ class ServerSampler:
         self.capabilities = dialect.capabilities
         self.dims = dims
         self.process = process
-        self.limits = Limits(
+        self.limits = RequestLimits(
             vocab_size=dims.vocab_size,
             max_context=max_context,
             max_cached=max_context,
             can_decode="stop_strings" in dialect.capabilities,
         )
         self.name = uuid.uuid4().hex[:8]  # ids must not meet those of another run
-        self.open: dict[str, Open] = {}
+        self.open: dict[str, ServerRequest] = {}
         self.may_ask = asyncio.Event()
         self.may_ask.set()
         self.updating = asyncio.Lock()
@@ -163,7 +163,7 @@ class ServerSampler:
             rule = "a request of this id is under way"
             raise UserError(Problem(f"request {request.id}", rule, "name it anew"))
         calls = {f"{self.name}-{request.id}-{index}": index for index in range(len(request.seeds))}
-        entry = Open(
+        entry = ServerRequest(
             {
                 name: asyncio.create_task(self._continue(request, index, name, on_token))
                 for name, index in calls.items()

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
-from pentad.core.digest import digest_of
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
-from pentad.samplers.answers import Span, dotted, finish_of, release, versions_of
+from pentad.ops.digest import digest_of
+from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
 from pentad.samplers.process import (
     ServerProcess,
     check_installed,
@@ -40,7 +40,7 @@ from pentad.samplers.process import (
 from pentad.samplers.server_sampler import MEMORIES, Call, ServerSampler
 from pentad.samplers.settings import ServerSettings
 from pentad.samplers.wire import Wire
-from pentad.sync.group import Group, send_all, weight_group
+from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.transport import own_host, together, write_weights
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ class Meta(BaseModel):
     completion_tokens: NonNegativeInt
     output_token_logprobs: list[tuple[float, NonNegativeInt, str | None]] = []
     finish_reason: Reason | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
-class Answer(BaseModel):
+class SglangAnswer(BaseModel):
     output_ids: list[NonNegativeInt]
     meta_info: Meta
 
@@ -101,7 +101,7 @@ class Sglang:
         self.settings = settings
         self.about = about
         self.reprefill = settings.on_update == "reprefill"
-        self.group: Group | None = None
+        self.group: BroadcastGroup | None = None
         self.group_name = ""
         can = {"pause", "abort"}
         can |= {"sleep"} if about.enable_memory_saver else set()
@@ -144,7 +144,7 @@ class Sglang:
         """Adds what is new in an answer; events hold all tokens so far, or only the latest."""
         if isinstance(answer, dict) and "error" in answer:
             raise InfraFailure(f"{self.where}: /generate failed ({answer['error']})")
-        read = self.wire.read("/generate", Answer, answer)
+        read = self.wire.read("/generate", SglangAnswer, answer)
         meta, told = read.meta_info, read.meta_info.output_token_logprobs
         total, known = meta.completion_tokens, len(ids)
         if len(told) != len(read.output_ids) or len(told) not in (total, total - known):
@@ -216,7 +216,7 @@ class Sglang:
             raise
         self.group = group
 
-    async def _meet(self, device: str) -> Group:
+    async def _meet(self, device: str) -> BroadcastGroup:
         host, port = own_host(self.wire.address), free_port()
         world = self.about.tp_size * self.about.pp_size + 1
         backend = "nccl" if device == "cuda" else "gloo"
@@ -295,7 +295,7 @@ def packed(bucket: list[tuple[str, Tensor]]) -> str:
 
 def update_group(
     host: str, port: int, world: int, backend: str, name: str, timeout_s: float = 300.0
-) -> Group:
+) -> BroadcastGroup:
     """Rank 0 of the group whose other ranks SGLang makes with torch's own helper: the keys in the
     store are those that the helper derives from the group's name and device."""
     timeout = timedelta(seconds=timeout_s)

@@ -21,7 +21,7 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
-from pentad.samplers.answers import Span, dotted, finish_of, release, versions_of
+from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
 from pentad.samplers.process import (
     ServerProcess,
     check_installed,
@@ -32,7 +32,7 @@ from pentad.samplers.process import (
 from pentad.samplers.server_sampler import Call, ServerSampler
 from pentad.samplers.settings import ServerSettings
 from pentad.samplers.wire import Wire
-from pentad.sync.transport import Broadcast, CudaIpc, Disk, Transport
+from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +55,19 @@ class TokenLogprob(BaseModel):
     logprob: float
 
 
-class Logprobs(BaseModel):
+class VllmLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
-class Choice(BaseModel):
+class VllmChoice(BaseModel):
     token_ids: list[NonNegativeInt] = []
-    logprobs: Logprobs | None = None
+    logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
-class Answer(BaseModel):
-    choices: list[Choice]
+class VllmAnswer(BaseModel):
+    choices: list[VllmChoice]
 
 
 class Results(BaseModel):
@@ -128,7 +128,7 @@ class Vllm:
             answer = await self.wire.post(GENERATE, body, timeout_s=None)
             last = self._read(answer, ids, logprobs)
         else:
-            last = Choice()
+            last = VllmChoice()
             async with aclosing(self.wire.events(GENERATE, {**body, "stream": True})) as events:
                 async for event in events:
                     known = len(ids)
@@ -138,11 +138,11 @@ class Vllm:
         versions = versions_of(self.where, last.weight_versions, len(ids))
         return Generation(ids, logprobs, versions, finish)
 
-    def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Choice:
+    def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> VllmChoice:
         """Adds the tokens of an answer, or of one event of it."""
         if isinstance(answer, dict) and "error" in answer:
             raise InfraFailure(f"{self.where}: {GENERATE} failed ({answer['error']})")
-        choices = self.wire.read(GENERATE, Answer, answer).choices
+        choices = self.wire.read(GENERATE, VllmAnswer, answer).choices
         if len(choices) != 1:
             raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was asked for")
         choice = choices[0]
@@ -347,7 +347,7 @@ def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Tr
         return Broadcast(address, num_workers)
     if settings.transport == "ipc":
         return CudaIpc()
-    return Disk(settings.transfer_folder)
+    return DiskTransport(settings.transfer_folder)
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:

@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from pentad.core.digest import WeightDigest, digest_of
-from pentad.sync.group import Group, broadcast, weight_group
+from pentad.ops.digest import WeightDigest, digest_of
+from pentad.sync.group import BroadcastGroup, broadcast, weight_group
 
 PROTOCOL = 1
 """Counts the meanings these calls have had; both sides must have the same."""
@@ -56,7 +56,7 @@ class WeightReceiver:
     device: torch.device
     model_runner: Any
     reload_weights: Callable[..., None]
-    pentad_group: Group
+    pentad_group: BroadcastGroup
 
     @told
     def pentad_about(self) -> Receipt:
@@ -99,7 +99,9 @@ def read(path: str, device: torch.device) -> Pairs:
             yield name, file.get_tensor(name).to(device)
 
 
-def received(group: Group, names: list[tuple[str, list[int], str]], device: torch.device) -> Pairs:
+def received(
+    group: BroadcastGroup, names: list[tuple[str, list[int], str]], device: torch.device
+) -> Pairs:
     for name, shape, dtype in names:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         broadcast(group, tensor)

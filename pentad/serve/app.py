@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.infer.checks import Limits
+from pentad.infer.checks import RequestLimits
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.limits import ServeLimits, check_body, check_sizes
 from pentad.serve.service import (
@@ -100,7 +100,7 @@ class Face:
         return await self._run(request, job_of)
 
     @property
-    def _engine_limits(self) -> Limits:
+    def _engine_limits(self) -> RequestLimits:
         return self.service.sampler.engine.limits
 
     async def _run(self, request: Request, job_of: Callable[[dict[str, Any]], Job]) -> Response:

@@ -12,7 +12,7 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import Request, SamplingParams
 from pentad.data.render import Columns, encode_prompts
 from pentad.data.tokenizer import Tokenizer
-from pentad.infer.checks import Limits, check_request
+from pentad.infer.checks import RequestLimits, check_request
 from pentad.serve.conversation import chat_ids, check_unicode, read_conversation
 from pentad.serve.wire import (
     MAX_CHOICES,
@@ -50,7 +50,7 @@ class Job:
         return sum(len(request.prompt_ids) for request in self.requests)
 
 
-def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> Job:
+def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: RequestLimits) -> Job:
     if len(body.prompt) * body.n > MAX_CHOICES:
         rule = f"{len(body.prompt)} prompts would get more than {MAX_CHOICES} answers"
         raise ApiError(Problem(f"n = {body.n}", rule, "send several requests"), param="n")
@@ -61,7 +61,7 @@ def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -
     return build_job("completion", body, prompts, max_new, tokenizer, limits)
 
 
-def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Job:
+def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: RequestLimits) -> Job:
     limit = chat_limit(body)
     if body.top_logprobs and not body.logprobs:
         problem = Problem(f"top_logprobs = {body.top_logprobs}", "needs logprobs = true")
@@ -90,7 +90,7 @@ def build_job(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: RequestLimits,
 ) -> Job:
     """Raises ApiError on what the engine cannot serve."""
     for ids in prompts:
@@ -133,7 +133,7 @@ def build_job(
     )
 
 
-def check_length(num_prompt: int, max_new_tokens: int, limits: Limits) -> None:
+def check_length(num_prompt: int, max_new_tokens: int, limits: RequestLimits) -> None:
     if num_prompt + max_new_tokens <= limits.max_context:
         return
     where = f"prompt of {num_prompt} tokens and {max_new_tokens} new ones"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Group(Protocol):
+class BroadcastGroup(Protocol):
     """What torch's process groups and their backends have in common here."""
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
@@ -22,7 +22,7 @@ class Group(Protocol):
 
 def weight_group(
     store: dist.Store, rank: int, world: int, backend: str, timeout: timedelta
-) -> Group:
+) -> BroadcastGroup:
     """`backend` is gloo or nccl; returns when all have come."""
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -31,13 +31,13 @@ def weight_group(
     return dist.ProcessGroupGloo(store, rank, world, timeout)  # type: ignore[return-value]
 
 
-def broadcast(group: Group, tensor: Tensor) -> None:
+def broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
     """From rank 0; waits until this rank's part is done."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor], options).wait()
 
 
-def send_all(group: Group, weights: Iterable[tuple[str, Tensor]]) -> None:
+def send_all(group: BroadcastGroup, weights: Iterable[tuple[str, Tensor]]) -> None:
     for _, tensor in weights:
         broadcast(group, tensor.detach().contiguous())

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pentad.core.digest import WeightDigest, digest_of
 from pentad.core.errors import RunError
 from pentad.core.roles import Installed, Sampler
+from pentad.ops.digest import WeightDigest, digest_of
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.failures import InfraFailure
-from pentad.sync.group import Group, send_all, weight_group
+from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import write_file
 
@@ -39,7 +39,7 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class Disk:
+class DiskTransport:
     """One safetensors file in a folder that the server sees too, gone after the install."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ class Broadcast:
         self.host = own_host(address)
         self.world = num_workers + 1
         self.timeout_s = timeout_s
-        self.group: Group | None = None
+        self.group: BroadcastGroup | None = None
 
     async def send(self, weights: Pairs, ask: Ask) -> Receipts:
         device = weights[0][1].device
@@ -91,7 +91,7 @@ class Broadcast:
         self.group = group
         return receiving.result()
 
-    async def _meet(self, ask: Ask, backend: str) -> Group:
+    async def _meet(self, ask: Ask, backend: str) -> BroadcastGroup:
         timeout = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(self.host, 0, self.world, True, timeout, wait_for_workers=False)
         spec = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pentad.config.catalog import register_models
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -38,7 +39,6 @@ from pentad.trainer.translate import (
     compute_dtype,
     eval_params,
     executor_settings,
-    register_models,
     reward_settings,
     sampler_settings,
 )

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from pentad.config.catalog import register_models
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.rules.start import (
@@ -20,11 +21,11 @@ from pentad.config.schema import REWARD_NAMES, Config, DatasetConfig
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.families import no_sampler_for
 from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.models.families import no_sampler_for
 from pentad.rollout.registry import load_workflow
 from pentad.rollout.workflows import Workflow
 from pentad.trainer.reward_trial import check_reward
@@ -34,7 +35,6 @@ from pentad.trainer.translate import (
     algorithm_settings,
     allocation_of,
     data_settings,
-    register_models,
     remote_of,
 )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pentad.config.catalog import register_models
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -40,7 +41,6 @@ from pentad.trainer.translate import (
     bounds_of,
     data_settings,
     engine_settings,
-    register_models,
 )
 from pentad.trainer.watchdog import end_when_hung
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner
 from pentad.core.types import Group
-from pentad.data.ledger import Funnel
+from pentad.data.ledger import PromptFunnel
 from pentad.rl.bounds import Bounds, compare, num_impossible
 from pentad.sync.publisher import take_snapshot
 from pentad.telemetry.timing import PhaseTimer
@@ -82,7 +82,7 @@ class TrainedBatch:
     batch: int
     groups: list[Group]
     result: BatchResult
-    funnel: Funnel
+    funnel: PromptFunnel
     """As it was when the batch was done; the next one may be under way by now."""
     timer: PhaseTimer
 

@@ -27,7 +27,6 @@ from pentad.core.types import SamplingParams
 from pentad.data.render import Columns, DataSettings
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import SamplerSettings
-from pentad.models.families import register
 from pentad.rewards.sandbox import SandboxSettings
 from pentad.rewards.scorer import RewardSettings
 from pentad.rl.algorithms import settings_for
@@ -49,12 +48,6 @@ def component_of(config: Config, role: str) -> Component:
         found = found or allocation.find("actor")
     assert found is not None, "checked with the config"
     return found
-
-
-def register_models(config: Config) -> None:
-    """Makes the families of `model_files` known in this process; every rank calls it."""
-    for path in config.model_files:
-        register(path)
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:

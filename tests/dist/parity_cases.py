@@ -21,7 +21,7 @@ from engine_toys import (
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pentad.core.digest import digest_of, tensor_checksum
+from pentad.ops.digest import digest_of, tensor_checksum
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine

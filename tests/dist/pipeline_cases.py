@@ -11,7 +11,7 @@ from engine_toys import make_rows, state_of
 from parity_cases import CONFIGS, DENSE, GLM, LOSSES, MOE, make, whole
 from torch import Tensor
 
-from pentad.core.digest import digest_of
+from pentad.ops.digest import digest_of
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine

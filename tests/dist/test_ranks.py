@@ -13,8 +13,8 @@ from parity_cases import (
 
 from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import Training, num_snapshots, snapshot_bytes, training_phases
-from pentad.core.digest import digest_of
-from pentad.core.dims import dims_from_hf
+from pentad.ops.digest import digest_of
+from pentad.models.families import dims_of
 from pentad.core.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -128,7 +128,7 @@ def test_a_publish_holds_the_bytes_that_a_plan_counts(pool, layout, dtype, copy)
         else snapshot_held(**case)
     )
     training = Training(
-        dims=dims_from_hf(CONFIGS["moe"]),
+        dims=dims_of(CONFIGS["moe"]),
         layout=layout,
         keeping=Checkpointing(compute_bytes={"float32": 4, "bfloat16": 2}[dtype]),
         microbatch_tokens=8,

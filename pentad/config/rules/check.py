@@ -17,7 +17,7 @@ from pentad.config.rules import (
     sampling,
 )
 from pentad.config.rules.layout import count_devices, layout_problems, problems_of
-from pentad.config.rules.rule import Command, Rule, listed
+from pentad.config.rules.rule import Command, ConfigRule, listed
 from pentad.config.rules.start import cache_problems, device_problems, process_problems
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -27,7 +27,7 @@ from pentad.core.sizes import DeviceKind
 SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm, checkpoint)
 
 
-def all_rules() -> list[Rule[[Config]]]:
+def all_rules() -> list[ConfigRule[[Config]]]:
     return [rule for subject in SUBJECTS for rule in subject.RULES.all]
 
 

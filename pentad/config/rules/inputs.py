@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
+from pentad.config.rules.layout import problems_of
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config
-from pentad.core.errors import Problem
+from pentad.core.errors import Problem, UserError
 from pentad.core.trial_paths import recovery_problem
+from pentad.models.families import register
 
 RULES: Rules[[Config]] = Rules()
 MAX_NAME_BYTES = 255
@@ -197,10 +200,17 @@ def an_agent_workflow_has_an_agent(config: Config) -> Problem | None:
 
 
 @RULES.add("model_files", commands=("train", "sft", "plan", "eval"))
-def model_files_can_be_found(config: Config) -> list[Problem]:
+def model_files_can_be_found(config: Config) -> Iterator[Problem]:
     remedy = "give package.module:SPEC or path/to/file.py:SPEC"
-    found = [_part_problem("model_files", path, (), remedy) for path in config.model_files]
-    return [problem for problem in found if problem is not None]
+    for path in config.model_files:
+        problem = _part_problem("model_files", path, (), remedy)
+        if problem is not None:
+            yield problem
+            continue
+        try:
+            register(path)
+        except UserError as error:
+            yield from problems_of(error)
 
 
 def _part_problem(

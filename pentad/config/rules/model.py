@@ -12,20 +12,25 @@ from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.families import has_model_file, no_sampler_for, no_such_family, own_families
+from pentad.models.families import (
+    is_known,
+    is_registered,
+    known_families,
+    no_sampler_for,
+    no_such_family,
+)
 
 RULES: Rules[[Config, ModelDims]] = Rules()
-COUNTED_WITHOUT_FILE = ("mistral",)
-"""Families without a model file of which `ModelDims` tells all there is."""
 
 
 def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list[Problem]:
     """Models without a model file, which `fsdp` trains and the embedded sampler cannot run.
 
-    Of model files of the user's own only a run knows which families they are for.
+    A model file of the user's own that could not be loaded may be the one that is missing.
     """
     allocation, _ = read_allocation(config)
-    if allocation is None or config.model_files or "model_files" in skip:
+    is_loaded = all(map(is_registered, config.model_files))
+    if allocation is None or not is_loaded or "model_files" in skip:
         return []
     actor, rollout = allocation.find("actor"), allocation.find("rollout")
     is_fsdp = actor is not None and actor.backend == "fsdp"
@@ -35,10 +40,10 @@ def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list
     found: dict[str, Problem] = {}
     for path in filter(None, paths):
         family = model_type(path)
-        if family is None or has_model_file(family):
+        if family is None or is_known(family):
             continue
         if not is_fsdp:
-            found[family] = no_such_family(family, own_families())
+            found[family] = no_such_family(family, known_families())
         elif samples_here and path == config.actor.path:
             found[family] = no_sampler_for(family, config.allocation_mode)
     return list(found.values())
@@ -51,7 +56,7 @@ def uncounted(config: Config) -> str | None:
     if actor is None or actor.backend != "fsdp" or config.actor.path is None:
         return None
     family = model_type(config.actor.path)
-    if family is None or has_model_file(family) or family in COUNTED_WITHOUT_FILE:
+    if family is None or is_known(family):
         return None
     return f"memory unknown for this architecture (model_type = {family}): it is not counted"
 

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Problem | Iterable[Problem] | None)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[P]):
+class ConfigRule(Generic[P]):
     check: Callable[P, Found]
     keys: tuple[str, ...]
     """Dotted keys it reads; a block stands for everything in it."""
@@ -43,7 +43,7 @@ class Rule(Generic[P]):
 class Rules(Generic[P]):
     """Rules that look at the same things, in the order written."""
 
-    all: list[Rule[P]] = field(default_factory=list)
+    all: list[ConfigRule[P]] = field(default_factory=list)
 
     def add(
         self,
@@ -54,7 +54,7 @@ class Rules(Generic[P]):
         """Decorates a check with the keys it reads and the commands it matters to."""
 
         def register(check: Callable[P, F]) -> Callable[P, F]:
-            self.all.append(Rule(check, keys, commands, is_by_key))
+            self.all.append(ConfigRule(check, keys, commands, is_by_key))
             return check
 
         return register

@@ -8,8 +8,9 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pentad.core.dims import MAX_LAYERS, ModelDims
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.models.config_reader import MAX_LAYERS
 from pentad.models.families import ConfigLike, read_config
 
 PACKABLE = {"full_attention", "sliding_attention"}

@@ -1,4 +1,4 @@
-"""The ranks of a layout on one device: their shards, moved and put together again, and their sums.
+"""The ranks of a layout on one device: their shards, put together again, and their sums.
 
 A model is run as its ranks would run it, each with the part of the weights that the parallel plan
 gives it; the result is differentiable in the whole weights. It proves maps and plans.
@@ -24,7 +24,6 @@ from pentad.weights.cuts import Coords, Plan, cut_entry
 from pentad.weights.flow import source_block, target_block
 from pentad.weights.map import Entry, WeightMap
 from pentad.weights.regions import flip, slices
-from pentad.weights.reshard import Holding, plan_moves
 
 
 class SumOverRanks(nn.Module):
@@ -188,35 +187,3 @@ def round_trip_fault(
                 target_block(back[region.source], out).copy_(source_block(shard, out))
     wrong = (n for n, t in disk.items() if n not in weight_map.tied and not torch.equal(back[n], t))
     return next(wrong, None)
-
-
-def reshard_fault(
-    weight_map: WeightMap,
-    plan: Plan,
-    before: Sequence[Coords],
-    after: Sequence[Coords],
-    natives: Mapping[str, Tensor],
-) -> str | None:
-    """The first tensor that a resharding plan does not bring to its new ranks unharmed."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in natives.items()}
-    have = _held(weight_map, plan, before, natives)
-    want = _held(weight_map, plan, after, natives)
-    got = {key: torch.full_like(tensor, float("nan")) for key, tensor in want.items()}
-    shard = {(rank, name): tensor for (rank, name, _), tensor in have.items()}
-    put = {(rank, name): tensor for (rank, name, _), tensor in got.items()}
-    for move in plan_moves(shapes, have, want):
-        block = shard[move.source_rank, move.name][slices(move.source_box)]
-        put[move.target_rank, move.name][slices(move.target_box)] = block
-    return next((k[1] for k, tensor in want.items() if not torch.equal(got[k], tensor)), None)
-
-
-def _held(
-    weight_map: WeightMap, plan: Plan, ranks: Sequence[Coords], natives: Mapping[str, Tensor]
-) -> dict[Holding, Tensor]:
-    out = {}
-    for rank, coords in enumerate(ranks):
-        for name, tensor in natives.items():
-            local = cut_entry(weight_map.entries[name], plan, coords, weight_map.sizes)
-            for box, _ in local.boxes:
-                out[rank, name, box] = tensor.detach()[slices(box)].clone()
-    return out

@@ -165,7 +165,7 @@ def check_rank_files(layout: MegatronLayout) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRank:
     """What one rank folder turned out to hold."""
 
     indices: tuple[int, int | None, int | None]
@@ -176,7 +176,7 @@ class Found:
     """The height of an expert's first matrix."""
 
 
-def infer_layout(where: str, found: Mapping[str, Found], dims: ModelDims) -> MegatronLayout:
+def infer_layout(where: str, found: Mapping[str, FoundRank], dims: ModelDims) -> MegatronLayout:
     """The layout of a legacy folder from its names and contents, which need no arguments."""
     tp = 1 + max(folder.indices[0] for folder in found.values())
     pp = 1 + max((folder.indices[1] or 0) for folder in found.values())

@@ -23,7 +23,7 @@ from pentad.weights.megatron.arguments import (
 from pentad.weights.megatron.layout import (
     RANK_FILE,
     RANK_FOLDER,
-    Found,
+    FoundRank,
     MegatronLayout,
     check_rank_files,
     infer_layout,
@@ -153,7 +153,7 @@ def _carries_nothing(key: str) -> bool:
     return EXTRA_STATE in key.rpartition(".")[2] or key in IGNORED
 
 
-def _found(name: str, chunks: Mapping[str, Mapping[str, Any]]) -> Found:
+def _found(name: str, chunks: Mapping[str, Mapping[str, Any]]) -> FoundRank:
     match = RANK_FOLDER.fullmatch(name)
     assert match is not None, "only such folders were opened"
     tp, second, third = (None if part is None else int(part) for part in match.groups())
@@ -166,7 +166,7 @@ def _found(name: str, chunks: Mapping[str, Mapping[str, Any]]) -> Found:
             if EXPERT_FC1.search(key):
                 rows = value.shape[0]
                 break
-    return Found((tp or 0, second, third), tuple(layers), rows)
+    return FoundRank((tp or 0, second, third), tuple(layers), rows)
 
 
 def read_legacy(files: LegacyFiles, column: MegatronColumn) -> MegatronReader:

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from pentad.cli import verify_parallel
-from pentad.cli.parallel_cases import LayoutCase, choose_cases, config_of, read_subject, shrink
+from pentad.cli.parallel_cases import LayoutCase, choose_cases, read_subject, shrink
 from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
-from pentad.config.catalog import MODELS
-from pentad.core.dims import dims_from_hf
+from pentad.config.catalog import known_config, models
 from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
+from pentad.models.families import dims_of
+
+MODELS = models()
 
 RECIPE = """
 allocation_mode: sglang:d4+archon:(attn:d2p2t2|ffn:d1p2t1e4)
@@ -47,13 +49,11 @@ def test_a_recipe_brings_its_model_its_layout_and_its_settings(tmp_path):
 
 
 def test_a_folder_is_taken_with_its_switches(tmp_path):
-    config = config_of(MODELS["Qwen3-8B"]) | {"attention_bias": True, "torch_dtype": "bfloat16"}
+    config = known_config("Qwen3-8B") | {"attention_bias": True, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     subject = read_subject([str(tmp_path)])
     assert subject.dims.qkv_bias and subject.folder is None
-    small = dims_from_hf(
-        shrink(subject.hf_config, subject.dims, [LayoutCase("t2", Layout(tp=2))], 1)
-    )
+    small = dims_of(shrink(subject.hf_config, subject.dims, [LayoutCase("t2", Layout(tp=2))], 1))
     assert small.qkv_bias and small.num_heads == 32 and small.num_kv_heads == 8
     assert small.num_layers == 4 and small.num_params < 2_000_000
 
@@ -61,7 +61,7 @@ def test_a_folder_is_taken_with_its_switches(tmp_path):
 def test_a_small_model_keeps_what_decides_how_it_is_cut():
     subject = read_subject(["Qwen3-30B-A3B"])
     cases = choose_cases(subject, None, ["d2t4e8", "(attn:p4t2|ffn:p4t2)"])
-    small = dims_from_hf(shrink(subject.hf_config, subject.dims, cases, stages=8))
+    small = dims_of(shrink(subject.hf_config, subject.dims, cases, stages=8))
     kept = ("num_heads", "num_kv_heads", "num_experts", "num_experts_per_token", "qk_norm")
     for name in kept:
         assert getattr(small, name) == getattr(subject.dims, name), name

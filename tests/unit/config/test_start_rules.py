@@ -19,8 +19,8 @@ from pentad.config.rules.start import (
 )
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
-from pentad.core.families import has_model_file, no_such_family, own_families
 from pentad.core.machine import GIB
+from pentad.models.families import is_known, known_families, no_such_family
 from pentad.planner import plan
 from pentad.planner.prepare import prepare
 
@@ -216,7 +216,7 @@ def write_model(folder, **changes):
 
 def test_families_without_a_file_are_refused_as_at_the_start(tmp_path):
     folder = write_model(tmp_path / "m", model_type="olmo9")
-    problem = no_such_family("olmo9", own_families())
+    problem = no_such_family("olmo9", known_families())
     for command in ("plan", "train", "sft"):
         assert check_layout(config_of(f"actor.path={folder}"), command) == [problem]
     own = config_of(f"actor.path={folder}", "model_files=[mine.py:SPEC]")
@@ -228,8 +228,8 @@ def test_families_without_a_file_are_refused_as_at_the_start(tmp_path):
 
 
 def test_every_model_file_is_counted():
-    assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(own_families())
-    assert not has_model_file("decoder") and not has_model_file("../core/dims")
+    assert {"llama", "qwen2", "qwen3", "qwen3_moe"} <= set(known_families())
+    assert not is_known("decoder") and not is_known("../core/dims")
 
 
 @pytest.mark.parametrize("key", ["ref", "teacher"])

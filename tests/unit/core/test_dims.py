@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
+from pentad.models.families import planned_dims
 
 # All dimensions distinct, so that no swapped pair can pass.
 ODD = {
@@ -56,7 +57,7 @@ def written(config: AutoConfig) -> dict:
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_those_transformers_builds(name):
     config = config_of(name)
-    dims = dims_from_hf(written(config))
+    dims = planned_dims(written(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert dims.num_params == sum(p.numel() for p in model.parameters())
@@ -69,15 +70,15 @@ def test_old_key_names_read_the_same_as_what_transformers_writes(name):
     raw = {"model_type": name.split()[0], **CASES[name]}
     new = written(config_of(name))
     assert "rope_theta" not in new and "rope_parameters" in new
-    assert dims_from_hf(raw) == dims_from_hf(new)
+    assert planned_dims(raw) == planned_dims(new)
 
 
 def test_moe_layers_follow_stride_and_exceptions():
-    dims = dims_from_hf({"model_type": "qwen3_moe", **CASES["qwen3_moe mixed"]})
+    dims = planned_dims({"model_type": "qwen3_moe", **CASES["qwen3_moe mixed"]})
     assert dims.moe_layers == (False, False, False, True, False)
     assert (dims.layer_parts(3).dense_ffn, dims.layer_parts(3).expert) == (0, 3 * 48 * 13)
     assert (dims.layer_parts(0).dense_ffn, dims.layer_parts(0).expert) == (3 * 48 * 71, 0)
-    assert dims_from_hf({"model_type": "qwen3_moe", **ODD, **MOE}).norm_topk_prob is False
+    assert planned_dims({"model_type": "qwen3_moe", **ODD, **MOE}).norm_topk_prob is False
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -85,19 +86,19 @@ def test_sliding_layers_are_those_of_transformers(family):
     raw = {**CASES[family], "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
     new = written(AutoConfig.for_model(family, **raw))
     for source in (new, {"model_type": family, **raw}):
-        dims = dims_from_hf(source)
+        dims = planned_dims(source)
         assert [dims.window(i) for i in range(5)] == [None, None, None, 9, 9]
-    off = dims_from_hf({"model_type": family, **raw, "use_sliding_window": False})
+    off = planned_dims({"model_type": family, **raw, "use_sliding_window": False})
     assert off.sliding_window is None and off.sliding_layers == ()
 
 
 def test_rope_scaling_keeps_its_numbers_and_loses_theta():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 99}
-    old = dims_from_hf({"model_type": "qwen3", **ODD, "rope_scaling": scaling})
+    old = planned_dims({"model_type": "qwen3", **ODD, "rope_scaling": scaling})
     assert (old.rope_theta, old.rope_scaling) == (1234.0, scaling)
-    new = dims_from_hf({**ODD, "rope_parameters": {**scaling, "rope_theta": 5.0}})
+    new = planned_dims({**ODD, "rope_parameters": {**scaling, "rope_theta": 5.0}})
     assert (new.rope_theta, new.rope_scaling) == (5.0, scaling)
-    older = dims_from_hf({**ODD, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    older = planned_dims({**ODD, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert older.rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
@@ -117,7 +118,7 @@ def test_rope_scaling_keeps_its_numbers_and_loses_theta():
 )
 def test_what_cannot_be_expressed_is_refused(extra, said):
     with pytest.raises(UserError, match=said):
-        dims_from_hf({"model_type": "other", **ODD, **extra})
+        planned_dims({"model_type": "other", **ODD, **extra})
 
 
 def plain_flops(dims: ModelDims, seq_len: int, *, causal: bool) -> float:
@@ -148,7 +149,7 @@ def plain_flops(dims: ModelDims, seq_len: int, *, causal: bool) -> float:
 def test_flops_equal_a_plain_walk(name, causal):
     raw = {"model_type": name.split()[0], **CASES[name]}
     raw |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
-    dims = dims_from_hf(raw)
+    dims = planned_dims(raw)
     assert dims.train_flops(23, causal=causal) == plain_flops(dims, 23, causal=causal)
     assert dims.flops_per_token(23, causal=causal) == dims.train_flops(23, causal=causal) / 23
 
@@ -187,7 +188,7 @@ def test_a_value_that_is_none_is_told_with_its_key(bad):
     value = list(bad.values())[-1]
     key, value = list(value.items())[-1] if isinstance(value, dict) else (list(bad)[-1], value)
     with pytest.raises(UserError) as told:
-        dims_from_hf(config)
+        planned_dims(config)
     assert f"config.json: {key} = {value}: must " in str(told.value)
 
 
@@ -206,27 +207,27 @@ def test_a_value_that_is_none_is_told_with_its_key(bad):
 )
 def test_a_mixture_that_is_not_built_is_refused(bad, said):
     with pytest.raises(UserError, match=f"config.json: {said}"):
-        dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM, **bad})
+        planned_dims({"model_type": "glm4_moe", **ODD, **GLM, **bad})
 
 
 def test_rotary_over_part_of_a_head_is_read_where_transformers_reads_it():
     inner = {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.8}}
-    assert dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM}).rotary_dim == 4
-    assert dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM, **inner}).rotary_dim == 8
-    whole = dims_from_hf({"model_type": "glm4_moe", **ODD, **GLM, "partial_rotary_factor": 1.0})
+    assert planned_dims({"model_type": "glm4_moe", **ODD, **GLM}).rotary_dim == 4
+    assert planned_dims({"model_type": "glm4_moe", **ODD, **GLM, **inner}).rotary_dim == 8
+    whole = planned_dims({"model_type": "glm4_moe", **ODD, **GLM, "partial_rotary_factor": 1.0})
     assert (whole.rotary_dim, whole.turned_dim) == (0, 10)
 
 
 def test_all_wrong_values_are_told_together():
     with pytest.raises(UserError) as told:
-        dims_from_hf({"model_type": "qwen3", **ODD, "vocab_size": 0.5, "rms_norm_eps": NAN})
+        planned_dims({"model_type": "qwen3", **ODD, "vocab_size": 0.5, "rms_norm_eps": NAN})
     assert len(told.value.problems) == 2
 
 
 def test_a_quantised_model_is_refused():
     config = {"model_type": "qwen3", **ODD, "quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(UserError, match="its weights are quantised"):
-        dims_from_hf(config)
+        planned_dims(config)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,7 +242,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes(name):
         except Exception:  # each config class refuses in its own way
             continue
         try:
-            ours = dims_from_hf(rest)
+            ours = planned_dims(rest)
         except UserError:
             continue
-        assert ours == dims_from_hf(theirs), key
+        assert ours == planned_dims(theirs), key

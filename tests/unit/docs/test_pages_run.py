@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from pentad.cli.main import app
 from pentad.data.toy import write_byte_model
+from pentad.models import families
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
 from pentad.planner.prepare import prepare
@@ -111,7 +112,7 @@ def scratch(tmp_path_factory):
     for file, text in {
         "agents/solver.py": "async def solve(prompt): ...\n",
         "rewards/mine.py": "def score(completion): return 1.0\ncloseness = score\n",
-        "my_phi3.py": "SPEC = None\n",
+        "my_phi3.py": "from pentad.models.families.llama import SPEC\n",
     }.items():
         (root / file).parent.mkdir(exist_ok=True)
         (root / file).write_text(text)
@@ -121,6 +122,7 @@ def scratch(tmp_path_factory):
 @pytest.mark.parametrize("block", code("yaml"), ids=name)
 def test_recipes_are_planned(scratch, monkeypatch, block):
     monkeypatch.chdir(scratch)
+    monkeypatch.setattr(families, "REGISTERED", {})
     (scratch / "block.yaml").write_text(block.code)
     given = [] if "path: models/" in block.code else ["actor.path=models/m"]
     prepare("block.yaml", [*given, "gconfig.max_new_tokens=8"], "plan")

@@ -10,7 +10,7 @@ from pentad.core.errors import UserError
 from pentad.core.settings import EngineSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.infer.engine import Engine as InferEngine
+from pentad.infer.engine import InferenceEngine
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.exchange import install_hf
@@ -131,7 +131,9 @@ def test_the_bias_is_handed_out_in_float32_whatever_the_weights_are_published_in
 
 def test_the_sampler_gets_the_bias_with_every_publish():
     engine = make_mixture(balance={"bias_rate": 0.07}, config=GLM)
-    sampler = InferEngine(create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64))
+    sampler = InferenceEngine(
+        create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64)
+    )
     rows = make_rows(3)
     digests = set()
     for version in range(3):
@@ -156,7 +158,9 @@ def routes_of(model, ids, routes):
 
 def test_weights_without_the_bias_are_refused_by_the_sampler():
     engine = make_mixture(config=GLM)
-    sampler = InferEngine(create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64))
+    sampler = InferenceEngine(
+        create_model(engine.dims, seed=1), SamplerSettings(kv_cache_tokens=64)
+    )
     rest = [(n, x) for n, x in engine.iter_weights() if "e_score_correction_bias" not in n]
     with pytest.raises(UserError, match="e_score_correction_bias: missing"):
         sampler.install(0, rest)

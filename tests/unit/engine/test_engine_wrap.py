@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pentad.core.settings import EngineSettings
 from pentad.engine.engine import build_engine
-from pentad.models import qwen3_moe
-from pentad.models.families import REGISTERED
+from pentad.models.families import REGISTERED, qwen3_moe
 from pentad.ops.attention import PaddedAttend
 from pentad.parallel.blocks import apply_to_block
 

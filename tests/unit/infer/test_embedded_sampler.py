@@ -9,11 +9,11 @@ import pytest
 import torch
 from closeness import assert_logprobs
 
-from pentad.core.digest import digest_of
 from pentad.core.errors import RunError, UserError
 from pentad.infer.settings import SamplerSettings
 from pentad.models.exchange import install_hf, iter_hf
 from pentad.models.registry import create_model
+from pentad.ops.digest import digest_of
 
 
 async def update_under_way(sampler, request, weights):

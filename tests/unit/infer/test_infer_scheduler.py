@@ -5,7 +5,7 @@ import pytest
 
 from pentad.core.types import Request, SamplingParams
 from pentad.infer.blocks import BlockPool
-from pentad.infer.scheduler import Scheduler
+from pentad.infer.scheduler import RequestScheduler
 from pentad.infer.sequence import Sequence, Table
 
 BLOCK = 4
@@ -17,7 +17,7 @@ class Harness:
     def __init__(self, num_rows=8, num_blocks=64, max_batch_tokens=64):
         self.table = Table(num_rows, BLOCK)
         self.pool = BlockPool(num_blocks + 1, BLOCK)
-        self.scheduler = Scheduler(self.table, self.pool, max_batch_tokens)
+        self.scheduler = RequestScheduler(self.table, self.pool, max_batch_tokens)
         self.num_arrived = 0
         self.finished = []
 

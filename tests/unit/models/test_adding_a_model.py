@@ -72,7 +72,7 @@ OWN_CLASS = '''"""A family of its own composition."""
 
 from dataclasses import replace
 
-from pentad.models import llama
+from pentad.models.families import llama
 from pentad.models.decoder import Decoder
 
 
@@ -198,8 +198,11 @@ def test_a_draft_never_replaces_a_file(folder):
         ("broken.py:SPEC", r"cannot be imported \(SyntaxError: "),
         ("leaving.py:SPEC", r"cannot be imported \(SystemExit: 3\)"),
         ("absent.py:SPEC", "cannot be imported"),
-        ("pentad.models.qwen3:RULES", "is a tuple, not a ModelSpec"),
-        ("pentad.models.qwen3:SPECIAL", "there is no SPECIAL in pentad.models.qwen3"),
+        ("pentad.models.columns:DECODER", "is a tuple, not a ModelSpec"),
+        (
+            "pentad.models.families.qwen3:SPECIAL",
+            "there is no SPECIAL in pentad.models.families.qwen3",
+        ),
     ],
 )
 def test_a_wrong_path_is_told(folder, path, sentence):

@@ -7,11 +7,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pentad.core.digest import digest_of
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.models.exchange import box_of, hf_metadata, install_hf, iter_hf, native_shards, rows_of
 from pentad.models.registry import create_model, load_weights, save_model
+from pentad.ops.digest import digest_of
 
 DIMS = ModelDims(
     family="qwen3_moe",

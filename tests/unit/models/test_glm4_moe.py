@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pentad.config.catalog import MODELS
-from pentad.core.dims import dims_from_hf
+from pentad.config.catalog import models
 from pentad.core.errors import UserError
 from pentad.models.conversion import Conversion, convert
 from pentad.models.decoder import causal_attend
+from pentad.models.families import dims_of
 from pentad.models.registry import create_model, load_model, save_model
+
+MODELS = models()
 
 CONFIG = {
     "model_type": "glm4_moe",
@@ -45,7 +47,7 @@ def logits_of(model):
 @pytest.fixture
 def folder(tmp_path):
     """As released: with the tensors of a layer behind the last."""
-    model = create_model(dims_from_hf(CONFIG), seed=4)
+    model = create_model(dims_of(CONFIG), seed=4)
     with torch.no_grad():
         for name, bias in model.named_buffers():
             bias.copy_(torch.randn(6, generator=torch.Generator().manual_seed(len(name))))

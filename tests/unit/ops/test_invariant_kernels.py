@@ -88,8 +88,8 @@ def test_attention_is_that_of_the_reference_packed_or_paged(window):
 
 
 def test_the_digest_kernel_is_the_plain_sum():
-    from pentad.core.digest import tensor_checksum
-    from pentad.core.digest_kernel import checksums
+    from pentad.ops.digest import tensor_checksum
+    from pentad.ops.digest_kernel import checksums
 
     pieces = [random(n, seed=n).view(torch.int32) for n in (1, 5, 2048, 70001)]
     found = [value & 0xFFFFFFFFFFFFFFFF for value in checksums(pieces).tolist()]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pentad.core.dims import dims_from_hf
+from pentad.models.families import dims_of
 from pentad.models.moe import Moe
 from pentad.parallel import experts
 from pentad.parallel.experts import CellDispatch, Road
@@ -74,7 +74,7 @@ def slow(monkeypatch):
 
 def make_mixture(dtype=torch.bfloat16) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(3)
-    moe = Moe(dims_from_hf(CONFIG))
+    moe = Moe(dims_of(CONFIG))
     for parameter in moe.parameters():
         nn.init.normal_(parameter, std=0.05)
     x_TD = torch.randn(TOKENS, CONFIG["hidden_size"], device="cuda", dtype=dtype)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pentad.core.dims import dims_from_hf
 from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
+from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 
-DIMS = dims_from_hf(
+DIMS = dims_of(
     {
         "model_type": "qwen3",
         "vocab_size": 40,

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pentad.config.catalog import MODELS
+from pentad.config.catalog import models
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
@@ -31,6 +31,8 @@ from pentad.planner.memory import (
     stage_layers,
     training_phases,
 )
+
+MODELS = models()
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_SEQUENCES = 512, 4

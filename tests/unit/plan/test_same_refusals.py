@@ -8,12 +8,12 @@ import torch
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.layout import layout_problems
-from pentad.core.dims import ModelDims, dims_from_hf
+from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import parse_allocation
 from pentad.models.balance import apply_balance
-from pentad.models.families import known_families, map_of
+from pentad.models.families import dims_of, known_families, map_of
 from pentad.models.registry import build_model
 from pentad.parallel.pipeline import plan_pipeline
 from pentad.trainer.translate import engine_settings
@@ -129,6 +129,6 @@ def test_config_and_engine_refuse_the_same_layouts():
 def test_families_with_a_place_for_a_bias_are_known_without_torch(family):
     sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
-    dims = dims_from_hf({"model_type": family, **sizes, **heads})
+    dims = dims_of({"model_type": family, **sizes, **heads})
     has_place = "layers.1.ffn.router.bias" in map_of(dims).entries
     assert has_place == dims.router_bias == (family == "glm4_moe")

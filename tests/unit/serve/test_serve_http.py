@@ -382,7 +382,7 @@ def test_a_model_file_of_your_own_is_served(byte_folder, tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
-        "from pentad.models.qwen3 import SPEC as QWEN3\n"
+        "from pentad.models.families.qwen3 import SPEC as QWEN3\n"
         "SPEC = replace(QWEN3, family='mine', "
         "read_dims=lambda hf: QWEN3.read_dims({**hf, 'model_type': 'qwen3'}))\n"
     )

@@ -7,11 +7,11 @@ import weakref
 import pytest
 import torch
 
-from pentad.core.digest import digest_of
 from pentad.core.errors import RunError
 from pentad.core.roles import Installed
 from pentad.data.ledger import Ledger
 from pentad.data.store import Store
+from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.trainer.budget import Budget
 from pentad.trainer.placement import Placement, Turnstile

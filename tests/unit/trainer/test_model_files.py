@@ -15,7 +15,7 @@ from pentad.trainer.assemble import run_sft
 
 MINE = """
 from dataclasses import replace
-from pentad.models.qwen3 import SPEC as QWEN3
+from pentad.models.families.qwen3 import SPEC as QWEN3
 
 def read_dims(hf):
     return QWEN3.read_dims({**hf, "model_type": "qwen3"})

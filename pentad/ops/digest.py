@@ -96,7 +96,7 @@ class _Hasher:
         owners, starts, pieces = zip(*self.pieces, strict=True)
         self.pieces, self.num_words = [], 0
         if _is_fused(pieces[0]):
-            from pentad.core.digest_kernel import checksums
+            from pentad.ops.digest_kernel import checksums
 
             with torch.cuda.device(pieces[0].device):
                 self.sums.append((list(owners), checksums(pieces)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentad.core.digest import BATCH_WORDS, digest_of, tensor_checksum
+from pentad.ops.digest import BATCH_WORDS, digest_of, tensor_checksum
 
 
 def test_equal_bytes_give_equal_checksums_whatever_the_strides():
@@ -43,7 +43,7 @@ def test_every_single_flipped_bit_is_seen(seed):
 def test_chunks_do_not_change_the_sum(monkeypatch):
     x = torch.randn(1000)
     whole = tensor_checksum(x)
-    monkeypatch.setattr("pentad.core.digest.BATCH_WORDS", 64)
+    monkeypatch.setattr("pentad.ops.digest.BATCH_WORDS", 64)
     assert tensor_checksum(x) == whole
     assert BATCH_WORDS > 64
 
@@ -69,7 +69,7 @@ def test_the_digest_covers_names_dtypes_and_shapes_but_not_order():
 def test_batches_do_not_change_the_digest(monkeypatch, batch_words):
     weights = [(f"w{n}", torch.randn(n, 3)) for n in (1, 5, 40)] + [("b", torch.ones(3).bfloat16())]
     expected = {name: tensor_checksum(tensor) for name, tensor in weights}
-    monkeypatch.setattr("pentad.core.digest.BATCH_WORDS", batch_words)
+    monkeypatch.setattr("pentad.ops.digest.BATCH_WORDS", batch_words)
     entries = digest_of(weights).entries
     assert {name: int(entry.rpartition("/")[2], 16) for name, entry in entries.items()} == expected
 

@@ -1,28 +1,28 @@
 """Model families by name: their specs, dimensions and weight maps.
 
-A family is one file whose `SPEC` is its `ModelSpec`; those of this package are found by their
-`model_type`, others by `mypackage.mymodel:SPEC` or `path/to/mymodel.py:SPEC`. Importing this
-module loads no torch, so dimensions and maps can be had where torch is not wanted.
+A family is one file whose `SPEC` is its `ModelSpec`; those of this folder are found by their
+`model_type`, others by `mypackage.mymodel:SPEC` or `path/to/mymodel.py:SPEC`. Nothing here loads
+torch, so a plan reads the same files as a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.families import has_model_file, no_such_family, own_families
 from pentad.core.model_files import check_plain, read_object
 from pentad.core.specs import import_named
+from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec
 from pentad.weights.map import WeightMap
 
-PACKAGE = "pentad.models"
+FOLDER = Path(__file__).parent
 MAX_NAME = 100
 """Letters of a family's name, which is that of a file."""
 REGISTERED: dict[str, str] = {}
@@ -47,8 +47,23 @@ def register(path: str) -> ModelSpec:
 
 
 def known_families() -> list[str]:
-    """The families of this package, and registered ones."""
-    return sorted({*own_families(), *REGISTERED})
+    """The families of this folder, and registered ones."""
+    own = {file.stem for file in FOLDER.glob("*.py") if file.name != "__init__.py"}
+    return sorted(own | REGISTERED.keys())
+
+
+def is_registered(path: str) -> bool:
+    return path in REGISTERED.values()
+
+
+def is_known(family: str) -> bool:
+    return family in REGISTERED or has_file(family)
+
+
+@cache
+def has_file(family: str) -> bool:
+    is_name = family.isidentifier() and family != "__init__" and len(family) <= MAX_NAME
+    return is_name and (FOLDER / f"{family}.py").is_file()
 
 
 def path_of(family: str) -> str:
@@ -58,8 +73,8 @@ def path_of(family: str) -> str:
         return family
     if family in REGISTERED:
         return REGISTERED[family]
-    if has_model_file(family):
-        return f"{PACKAGE}.{family}:SPEC"
+    if has_file(family):
+        return f"{__name__}.{family}:SPEC"
     raise UserError(no_such_family(family, known_families()))
 
 
@@ -141,6 +156,54 @@ def family_of(config: Mapping[str, Any]) -> str:
         remedy = "name a model file of your own where the model is loaded, not in config.json"
         raise UserError(Problem(f"config.json: model_type = {family[:MAX_NAME]}", rule, remedy))
     return family
+
+
+def planned_dims(config: Mapping[str, Any]) -> ModelDims:
+    """The same of a config whose family may have no file here: transformers' models can be trained
+    without one."""
+    is_known_here = is_known(str(config.get("model_type")))
+    return dims_of(config) if is_known_here else dims_from_hf(config)
+
+
+def public_configs() -> dict[str, dict[str, Any]]:
+    """Public models by name, with what of their config.json counts: a run can be planned with them
+    before any download."""
+    return {
+        name: {"model_type": family, **config}
+        for family in known_families()
+        for name, config in spec_of(family).public.items()
+    }
+
+
+def public_models() -> dict[str, ModelDims]:
+    """The dimensions of public models by name."""
+    found: dict[str, ModelDims] = {}
+    for family in known_families():
+        found |= _public(path_of(family))
+    return found
+
+
+@cache
+def _public(path: str) -> dict[str, ModelDims]:
+    spec = _load(path)[0]
+    return {
+        name: spec.read_dims({"model_type": spec.family, **config})
+        for name, config in spec.public.items()
+    }
+
+
+def no_sampler_for(family: str, allocation: str | None) -> Problem:
+    rule = f"the embedded sampler has no model file for model_type = {family}"
+    remedy = "sample with vllm or sglang, which run any HF model"
+    return Problem(f"allocation_mode = {allocation}", rule, remedy)
+
+
+def no_such_family(family: str, known: Iterable[str]) -> Problem:
+    remedy = (
+        f"use one of {', '.join(sorted(known))}, give a model file of your own, or train it "
+        "with the backend fsdp"
+    )
+    return Problem(f"model_type = {family}", "no such model family", remedy)
 
 
 def map_of(dims: ModelDims) -> WeightMap:

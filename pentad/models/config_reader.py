@@ -1,0 +1,300 @@
+"""Reads a HF config.json into dimensions, as transformers reads it: no torch.
+
+What all families share stands here; a family's own file names, as fields of `ConfigReader`, where
+it differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+
+MAX_SIZE = 1 << 24
+"""Of any width or count: far above every model, and products of two stay in 64 bits."""
+MAX_LAYERS = 10_000
+MAX_POSITION = 1 << 40
+MAX_PARAMS = 10**14
+MAX_FLOAT = sys.float_info.max
+NEEDED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "intermediate_size",
+)
+SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")
+UNSUPPORTED = {
+    "text_config": "it describes a model with several modalities",
+    "kv_lora_rank": "it uses latent attention",
+    **dict.fromkeys(SHARED_EXPERTS, "it has shared experts"),
+    "linear_num_key_heads": "it has linear attention layers",
+    "quantization_config": "its weights are quantised",
+}
+PART = "partial_rotary_factor"
+OLD_LENGTH = "original_max_position_embeddings"
+STRETCHED = {"llama3", "yarn", "longrope"}
+"""Kinds of rotary scaling that ask for the length before the stretch."""
+ROPE_KEYS = {"rope_theta", "rope_type", "type", PART}
+ROPE_NUMBERS = {
+    *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", OLD_LENGTH),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+}
+
+
+class ConfigValues:
+    """The values of a config. Wrong ones are collected, to be reported together."""
+
+    def __init__(self, hf: Mapping[str, Any], left_out: Set[str] = frozenset()) -> None:
+        self.hf = hf
+        self.left_out = left_out
+        self.problems: list[Problem] = []
+
+    def must(self, holds: bool, key: str, value: object, rule: str) -> None:
+        where = f"config.json: {key} = {_short(value)}"
+        if key in self.left_out:
+            where += " (transformers' value, as it is left out)"
+        if not holds and not any(problem.where == where for problem in self.problems):
+            self.problems.append(Problem(where, rule))
+
+    def whole(self, key: str, default: int = 0, least: int = 1, most: int = MAX_SIZE) -> int:
+        """A count; null is the default."""
+        value = default if self.hf.get(key) is None else self.hf[key]
+        is_whole = _is_number(value) and value >= least and value % 1 == 0
+        self.must(is_whole, key, value, f"must be a whole number of at least {least}")
+        is_bounded = not is_whole or value <= most
+        self.must(is_bounded, key, value, f"must be a whole number of at most {most}")
+        return int(value) if is_whole and is_bounded else least
+
+    def flag(self, key: str | bool, default: bool = False) -> bool:
+        """A switch; one that a family fixes is its own value."""
+        if isinstance(key, bool):
+            return key
+        value = default if self.hf.get(key) is None else self.hf[key]
+        self.must(isinstance(value, bool), key, value, "must be true or false")
+        return value is True
+
+    def number(self, key: str, default: float) -> float:
+        value = default if self.hf.get(key) is None else self.hf[key]
+        is_good = _is_number(value) and 0 < value <= MAX_FLOAT
+        self.must(is_good, key, value, "must be a number above 0")
+        return float(value) if is_good else default
+
+    @property
+    def expert_width(self) -> int:
+        has_own = self.hf.get("moe_intermediate_size") is not None
+        return self.whole("moe_intermediate_size" if has_own else "intermediate_size")
+
+
+def read_mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
+    """The dimensions of the experts, as Qwen names them; none where there are no experts."""
+    key = "num_experts" if read.hf.get("num_experts") else "num_local_experts"
+    num_experts = read.whole(key, 0, 0)
+    if not num_experts:
+        return {}
+    given = read.hf.get("mlp_only_layers") or []
+    is_list = isinstance(given, list | tuple)
+    read.must(is_list, "mlp_only_layers", given, "must be a list of layer numbers")
+    dense, stride = set(given) if is_list else set(), read.whole("decoder_sparse_step", 1)
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_token": read.whole("num_experts_per_tok"),
+        "moe_intermediate_size": read.expert_width,
+        "norm_topk_prob": read.flag("norm_topk_prob"),
+        "moe_layers": tuple(i not in dense and (i + 1) % stride == 0 for i in range(num_layers)),
+    }
+
+
+def from_layer(layer: int, first: int) -> bool:
+    return layer >= first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigReader:
+    """How transformers reads the config of a family. A switch is the key that it reads, or what
+    always holds."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What it takes for keys that a config leaves out, where it is not the plain value: no window,
+    as many key heads as heads, hidden_size / num_heads, and so on."""
+    qkv_bias: str | bool = "attention_bias"
+    out_bias: str | bool = "attention_bias"
+    mlp_bias: str | bool = "mlp_bias"
+    """False where the ffn never has a bias: a config that asks for one is refused."""
+    qk_norm: str | bool = False
+    partial_rotary: bool = False
+    """Whether rotary turns the first part of a head only, as `partial_rotary_factor` says."""
+    windows: Literal["none", "all", "by_layer"] = "by_layer"
+    """Whether no window is read whatever the config says, one is on every layer, or `layer_types`
+    chooses; where that is missing, `slides` does, of (layer, max_window_layers)."""
+    slides: Callable[[int, int], bool] = from_layer
+    has_shared_experts: bool = False
+    """Whether `mixture` reads an expert that every token passes."""
+    mixture: Callable[[ConfigValues, int], dict[str, Any]] = read_mixture
+    """The dimensions of the experts, from the config and the number of layers."""
+
+    def __call__(self, hf: Mapping[str, Any]) -> ModelDims:
+        """Old and new key names alike. Raises UserError for what dimensions cannot express: a
+        number that silently means another model is worse than none."""
+        self._refuse_unsupported(hf)
+        read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
+        dims = self._read(read)
+        self._check(read, dims)
+        if read.problems:
+            raise UserError(read.problems)
+        return dims
+
+    def _read(self, read: ConfigValues) -> ModelDims:
+        num_layers = read.whole("num_hidden_layers", most=MAX_LAYERS)
+        num_heads, hidden = read.whole("num_attention_heads"), read.whole("hidden_size")
+        head_dim = read.whole("head_dim", hidden // num_heads)
+        theta, scaling = _rope(read)
+        window, sliding_layers = self._windows(read, num_layers)
+        return ModelDims(
+            family=str(read.hf.get("model_type", "")),
+            vocab_size=read.whole("vocab_size"),
+            hidden_size=hidden,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=read.whole("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            intermediate_size=read.whole("intermediate_size"),
+            tie_embeddings=read.flag("tie_word_embeddings"),
+            qkv_bias=read.flag(self.qkv_bias),
+            out_bias=read.flag(self.out_bias),
+            mlp_bias=read.flag(self.mlp_bias),
+            qk_norm=read.flag(self.qk_norm),
+            norm_eps=read.number("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rotary_dim=_rotary_dim(read, head_dim),
+            max_position=read.whole("max_position_embeddings", 32768, most=MAX_POSITION),
+            sliding_window=window,
+            sliding_layers=sliding_layers,
+            initializer_range=read.number("initializer_range", 0.02),
+            **self.mixture(read, num_layers),
+        )
+
+    def _check(self, read: ConfigValues, dims: ModelDims) -> None:
+        """What must hold between values."""
+        fits = dims.num_heads % dims.num_kv_heads == 0
+        rule = f"must divide num_attention_heads = {dims.num_heads}"
+        read.must(fits, "num_key_value_heads", dims.num_kv_heads, rule)
+        rule = "must be even: rotary turns pairs"
+        read.must(dims.head_dim % 2 == 0, "head_dim", dims.head_dim, rule)
+        top_k, num_experts = dims.num_experts_per_token, dims.num_experts
+        rule = f"must be at most the number of experts, {num_experts}"
+        read.must(top_k <= num_experts, "num_experts_per_tok", top_k, rule)
+        if self.mlp_bias is False:
+            rule = f"the ffn of {dims.family} has no bias, and transformers ignores the key"
+            read.must(not read.flag("mlp_bias"), "mlp_bias", True, f"{rule}; remove it")
+        if not read.problems and dims.num_params > MAX_PARAMS:
+            rule = f"with the other sizes this makes {dims.num_params:.0e} parameters"
+            read.must(False, "hidden_size", dims.hidden_size, rule)
+
+    def _refuse_unsupported(self, hf: Mapping[str, Any]) -> None:
+        where = f"config.json: model_type = {hf.get('model_type') or 'missing'}"
+        remedy = "use a plain decoder such as Qwen3 or Llama"
+        read_here = SHARED_EXPERTS if self.has_shared_experts else ()
+        problems = [
+            Problem(where, f"{key} = {hf[key]!r}: {why}", remedy)
+            for key, why in UNSUPPORTED.items()
+            if hf.get(key) and key not in read_here
+        ]
+        act = hf.get("hidden_act", "silu")
+        if act not in ("silu", "swish"):
+            problems.append(Problem(where, f"hidden_act = {act!r}, only silu is built"))
+        if not hf.get("is_causal", True):
+            rule = f"is_causal = {hf['is_causal']!r}: its tokens see those after them"
+            problems.append(Problem(where, rule, "only causal decoders can be trained"))
+        if not self.partial_rotary and _rotary_factor(hf)[1] != 1.0:
+            rule = f"{PART}: rotary over part of a head is not built for this family"
+            problems.append(Problem(where, rule))
+        missing = [key for key in NEEDED if not hf.get(key)]
+        if missing and not problems:
+            rule = f"{', '.join(missing)} missing"
+            problems.append(Problem(where, rule, "give the config.json of a decoder model"))
+        if problems:
+            raise UserError(problems)
+
+    def _windows(self, read: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+        is_set = read.hf.get("sliding_window") is not None and self.windows != "none"
+        has_window = read.flag("use_sliding_window") and is_set
+        width = read.whole("sliding_window", most=MAX_POSITION) if has_window else None
+        if self.windows != "by_layer":
+            return width, (True,) * num_layers if width else ()
+        kinds = read.hf.get("layer_types")
+        names = kinds if isinstance(kinds, list | tuple) else []
+        if width is None:
+            rule = (
+                "names sliding_attention, but sliding_window and use_sliding_window set no window"
+            )
+            read.must("sliding_attention" not in names, "layer_types", kinds, rule)
+            return None, ()
+        if kinds:
+            known = all(kind in ("sliding_attention", "full_attention") for kind in names)
+            rule = f"must name sliding_attention or full_attention for each of {num_layers} layers"
+            read.must(known and len(names) == num_layers, "layer_types", kinds, rule)
+            slides = tuple(kind == "sliding_attention" for kind in names)
+        else:
+            first = read.whole("max_window_layers", 28, 0)
+            slides = tuple(self.slides(layer, first) for layer in range(num_layers))
+        return (width, slides) if any(slides) else (None, ())
+
+
+dims_from_hf = ConfigReader()
+"""The reading of a family that differs in nothing."""
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 100 else f"{text[:80]}..."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Any]:
+    """(key, settings): as transformers has it, `rope_scaling` replaces `rope_parameters`."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    return key, hf.get(key) or {}
+
+
+def _rope(read: ConfigValues) -> tuple[float, dict[str, Any]]:
+    """(theta, scaling); theta may lie beside the settings, and so may the original length."""
+    key, given = _rope_settings(read.hf)
+    where = f"config.json: {key}"
+    if not isinstance(given, Mapping):
+        raise UserError(Problem(f"{where} = {_short(given)}", "must be a JSON object"))
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise UserError(Problem(where, "rotary settings per layer type are not built"))
+    scaling = ConfigValues(given)
+    theta = scaling.number("rope_theta", read.number("rope_theta", 10000.0))
+    kind = given.get("rope_type") or given.get("type") or "default"
+    rest = {k: v for k, v in given.items() if k not in ROPE_KEYS}
+    for name in rest.keys() & ROPE_NUMBERS:
+        scaling.number(name, 1.0)
+    read.problems += scaling.problems
+    if kind in STRETCHED and read.hf.get(OLD_LENGTH) is not None:
+        rest[OLD_LENGTH] = read.whole(OLD_LENGTH, most=MAX_POSITION)  # transformers lets it win
+    return theta, {} if kind == "default" else {"rope_type": kind, **rest}
+
+
+def _rotary_factor(hf: Mapping[str, Any]) -> tuple[str, Any]:
+    """(key, factor): among the rotary settings, else beside them, else the whole head."""
+    place, rope = _rope_settings(hf)
+    if isinstance(rope, Mapping) and rope.get(PART) is not None:
+        return f"{place}.{PART}", rope[PART]
+    return PART, 1.0 if hf.get(PART) is None else hf[PART]
+
+
+def _rotary_dim(read: ConfigValues, head_dim: int) -> int:
+    key, factor = _rotary_factor(read.hf)
+    is_part = _is_number(factor) and 0 < factor <= 1
+    read.must(is_part, key, factor, "must be a number above 0, at most 1")
+    width = int(head_dim * factor) if is_part else head_dim
+    rule = f"turns {width} numbers of a head of {head_dim}, and rotary turns pairs"
+    read.must(width == head_dim or width % 2 == 0 < width, key, factor, rule)
+    return 0 if width == head_dim else width

@@ -1,0 +1,92 @@
+"""GLM-4-MoE (GLM-4.5, GLM-4.5-Air): rotary over part of a head, optional q/k norms, dense layers
+first, then mixtures routed by sigmoid with a selection bias, beside an expert for every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pentad.models.columns import DECODER, FFN, LAYER, is_moe, shared_expert
+from pentad.models.config_reader import ConfigReader, ConfigValues
+from pentad.models.spec import ModelSpec, sizes
+from pentad.weights.map import Rule
+
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
+RELEASED: dict[str, Any] = {"head_dim": 128, "attention_bias": True, "max_position": 131072}
+
+
+def mixture(read: ConfigValues, num_layers: int) -> dict[str, Any]:
+    """Of DeepSeek-V3's kind: scores by sigmoid, a selection bias in the files, weights scaled,
+    shared experts without a gate, and the first layers dense."""
+    groups, groups_per_token = read.whole("n_group", 1), read.whole("topk_group", 1)
+    rule = f"must equal n_group = {groups}: a choice among some groups of experts is not built"
+    read.must(groups == groups_per_token, "topk_group", groups_per_token, rule)
+    width, num_dense = read.expert_width, read.whole("first_k_dense_replace", 0, 0)
+    return {
+        "num_experts": read.whole("n_routed_experts"),
+        "num_experts_per_token": read.whole("num_experts_per_tok"),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": read.flag("norm_topk_prob"),
+        "router_score": "sigmoid",
+        "router_scale": read.number("routed_scaling_factor", 1.0),
+        "router_bias": True,
+        "shared_expert_size": width * read.whole("n_shared_experts"),
+        "shared_expert_gate": False,
+        "moe_layers": tuple(layer >= num_dense for layer in range(num_layers)),
+        "num_mtp_layers": read.whole("num_nextn_predict_layers", 0, 0),
+    }
+
+
+SPEC = ModelSpec(
+    family="glm4_moe",
+    rules=(
+        *DECODER,
+        *shared_expert("shared_experts"),
+        Rule(
+            FFN + "router.bias",
+            "R",
+            LAYER + "mlp.gate.e_score_correction_bias",
+            is_moe,
+            "zeros",
+            dtype="float32",
+        ),
+    ),
+    read_dims=ConfigReader(
+        defaults=DEFAULTS,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="use_qk_norm",
+        partial_rotary=True,
+        windows="none",
+        has_shared_experts=True,
+        mixture=mixture,
+    ),
+    # transformers has no scalar model of it; the second is how it would be called.
+    classes=("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification"),
+    # The layers that predict further tokens are not trained, so a saved folder has none.
+    ignored=("model.layers.{n}.*",),
+    saved_config={"num_nextn_predict_layers": 0},
+    public={
+        "zai-org/GLM-4.5-Air": sizes(4096, 10944, 46, 96, 8, 151552, **RELEASED),
+        "zai-org/GLM-4.5": sizes(
+            *(5120, 12288, 92, 96, 8, 151552),
+            n_routed_experts=160,
+            moe_intermediate_size=1536,
+            first_k_dense_replace=3,
+            routed_scaling_factor=2.5,
+            use_qk_norm=True,
+            **RELEASED,
+        ),
+    },
+)

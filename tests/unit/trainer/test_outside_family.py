@@ -1,0 +1,95 @@
+"""A family that is one file outside the package is planned, verified and trained."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from pentad.config.catalog import known_model
+from pentad.data.toy import write_model, write_task
+from pentad.models import families
+from pentad.models.proof.cases import variants_of
+from pentad.models.proof.verify import FamilySubject, verify_subject
+from pentad.planner.prepare import prepare
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.assemble import run_sft
+
+FILE = Path(__file__).parent / "seed_oss.py"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model folder of the family, and data."""
+    monkeypatch.setattr(families, "REGISTERED", {})
+    write_model(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    own = {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": True}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | own))
+    write_task(tmp_path, seed=5, num_train=8, num_sft=8, num_valid=2)
+    return tmp_path
+
+
+def settings(folder, *more):
+    return [
+        *(f"fileroot={folder}", f"actor.path={folder / 'model'}", f"model_files=[{FILE}:SPEC]"),
+        *("actor.init_from_scratch=true", f"train_dataset.path={folder / 'sft.jsonl'}"),
+        *("train_dataset.batch_size=4", "total_train_steps=2", *more),
+    ]
+
+
+PLAN = """
+import sys
+from pentad.cli.main import main
+sys.argv = ["pentad", "plan", "--json", *sys.argv[1:]]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules, "a plan loads no torch"
+"""
+
+
+def plan(*overrides):
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN, *overrides], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_it_is_planned_without_torch(folder):
+    status, page = plan(*settings(folder, "allocation_mode=archon:d1"))
+    dims = families.dims_of(folder / "model", f"{FILE}:SPEC")
+    assert dims.out_bias and dims.qkv_bias
+    assert status == 0, page
+    assert f'"num_params": {dims.num_params}' in page
+    without = [s for s in settings(folder, "allocation_mode=archon:d1") if "model_files" not in s]
+    status, page = plan(*without)
+    assert status == 2 and "model_type = seed_oss: no such model family" in " ".join(page.split())
+
+
+def test_its_public_models_can_be_planned_with(folder):
+    assert known_model("Seed-OSS-36B") is None
+    families.register(f"{FILE}:SPEC")
+    known = known_model("ByteDance-Seed/Seed-OSS-36B-Instruct")
+    assert known is not None and known.num_params == pytest.approx(36e9, rel=0.02)
+
+
+def test_it_is_verified_against_transformers(folder):
+    """The odd key among the others of the family."""
+    spec = families.register(f"{FILE}:SPEC")
+    given = variants_of(transformers.AutoConfig.for_model("seed_oss").to_dict())["biases"]
+    report = verify_subject(FamilySubject(spec, {"o": {**given, "attention_out_bias": True}}))
+    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
+    assert any(row.target == "layers.{i}.attn.o.bias" for row in report.rules)
+
+
+def test_it_is_trained(folder):
+    config, notes = prepare(None, settings(folder), "sft")
+    run = run_sft(config, notes, device="cpu")
+    losses = [line["loss"] for line in read_lines(run.records / "steps.jsonl")]
+    assert len(losses) == 2 and losses[1] != losses[0]
+    saved = transformers.AutoModelForCausalLM.from_pretrained(run.model)
+    assert type(saved).__name__ == "SeedOssForCausalLM"
+    assert saved.model.layers[0].self_attn.o_proj.bias is not None
