@@ -30,7 +30,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.weights.flow import NUM_READERS, TensorInfo
 from pentad.weights.megatron.folders import INDEX
 from pentad.weights.pickles import load_metadata, load_tensor
-from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, show
+from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, show, within
 
 CACHE_BYTES = 256 << 20
 """Blocks kept after reading: one serves all the HF tensors that were fused into it."""
@@ -414,9 +414,3 @@ def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
             future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def within(box: Box, origin: Box) -> tuple[slice, ...]:
-    """The box as slices of a tensor that holds the origin."""
-    pairs = zip(box, origin, strict=True)
-    return tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)

@@ -74,6 +74,12 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
+def within(box: Box, origin: Box) -> tuple[slice, ...]:
+    """The box as slices of a tensor that holds the origin."""
+    pairs = zip(box, origin, strict=True)
+    return tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one tensor."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
