@@ -146,8 +146,11 @@ class Page:
             self.say(describe_sampler(sampler))
         self.batch()
         files = self.plan.files
-        exports = f"HF export {gib(files.export_bytes)} GiB x {files.num_exports}"
-        self.section("Files", f"{exports}; {gib(files.free_bytes)} GiB free at {files.folder}")
+        text = f"HF export {gib(files.export_bytes)} GiB x {files.num_exports}"
+        text += f", recovery checkpoint {gib(files.checkpoint_bytes)} GiB x {files.num_checkpoints}"
+        how = "beside training, from host memory" if self.plan.is_async else "while training waits"
+        text += f", written {how}; {gib(files.free_bytes)} GiB free at {files.folder}"
+        self.section("Files", text)
         if self.plan.notes:
             self.section("Notes", *(f"- {note}" for note in self.plan.notes))
         self.verdict()
@@ -335,6 +338,7 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
             for sampler in plan.samplers
         ],
         "host_bytes_per_node": plan.host_bytes,
+        "saver_mode": "async" if plan.is_async else "sync",
         "host_memory_here_bytes": host_memory()[0],
         "batch": batch | {"max_tokens": plan.batch.tokens, "train_flops": plan.batch.flops},
         "files": asdict(plan.files),

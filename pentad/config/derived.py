@@ -105,6 +105,16 @@ def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
     return pp == 1 and gathers if policy == "default" else policy == "always"
 
 
+def is_recoverable(config: Config) -> bool:
+    """Whether the state of the run is saved, for a restart."""
+    return True
+
+
+def num_checkpoints(config: Config) -> int:
+    """Recovery checkpoints on disk at once: those that are kept, and the one being written."""
+    return 3 if is_recoverable(config) else 0
+
+
 def is_saved_within(config: Config) -> bool:
     """Whether models are saved before the end, too."""
     saver = config.saver

@@ -451,8 +451,9 @@ class EvaluatorConfig(FrequencyConfig):
 
 class SaverConfig(FrequencyConfig):
     mode: Literal["auto", "sync", "async"] = "auto"
-    """Whether training waits while a HF folder is written (sync) or goes on, with a copy of the
-    weights in host memory (async). auto: async, unless the host cannot hold that copy."""
+    """Whether training waits while a save is written (sync) or goes on, with a copy of it in host
+    memory (async); of exports and recovery checkpoints. auto: async, unless the host cannot hold
+    the copies, which is said."""
     keep_last: Count | None = None
     """HF folders that stay, the newest; older ones are removed once a newer one is whole. null:
     all, or where keep_best is set, the last one."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 GIB = 2**30
 MIB = 2**20
+CGROUP = Path("/sys/fs/cgroup")
 QUERY_TIMEOUT_S = 20.0
 """nvidia-smi takes seconds where the driver is not kept loaded, and forever where it is broken."""
 
@@ -85,8 +86,18 @@ def host_memory() -> tuple[int, int]:
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and limit < total:
         total = limit
-        available = min(available, limit - (used or 0))
+        available = min(available, limit - (used or 0) + _cached())
     return total, available
+
+
+def _cached() -> int:
+    """Of the memory in use within the cgroup, what holds files and is given back when needed."""
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split() for line in lines)
+    return int(values.get("active_file", 0)) + int(values.get("inactive_file", 0))
 
 
 def _meminfo() -> tuple[int, int]:
@@ -102,7 +113,7 @@ def _meminfo() -> tuple[int, int]:
 
 
 def _cgroup(name: str) -> int | None:
-    path = Path("/sys/fs/cgroup") / name
+    path = CGROUP / name
     try:
         text = path.read_text().strip()
     except OSError:

@@ -12,6 +12,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
 """CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""
 
+OPTIMIZER_STATES = 2
+"""AdamW: first and second moment, in the dtype of the master weights."""
+STAGING_HEADROOM = 1.25
+"""Host memory that must be free for what saves are staged in, over its size."""
+
 MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
 """Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
@@ -41,6 +46,11 @@ def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) ->
 def kv_token_bytes(dims: ModelDims, weight_bytes: int) -> int:
     """Keys and values of one token in all layers."""
     return 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * weight_bytes
+
+
+def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:
+    """What training continues from: master weights, AdamW's moments, further tags."""
+    return (1 + OPTIMIZER_STATES + num_tags) * param_bytes * num_params
 
 
 def export_bytes(dims: ModelDims, weight_bytes: int) -> float:

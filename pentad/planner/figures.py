@@ -123,12 +123,15 @@ class Files:
 
     export_bytes: float
     num_exports: int
+    checkpoint_bytes: float
+    num_checkpoints: int
     free_bytes: int
     folder: str
 
     @property
     def needed_bytes(self) -> float:
-        return self.export_bytes * self.num_exports
+        exports = self.export_bytes * self.num_exports
+        return exports + self.checkpoint_bytes * self.num_checkpoints
 
 
 @dataclass(slots=True)
@@ -145,8 +148,8 @@ class RunPlan:
     files: Files
     host_bytes: dict[str, float]
     """Per node and phase."""
-    copies_weights: bool
-    """Whether `host_bytes` hold a copy of the weights, from which models are saved."""
+    is_async: bool
+    """Whether saves are written beside training, from copies that `host_bytes` hold."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -181,10 +184,6 @@ class RunPlan:
             if sampler.num_running < 1:
                 length = sampler.sampling.sequence_tokens
                 found.append(f"{sampler.component}: no room for one sequence of {length} tokens")
-        files = self.files
-        if self.device.is_here and files.needed_bytes > files.free_bytes:
-            need, have = files.needed_bytes / GIB, files.free_bytes / GIB
-            found.append(f"{need:.1f} GiB of exports, {have:.1f} GiB free at {files.folder}")
         return found
 
     @property

@@ -16,7 +16,7 @@ from pentad.core import sizes
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
-from pentad.core.sizes import CHUNK_BYTES, LOGIT_COPIES, PROCESS_BYTES
+from pentad.core.sizes import CHUNK_BYTES, LOGIT_COPIES, OPTIMIZER_STATES, PROCESS_BYTES
 from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
 from pentad.planner.activations import (
     Checkpointing,
@@ -27,8 +27,6 @@ from pentad.planner.activations import (
     rebuilt_bytes,
 )
 
-OPTIMIZER_STATES = 2
-"""AdamW: first and second moment, in the dtype of the master weights."""
 NCCL_BYTES = int(0.75 * GIB)
 """Buffers of the communicators once there is more than one rank."""
 HOST_BYTES_PER_RANK = int(3.0 * GIB)

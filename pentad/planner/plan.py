@@ -11,7 +11,9 @@ from pentad.config.catalog import dims_of
 from pentad.config.derived import (
     checkpoint_root,
     compute_bytes,
+    is_recoverable,
     is_saved_within,
+    num_checkpoints,
     num_running,
     reshards,
     rows_per_step,
@@ -30,8 +32,10 @@ from pentad.core.sizes import (
     EMBEDDED_SHARE,
     PROCESS_BYTES,
     SERVER_SHARE,
+    STAGING_HEADROOM,
     default_microbatch_tokens,
     export_bytes,
+    state_bytes,
 )
 from pentad.core.stages import is_interleaved
 from pentad.planner.activations import Checkpointing
@@ -42,16 +46,16 @@ from pentad.planner.memory import (
     Phase,
     Sampling,
     Training,
+    held_params,
     kv_token_bytes,
     rule_of_thumb,
     sampler_weights,
+    sharded_params,
     training_phases,
 )
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
-COPY_HEADROOM = 1.25
-"""Host memory that must be free for a copy of the weights, over their size."""
 
 
 def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:
@@ -72,8 +76,11 @@ def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device
     return Device("cuda", int(DEFAULT_GPU_GIB * GIB), source, False)
 
 
-def build_plan(config: Config, device: Device, num_rows: int | None = None) -> RunPlan:
-    """The plan of a config that passed all checks; `num_rows` of its dataset, if known."""
+def build_plan(
+    config: Config, device: Device, num_rows: int | None = None, in_use_bytes: float = 0.0
+) -> RunPlan:
+    """The plan of a config that passed all checks; `num_rows` of its dataset, if known. The run's
+    own processes have `in_use_bytes` of the host's memory already."""
     assert config.actor.path is not None and config.allocation_mode is not None, "checked before"
     dims = dims_of(config.actor.path)
     allocation = parse_allocation(config.allocation_mode).as_run()
@@ -97,13 +104,14 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> R
             if i != index and trainers[i].devices.start == trainer.devices.start
         ]
         add_neighbours(trainer, sum(others), samplers, config)
-    files = plan_files(config, dims, batch, device)
+    files = plan_files(config, trainers, batch)
     hosts = host_phases(config, trainers, samplers, device)
-    copies = sum(map(staged_bytes, trainers))
-    if is_copied := copies_weights(config, copies, device.host_bytes - max(hosts.values())):
-        hosts |= {name: hosts[name] + copies for name in PHASES[1:]}
+    staged = staged_bytes(config, trainers)
+    free = device.host_bytes + in_use_bytes - max(hosts.values())
+    if is_async := saves_async(config, staged, free):
+        hosts |= {name: hosts[name] + staged for name in PHASES[1:]}
     plan = RunPlan(
-        config, allocation, dims, device, batch, trainers, samplers, files, hosts, is_copied
+        config, allocation, dims, device, batch, trainers, samplers, files, hosts, is_async
     )
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
@@ -113,7 +121,13 @@ def build_plan(config: Config, device: Device, num_rows: int | None = None) -> R
     if batch.answer_tokens and config.rollout.workflow != "single_turn":
         plan.notes.append(several_turns(config, batch))
     if files.needed_bytes > files.free_bytes:
-        plan.notes.append(f"files are larger than what is free at {files.folder} on this machine")
+        need, have = files.needed_bytes / GIB, files.free_bytes / GIB
+        text = f"{need:.1f} GiB of checkpoints, {have:.1f} GiB free at {files.folder}"
+        plan.notes.append(f"warning: {text} on this machine; saver.keep_last bounds the exports")
+    need, have = max(hosts.values()), device.host_bytes
+    if device.kind == "cuda" and need > have:
+        text = f"{need / GIB:.1f} GiB of host memory needed a node, {have / GIB:.1f} free here"
+        plan.notes.append(f"warning: {text}")
     return plan
 
 
@@ -291,6 +305,8 @@ def add_neighbours(
             if others:
                 phase.device["other models"] = others
             if name == "rollout" and config.offload_train:
+                if trainer.training.device == "cuda":
+                    phase.device.pop("other models", None)  # each of them moves itself
                 _move_to_host(phase)
             sleeps = config.offload_rollout and name not in ("rollout", "publish")
             for sampler in [] if sleeps else near:
@@ -331,11 +347,11 @@ def host_phases(
     return totals
 
 
-def copies_weights(config: Config, copy_bytes: float, free_bytes: float) -> bool:
-    """Whether models are saved from a copy in host memory while training goes on, if `free_bytes`
-    are left there besides. The export at the end is made without one."""
-    mode, is_room = config.saver.mode, COPY_HEADROOM * copy_bytes <= free_bytes
-    return is_saved_within(config) and (mode == "async" or (mode == "auto" and is_room))
+def saves_async(config: Config, staged: float, free_bytes: float) -> bool:
+    """Whether saves are staged in host memory and written while training goes on. The export at the
+    end is made without."""
+    mode = config.saver.mode
+    return mode == "async" or (mode == "auto" and STAGING_HEADROOM * staged <= free_bytes)
 
 
 def _process_bytes(trainer: TrainPlan, name: str) -> float:
@@ -376,26 +392,43 @@ def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
     )
 
 
-def staged_bytes(trainer: TrainPlan) -> float:
-    """The copy of a model that is written while training goes on."""
-    training = trainer.training
-    if not training.with_optimizer:
-        return 0.0
-    return export_bytes(training.dims, training.compute_bytes)
+def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
+    """Host memory of the fullest node in which saves are staged, kept for the run: exports whole on
+    rank 0, and of recovery checkpoints what each rank holds."""
+    total = 0.0
+    for trainer in trainers:
+        training = trainer.training
+        if not training.with_optimizer:
+            continue
+        if is_saved_within(config):
+            total += export_bytes(training.dims, training.compute_bytes)
+        if is_recoverable(config):
+            layout = training.layout
+            held = [sharded_params(training, held_params(training, r)) for r in range(layout.pp)]
+            local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
+            total += local * state_bytes(max(held), training.param_bytes, training.num_tags)
+    return total
 
 
-def plan_files(config: Config, dims: ModelDims, batch: Batch, device: Device) -> Files:
-    """Exports at every frequency that can be counted beforehand, and the one at the end."""
+def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files:
+    """Exports at every frequency that can be counted beforehand and the one at the end, as many of
+    them as are kept; recovery checkpoints with the one that is being written."""
     saver, count = config.saver, 1
     if batch.total_steps is not None and saver.freq_steps is not None:
         count += (batch.total_steps - 1) // saver.freq_steps
     elif saver.freq_epochs is not None:
         count += (config.total_train_epochs - 1) // saver.freq_epochs
-    with_critic = 2 if config.algorithm.facts.needs_critic else 1
+    if saver.keep_last is not None or saver.keep_best is not None:
+        count = min(count, (saver.keep_last or 1) + (saver.keep_best or 0) + 1)
+    found = [trainer.training for trainer in trainers if trainer.training.with_optimizer]
     free, folder = free_disk(checkpoint_root(config))
     return Files(
-        export_bytes=with_critic * export_bytes(dims, compute_bytes(config.actor, device.kind)),
+        export_bytes=sum(export_bytes(one.dims, one.compute_bytes) for one in found),
         num_exports=count,
+        checkpoint_bytes=sum(
+            state_bytes(one.dims.num_params, one.param_bytes, one.num_tags) for one in found
+        ),
+        num_checkpoints=num_checkpoints(config),
         free_bytes=free,
         folder=folder,
     )

@@ -21,7 +21,7 @@ from pentad.core.layout import Allocation, Component, Dims, parse_allocation
 from pentad.core.machine import GIB
 from pentad.core.stages import splits_backward
 from pentad.planner.figures import Device, RunPlan
-from pentad.planner.plan import build_plan, copies_weights
+from pentad.planner.plan import build_plan, saves_async
 
 MAX_TP = 64
 
@@ -100,11 +100,11 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
     return changed, [f"offload_rollout = true: {why}"]
 
 
-def saves_beside(config: Config, device: Device) -> bool:
-    """Whether a run writes models while training goes on, as its plan says it."""
+def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
+    """Whether a run writes its saves while training goes on, as its plan says it."""
     if _is_counted(config):
-        return build_plan(config, device).copies_weights
-    return copies_weights(config, 0.0, device.host_bytes)
+        return build_plan(config, device, in_use_bytes=in_use_bytes).is_async
+    return saves_async(config, 0.0, device.host_bytes)
 
 
 def _is_counted(config: Config) -> bool:

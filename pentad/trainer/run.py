@@ -24,11 +24,12 @@ from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
-from pentad.core.sizes import export_bytes
+from pentad.core.sizes import PROCESS_BYTES, export_bytes
 from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
+from pentad.telemetry.host import rss_gb
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.manifest import describe_start
 from pentad.telemetry.recorder import FindAlarms, Recorder
@@ -194,7 +195,7 @@ def open_run(
             mfu_target=telemetry.mfu_target,
         )
         size = export_size(config, dims, device)
-        saves_beside = writes_beside(config, device)
+        saves_beside = writes_beside(config, device, layout)
         run = OpenRun(
             config,
             folder,
@@ -238,14 +239,16 @@ def logged_end() -> Iterator[None]:
     log.info("the run is complete")
 
 
-def writes_beside(config: Config, device: torch.device) -> bool:
-    """Whether models are written while training goes on; says so where `auto` finds no room."""
+def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
+    """Whether saves are written while training goes on; says so where `auto` finds no room."""
+    local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
+    own = local * min((rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
     here = Device(kind_of(device), host_memory()[1], "this machine")
-    found = saves_beside(config, here)
-    if config.saver.mode == "auto" and is_saved_within(config) and not found:
+    found = saves_beside(config, here, own)
+    if config.saver.mode == "auto" and not found:
         log.warning(
             "saver.mode = auto: training waits while the model is saved, since %.3g GiB of host "
-            "memory are too little for the run and a copy of the weights",
+            "memory are too little for the run and a copy of what is saved",
             here.host_bytes / GIB,
         )
     return found

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pentad.cli import plan as cli
+from pentad.core import machine
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout, parse_allocation
-from pentad.core.machine import GIB, Gpu
+from pentad.core.machine import GIB, MIB, Gpu
 from pentad.infer import engine
 from pentad.planner.figures import Device, RunPlan
 from pentad.planner.memory import PHASES, kv_token_bytes
@@ -238,6 +239,7 @@ def test_on_a_cpu_nothing_is_counted_twice():
     cpu = Device("cpu", 64 * GIB, "")
     keys = ("actor.path=Qwen/Qwen3-0.6B", "rollout.kv_cache_gb=1", "max_staleness=0")
     keys += ("train_dataset.max_length=256", "actor.mb_spec.max_tokens_per_mb=512")
+    keys += ("saver.mode=sync",)
 
     def needed(*more):
         return plan_of(*keys, *more, device=cpu).host_bytes["optimizer"]
@@ -268,39 +270,86 @@ def test_weights_of_many_gpus_are_gathered_on_the_host():
 
 
 @pytest.mark.parametrize("mode", ["auto", "async"])
-def test_a_copy_of_the_weights_is_counted_where_the_run_makes_one(mode):
+def test_what_saves_are_staged_in_is_counted_once(mode):
     keys = ("actor.path=Qwen/Qwen3-0.6B", f"saver.mode={mode}")
 
-    def added(*more, free=None):
-        device = H100 if free is None else Device("cpu", int(free), "")
-        plain, saved = (
-            plan_of(*keys, *more, *x, device=device) for x in ((), ("saver.freq_steps=9",))
-        )
-        assert not plain.copies_weights, "the export at the end is made without one"
-        return plain, saved, saved.host_bytes["backward"] - plain.host_bytes["backward"]
+    def sizes(*more, device=H100):
+        """Of the model in numbers; staged in host memory: without exports, and what they add."""
+        plans = [
+            plan_of(*keys, *more, *x, device=device)
+            for x in (("saver.mode=sync",), (), ("saver.freq_steps=9",))
+        ]
+        assert [plan.is_async for plan in plans] == [False, True, True]
+        none, state, both = (plan.host_bytes["backward"] for plan in plans)
+        return plans[0].dims.num_params, state - none, both - state
 
-    plain, saved, size = added()
-    assert saved.copies_weights and size == pytest.approx(2 * plain.dims.num_params)
-    _, _, both = added("algorithm.name=ppo")
-    assert both == pytest.approx(2 * size, rel=0.01)
-    # On the host that has just room for the run itself `auto` makes none.
-    whole = max(added(free=64 * GIB)[0].host_bytes.values())
-    assert added(free=whole)[1].copies_weights == (mode == "async")
+    params, state, export = sizes()
+    assert state == pytest.approx(3 * 4 * params) and export == pytest.approx(2 * params)
+    _, state, export = sizes("algorithm.name=ppo")  # a critic of the same size
+    assert state == pytest.approx(6 * 4 * params, rel=0.01)
+    assert export == pytest.approx(4 * params, rel=0.01)
+    _, state, _ = sizes("algorithm.kl_coef=0.1")  # the reference is a tag
+    assert state == pytest.approx(4 * 4 * params)
+    eight = ("cluster.n_gpus_per_node=8", "allocation_mode=embedded:d1|archon:d8")
+    _, state, export = sizes(*eight)
+    assert state == pytest.approx(3 * 4 * params) and export == pytest.approx(2 * params)
 
 
-def test_files_count_every_export():
-    plan = plan_of("actor.path=Qwen/Qwen3-0.6B", "saver.freq_steps=10", num_rows=32 * 35)
+@pytest.mark.parametrize("mode", ["auto", "async"])
+def test_a_host_with_room_for_the_run_alone_fits_and_saves_while_training_waits(mode):
+    keys = ("actor.path=Qwen/Qwen3-1.7B", "saver.freq_steps=9")
+
+    def planned(free, mode):
+        return plan_of(*keys, f"saver.mode={mode}", device=Device("cpu", int(free), ""))
+
+    alone = max(planned(GIB, "sync").host_bytes.values())
+    plan = planned(alone + 1, mode)
+    assert (plan.fits, plan.is_async) == ((True, False) if mode == "auto" else (False, True))
+    copies = (3 * 4 + 4) * plan.dims.num_params
+    assert planned(alone + 1.26 * copies, mode).is_async
+    assert planned(alone + 1.26 * copies, mode).fits
+
+
+def test_models_that_are_moved_to_the_host_are_counted_there_once():
+    keys = ("actor.path=Qwen/Qwen3-4B", "algorithm.name=ppo", "saver.mode=sync")
+    kept, moved = (plan_of(*keys, *x).host_bytes["rollout"] for x in ((), ("offload_train=true",)))
+    params = plan_of(*keys).dims.num_params
+    # Actor and critic: master weights and two moments, in float32.
+    assert moved - kept == pytest.approx(2 * 3 * 4 * params, rel=0.01)
+
+
+def test_memory_that_caches_files_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(str(GIB))
+    (tmp_path / "memory.current").write_text(str(GIB - MIB))
+    monkeypatch.setattr(machine, "_meminfo", lambda: (8 * GIB, 4 * GIB))
+    assert machine.host_memory() == (GIB, MIB)
+    (tmp_path / "memory.stat").write_text(f"anon 5\nactive_file {MIB}\ninactive_file {2 * MIB}\n")
+    assert machine.host_memory() == (GIB, 4 * MIB)
+
+
+def test_files_count_every_export_that_is_kept():
+    def files(*more):
+        keys = ("actor.path=Qwen/Qwen3-0.6B", "saver.freq_steps=10", *more)
+        return plan_of(*keys, num_rows=32 * 35)
+
+    plan = files()
+    params = plan.dims.num_params
     assert plan.files.num_exports == 4
-    assert plan.files.export_bytes == 2 * plan.dims.num_params
+    assert plan.files.export_bytes == 2 * params
+    assert plan.files.checkpoint_bytes == 3 * 4 * params and plan.files.num_checkpoints == 3
+    assert plan.files.needed_bytes == 4 * 2 * params + 3 * 12 * params
+    assert files("saver.keep_last=1").files.num_exports == 2  # one is being written
+    assert files("saver.keep_last=9").files.num_exports == 4
+    best = ("saver.keep_best=1", "valid_dataset.path=/x")
+    assert files(*best).files.num_exports == 3
 
 
-def test_a_full_disk_is_a_lack_only_on_the_machine_of_the_run(monkeypatch):
+def test_a_disk_without_room_is_a_warning(monkeypatch):
     monkeypatch.setattr("pentad.planner.plan.free_disk", lambda folder: (GIB, "/x"))
-    key = "actor.path=Qwen/Qwen3-0.6B"
-    here = plan_of(key, "actor.mb_spec.n_mbs=64", device=Device("cuda", 80 * GIB, ""))
-    assert here.lacks == ["1.1 GiB of exports, 1.0 GiB free at /x"]
-    there = plan_of(key, "actor.mb_spec.n_mbs=64")
-    assert there.fits and "larger than what is free at /x" in there.notes[-1]
+    plan = plan_of("actor.path=Qwen/Qwen3-0.6B", "actor.mb_spec.n_mbs=64")
+    assert plan.fits
+    assert any("GiB of checkpoints, 1.0 GiB free at /x" in note for note in plan.notes)
 
 
 def test_which_device_is_planned_for(monkeypatch):
