@@ -8,6 +8,8 @@ from run_lab import steps_of
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.rollout import executor
+from pentad.rollout.replicas import Fleet
 from pentad.trainer import assemble
 from pentad.trainer.samplers import open_samplers
 
@@ -100,6 +102,9 @@ def test_log_probs_that_are_all_shifted_end_the_run(lab, monkeypatch, more):
 
 def test_log_probs_that_are_no_numbers_end_the_run(lab, monkeypatch):
     change_logprobs(monkeypatch, lambda value: math.nan)
+    monkeypatch.setattr(
+        executor, "Fleet", lambda samplers, _, backoff_s: Fleet(samplers, 2.0, backoff_s)
+    )
     with pytest.raises(RunError, match="log-prob nan is not a finite number"):
         lab.train(*LONG, "rollout.max_retries=0")
 

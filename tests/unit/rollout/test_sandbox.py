@@ -118,10 +118,10 @@ def test_the_pool_is_whole_after_hostile_jobs_by_the_dozen():
 
 
 @pytest.mark.slow
-def test_a_thousand_hostile_jobs_end_in_bounded_time():
+def test_hundreds_of_hostile_jobs_end_in_bounded_time():
     started = time.monotonic()
-    counts = hammer(100 * (len(KINDS) + 1), timeout_s=0.1)
-    assert sum(num for name, num in counts.items() if name in KINDS) >= 1000
+    counts = hammer(40 * (len(KINDS) + 1), timeout_s=0.1)
+    assert sum(num for name, num in counts.items() if name in KINDS) >= 400
     assert time.monotonic() - started < 60
 
 
