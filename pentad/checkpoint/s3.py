@@ -102,7 +102,6 @@ class Store:
         self.num_bytes = 0
         """Acknowledged by the store."""
         self.lock = threading.Lock()
-        self.stopping = threading.Event()
         style = {} if remote.endpoint_url is None else {"addressing_style": "path"}
         settings = Config(
             connect_timeout=min(10.0, remote.timeout_s),
@@ -313,14 +312,14 @@ class Store:
             raise Gone(f"{where} is not there") from error
         if _status(error) == 416:
             raise Gone(f"{where} is shorter than it was") from error
-        if not is_passing(error) or attempt >= self.remote.max_attempts or self.stopping.is_set():
+        if not is_passing(error) or attempt >= self.remote.max_attempts:
             text = explain(error, self.remote)
             tried = f", after {attempt} attempts" if attempt > 1 else ""
             raise StoreError(f"{text} ({where}{tried})") from error
         with self.lock:
             self.num_retries += 1
         longest = min(MAX_PAUSE_S, self.remote.backoff_s * 2 ** (attempt - 1))
-        self.stopping.wait(longest * random.uniform(0.5, 1.0))
+        time.sleep(longest * random.uniform(0.5, 1.0))
 
 
 def checksum_of(parts: Sequence[Part]) -> str:

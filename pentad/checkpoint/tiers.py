@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,12 @@ class Tiers:
             return
         with self.lock:
             self.known = replace(self.known, waiting_step=step)
-        if self.process is None or self.process.poll() is not None:
-            self._start(self.remote)
-        self._send(step)
+        try:
+            if self.process is None or self.process.poll() is not None:
+                self._start(self.remote)
+            self._send(step)
+        except OSError as error:
+            self._learn({"error": f"the uploader cannot be started: {error}"}, self.known)
 
     def status(self) -> UploadStatus:
         with self.lock:
@@ -168,17 +171,17 @@ class Tiers:
 
     def _send(self, message: object) -> None:
         assert self.process is not None and self.process.stdin is not None, "it was started"
-        try:
+        with suppress(BrokenPipeError):  # it has ended, which `_listen` reports
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
-        except OSError:
-            return  # it has ended, which `_listen` reports
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None, "it is piped"
         is_closed = False
         base = self.status()
         for line in process.stdout:
+            if not line.endswith("\n"):
+                break  # it was killed while it wrote
             facts = json.loads(line)
             is_closed = is_closed or "closed" in facts
             self._learn(facts, base)

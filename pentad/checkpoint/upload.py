@@ -27,6 +27,7 @@ from pentad.checkpoint.folders import (
     COMMIT,
     DAMAGED,
     MANIFEST,
+    MAX_COMMIT_BYTES,
     Checkpoint,
     Damaged,
     FileEntry,
@@ -87,7 +88,7 @@ def upload(store: Store, checkpoint: Checkpoint) -> None:
 
 def is_taken(store: Store, checkpoint: Checkpoint, marker: bytes) -> bool:
     """Whether this very checkpoint is committed there; raises Taken if it is another."""
-    found = store.read(f"{checkpoint.info}/{COMMIT}")
+    found = store.read(f"{checkpoint.info}/{COMMIT}", MAX_COMMIT_BYTES)
     if found not in (None, marker):
         place = store.place(checkpoint.info)
         rule = "holds a checkpoint of the same step that is not this run's"

@@ -35,7 +35,7 @@ def test_a_fresh_machine_gets_every_byte_back(remote, make_checkpoint, tmp_path)
 
 
 def test_objects_lie_under_the_run_by_their_local_paths(remote, make_checkpoint, client):
-    upload(Store(remote), make_checkpoint(7))
+    upload(Store(remote), make_checkpoint(7, size=SMALL))
     team = remote.prefix.split("/")[0]
     listed = client.list_objects_v2(Bucket=remote.bucket, Prefix=team)["Contents"]
     keys = {one["Key"] for one in listed}
@@ -45,7 +45,7 @@ def test_objects_lie_under_the_run_by_their_local_paths(remote, make_checkpoint,
 
 
 def test_commit_is_created_last_and_after_every_head(remote, make_checkpoint, proxy):
-    upload(Store(replace(remote, endpoint_url=proxy.url)), make_checkpoint(3))
+    upload(Store(replace(remote, endpoint_url=proxy.url)), make_checkpoint(3, size=SMALL))
     puts = [r.target.rpartition("/")[2] for r in proxy.seen if r.method in ("PUT", "POST")]
     assert puts[-2:] == [MANIFEST, COMMIT]
     before_commit = proxy.seen[: [r.target.endswith(MANIFEST) for r in proxy.seen].index(True)]
@@ -129,8 +129,9 @@ def test_a_store_that_stays_busy_ends_in_a_sentence(remote, make_checkpoint, pro
 
 def test_two_uploaders_of_one_step_have_one_winner(remote, make_checkpoint, tmp_path):
     """Of the same checkpoint both are content; of another the loser says so."""
-    mine, twin = make_checkpoint(5), make_checkpoint(5, root=tmp_path / "twin")
-    other = make_checkpoint(5, root=tmp_path / "other", size=SMALL)
+    mine = make_checkpoint(5, size=SMALL)
+    twin = make_checkpoint(5, root=tmp_path / "twin", size=SMALL)
+    other = make_checkpoint(5, root=tmp_path / "other", size=SMALL + 1)
     store = Store(remote)
     upload(store, mine)
     upload(store, twin)
