@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,59 +17,26 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from pentad.core.errors import Problem, UserError
+from pentad.models.columns import ATTN, DECODER, FFN, LAYER
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.families import has_file
 from pentad.models.proof.cases import EXPERT_SIZES, SIZES
 from pentad.weights.hf import HfFolder
+from pentad.weights.map import Glu, Rows, Rule, Stack
 
-Row = tuple[str, str, str, str]
-"""(native name, shape, spec, init) of a rule; without a spec the tensor is taken as it is."""
-RULES: dict[str, list[Row]] = {
-    "input_layernorm.weight": [("attn_norm.weight", "D", "", "ones")],
-    "self_attn.q_proj.weight": [("attn.q.weight", "Q D", "", "normal")],
-    "self_attn.k_proj.weight": [("attn.k.weight", "K D", "", "normal")],
-    "self_attn.v_proj.weight": [("attn.v.weight", "K D", "", "normal")],
-    "self_attn.qkv_proj.weight": [
-        ("attn.q.weight", "Q D", 'Rows({hf}, "Q+K+K", 0)', "normal"),
-        ("attn.k.weight", "K D", 'Rows({hf}, "Q+K+K", 1)', "normal"),
-        ("attn.v.weight", "K D", 'Rows({hf}, "Q+K+K", 2)', "normal"),
-    ],
-    "self_attn.o_proj.weight": [("attn.o.weight", "D Q", "", "normal")],
-    "self_attn.q_proj.bias": [("attn.q.bias", "Q", "", "zeros")],
-    "self_attn.k_proj.bias": [("attn.k.bias", "K", "", "zeros")],
-    "self_attn.v_proj.bias": [("attn.v.bias", "K", "", "zeros")],
-    "self_attn.o_proj.bias": [("attn.o.bias", "D", "", "zeros")],
-    "self_attn.q_norm.weight": [("attn.q_norm.weight", "d", "", "ones")],
-    "self_attn.k_norm.weight": [("attn.k_norm.weight", "d", "", "ones")],
-    "post_attention_layernorm.weight": [("ffn_norm.weight", "D", "", "ones")],
-    "mlp.gate_proj.weight": [("ffn.gate_up.weight", "2 F D", "Glu({hf}, {up})", "normal")],
-    "mlp.gate_up_proj.weight": [
-        (
-            "ffn.gate_up.weight",
-            "2 F D",
-            'Glu(Rows({hf}, "F+F", 0), Rows({hf}, "F+F", 1))',
-            "normal",
-        )
-    ],
-    "mlp.up_proj.weight": [],
-    "mlp.down_proj.weight": [("ffn.down.weight", "D F", "", "normal")],
-    "mlp.gate_proj.bias": [("ffn.gate_up.bias", "2 F", "Glu({hf}, {up})", "zeros")],
-    "mlp.up_proj.bias": [],
-    "mlp.down_proj.bias": [("ffn.down.bias", "D", "", "zeros")],
-    "mlp.gate.weight": [("ffn.router.weight", "R D", "", "normal")],
-    "mlp.experts.{e}.gate_proj.weight": [
-        ("ffn.experts.gate_up", "E 2 M D", "Stack(Glu({hf}, {up}))", "normal")
-    ],
-    "mlp.experts.{e}.up_proj.weight": [],
-    "mlp.experts.{e}.down_proj.weight": [("ffn.experts.down", "E D M", "Stack({hf})", "normal")],
+QKV, GATE_UP = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.gate_up_proj.weight"
+FUSED = {
+    rule.target: rule
+    for rule in (
+        Rule(ATTN + "q.weight", "Q D", Rows(QKV, "Q+K+K", 0)),
+        Rule(ATTN + "k.weight", "K D", Rows(QKV, "Q+K+K", 1)),
+        Rule(ATTN + "v.weight", "K D", Rows(QKV, "Q+K+K", 2)),
+        Rule(
+            FFN + "gate_up.weight", "2 F D", Glu(Rows(GATE_UP, "F+F", 0), Rows(GATE_UP, "F+F", 1))
+        ),
+    )
 }
-"""Customary names within a layer, in the order of the file."""
-BEFORE = {"model.embed_tokens.weight": ("embed.weight", "V D", "", "normal")}
-AFTER = {
-    "model.norm.weight": ("norm.weight", "D", "", "ones"),
-    "lm_head.weight": ("head.weight", "V D", "", "normal"),
-}
-VALUE = '    Rule("value_head.weight", "1 D", "score.weight", optional=True),'
+"""Where files hold q, k and v, or gate and up, in one tensor: instead of `DECODER`'s."""
 SWITCHES = ("attention_bias", "mlp_bias")
 """Config keys that bring tensors; the draft makes their rules conditional."""
 CONDITIONS = {
@@ -85,7 +53,6 @@ FACTS = {
     "qk_norm": "self_attn.q_norm.weight",
 }
 """Dimension -> the tensor whose presence shows it."""
-LAYER = "model.layers.{i}."
 READ = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
@@ -195,25 +162,47 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.{e}.", name)
 
 
+def _sources(source: Any) -> list[str]:
+    """The HF-on-disk names of a rule's source."""
+    if isinstance(source, str):
+        return [source]
+    if isinstance(source, Rows):
+        return [source.source]
+    return [name for part in fields(source) for name in _sources(getattr(source, part.name))]
+
+
+def _text(source: object) -> str:
+    match source:
+        case str() if source.startswith(LAYER):
+            return f'LAYER + "{source.removeprefix(LAYER)}"'
+        case str():
+            return f'"{source}"'
+        case Rows(name, of, part):
+            return f'Rows({_text(name)}, "{of}", {part})'
+        case Stack(each):
+            return f"Stack({_text(each)})"
+        case Glu(gate, up):
+            return f"Glu({_text(gate)}, {_text(up)})"
+    raise AssertionError(f"{source} is not a customary source")
+
+
 def _unknown(names: Mapping[str, Any]) -> list[str]:
-    known = {*BEFORE, *AFTER, *(LAYER + suffix for suffix in RULES)}
+    known = {name for rule in (*DECODER, *FUSED.values()) for name in _sources(rule.source)}
     return [name for name in names if name not in known]
 
 
 def _rules(always: Mapping[str, Any], ever: Mapping[str, Any]) -> list[str]:
     """The lines of the rules, one entry per rule."""
     has_mixture = any("{e}" in name for name in ever)
-    out = [_rule(row, f'"{name}"', "") for name, row in BEFORE.items() if name in ever]
-    for suffix, rows in RULES.items():
-        if LAYER + suffix in ever:
-            when = _when(suffix, LAYER + suffix in always, has_mixture)
-            out += [_rule(_inside(row), f'LAYER + "{suffix}"', when) for row in rows]
-    out += [_rule(row, f'"{name}"', "") for name, row in AFTER.items() if name in ever]
-    return [*out, VALUE]
-
-
-def _inside(row: Row) -> Row:
-    return ("layers.{i}." + row[0], *row[1:])
+    out = []
+    for customary in DECODER:
+        for rule in (customary, FUSED.get(customary.target, customary)):
+            first = _sources(rule.source)[0]
+            if first in ever or rule.optional:
+                is_always = first in always or rule.optional
+                out.append(_rule(rule, _when(first.removeprefix(LAYER), is_always, has_mixture)))
+                break
+    return out
 
 
 def _when(suffix: str, is_always: bool, has_mixture: bool) -> str:
@@ -226,13 +215,12 @@ def _when(suffix: str, is_always: bool, has_mixture: bool) -> str:
     return ""
 
 
-def _rule(row: Row, hf: str, when: str) -> str:
-    native, shape, spec, init = row
-    source = spec.format(hf=hf, up=hf.replace("gate_proj", "up_proj")) if spec else hf
-    parts = [f'"{native}"', f'"{shape}"', source]
+def _rule(rule: Rule, when: str) -> str:
+    parts = [f'"{rule.target}"', f'"{rule.shape}"', _text(rule.source)]
     parts += [f"when={when}"] if when else []
-    parts += [f'init="{init}"'] if init != "normal" else []
-    parts += ['tied="embed.weight"'] if native == "head.weight" else []
+    parts += [f'init="{rule.init}"'] if rule.init != "normal" else []
+    parts += [f'tied="{rule.tied}"'] if rule.tied else []
+    parts += ["optional=True"] if rule.optional else []
     return _folded(f"Rule({', '.join(parts)})", 4)
 
 
