@@ -49,6 +49,9 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()
     """HF-on-disk names that some folders hold and that the model has no use for: {i} for a layer,
     {n} for a layer behind the last that predicts further tokens, * at the end for any rest."""
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Switches that only this family's config has, by a name for each: `verify-model` tries them
+    beside those of all families."""
     saved_config: Mapping[str, Any] = field(default_factory=dict)
     """What the config.json of a saved folder says instead, where the folder holds less."""
 

@@ -67,21 +67,16 @@ class FamilySubject:
     """Variants that transformers' config of the family refuses."""
 
 
-def verify(
-    name_or_path: str, on_outcome: Callable[[CheckResult], None] = lambda _: None
-) -> FamilyReport:
+def verify(name_or_path: str) -> FamilyReport:
     """Checks a family by name or dotted path, or a folder's family at the folder's switches."""
-    return verify_subject(subject_of(name_or_path), on_outcome)
+    return verify_subject(subject_of(name_or_path))
 
 
-def verify_subject(
-    subject: FamilySubject, on_outcome: Callable[[CheckResult], None] = lambda _: None
-) -> FamilyReport:
+def verify_subject(subject: FamilySubject) -> FamilyReport:
     report = FamilyReport(subject.spec.family, skipped=subject.skipped)
 
     def run(check: str, case: str, body: Callable[[], str]) -> None:
         report.outcomes.append(_run(check, case, body))
-        on_outcome(report.outcomes[-1])
 
     if subject.folder is not None:
         run("real headers", subject.folder.name, partial(check_headers, subject.folder))
@@ -122,6 +117,7 @@ def subject_of(name_or_path: str) -> FamilySubject:
         rule = "transformers has no such model_type, so there is nothing to hold it against"
         raise UserError(Problem(f"family = {spec.family}", rule))
     variants = variants_of(transformers.AutoConfig.for_model(spec.family).to_dict())
+    variants |= {name: {**variants["untied"], **own} for name, own in spec.variants.items()}
     offered = {name: config for name, config in variants.items() if _is_offered(spec, config)}
     return FamilySubject(spec, offered, skipped=tuple(variants.keys() - offered.keys()))
 

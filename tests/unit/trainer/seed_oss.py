@@ -15,5 +15,6 @@ SPEC = ModelSpec(
     family="seed_oss",
     read_dims=ConfigReader(defaults=DEFAULTS, out_bias="attention_out_bias"),
     classes=("SeedOssForCausalLM", "SeedOssForSequenceClassification"),
+    variants={"bias of o": {"attention_bias": False, "attention_out_bias": True}},
     public={"ByteDance-Seed/Seed-OSS-36B": sizes(5120, 27648, 64, 80, 8, 155136, rope_theta=1e7)},
 )

@@ -3,16 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers
 
+from pentad.cli.model_commands import run_verify_model
 from pentad.config.catalog import known_model
 from pentad.data.toy import write_model, write_task
 from pentad.models import families
-from pentad.models.proof.cases import variants_of
-from pentad.models.proof.verify import FamilySubject, verify_subject
+from pentad.models.proof.verify import subject_of, verify_subject
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft
@@ -76,13 +77,18 @@ def test_its_public_models_can_be_planned_with(folder):
     assert known is not None and known.num_params == pytest.approx(36e9, rel=0.02)
 
 
-def test_it_is_verified_against_transformers(folder):
-    """The odd key among the others of the family."""
-    spec = families.register(f"{FILE}:SPEC")
-    given = variants_of(transformers.AutoConfig.for_model("seed_oss").to_dict())["biases"]
-    report = verify_subject(FamilySubject(spec, {"o": {**given, "attention_out_bias": True}}))
-    assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
-    assert any(row.target == "layers.{i}.attn.o.bias" for row in report.rules)
+def test_it_is_verified_against_transformers(folder, capsys):
+    """Its own switch among those of all families; a file that reads it otherwise is caught."""
+    assert run_verify_model(str(FILE), as_json=True) == 0, capsys.readouterr().out
+    outcomes = json.loads(capsys.readouterr().out)["outcomes"]
+    assert {"untied", "biases", "bias of o"} <= {outcome["case"] for outcome in outcomes}
+    text = FILE.read_text().replace('out_bias="attention_out_bias"', "")
+    (folder / "wrong.py").write_text(text)
+    subject = subject_of(str(folder / "wrong.py"))
+    own = {"bias of o": subject.configs["bias of o"]}
+    report = verify_subject(replace(subject, configs=own))
+    faults = {outcome.check for outcome in report.outcomes if not outcome.passed}
+    assert "coverage" in faults
 
 
 def test_it_is_trained(folder):
