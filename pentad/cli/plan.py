@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.config.derived import samples
+from pentad.config.derived import allocation_of, samples
 from pentad.config.rules.layout import count_devices, layout_notes
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
@@ -22,7 +22,7 @@ from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config, DatasetConfig
 from pentad.core.errors import UserError
-from pentad.core.layout import Component, parse_allocation
+from pentad.core.layout import Component
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
 from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan
@@ -74,8 +74,7 @@ def refusals(config: Config) -> list[str]:
 
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:
     """Who stands where, of a run whose memory is not known."""
-    assert config.allocation_mode is not None, "checked before"
-    allocation = parse_allocation(config.allocation_mode).as_run()
+    allocation = allocation_of(config).as_run()
     rows = [(c.role, str(c), list(allocation.devices(c))) for c in allocation]
     if as_json:
         parts = [dict(zip(("role", "component", "devices"), row, strict=True)) for row in rows]

@@ -7,19 +7,45 @@ import os
 from pentad.config.catalog import dims_of
 from pentad.config.schema import ArchonConfig, Config, ModelConfig
 from pentad.core.dims import ModelDims
-from pentad.core.errors import UserError
-from pentad.core.layout import Allocation, parse_allocation
+from pentad.core.errors import Problem, UserError
+from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 
 
-def parsed_allocation(config: Config) -> Allocation | None:
-    """The allocation, or None while it is unset or wrong (which the layout rules report)."""
+def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
+    """The allocation, or None while it is unset or wrong, and what is wrong with it."""
     if config.allocation_mode is None:
-        return None
+        return None, []
     try:
-        return parse_allocation(config.allocation_mode)
-    except UserError:
-        return None
+        return parse_allocation(config.allocation_mode), []
+    except UserError as error:
+        return None, problems_of(error)
+
+
+def problems_of(error: UserError) -> list[Problem]:
+    return [problem for problem in error.problems if isinstance(problem, Problem)]
+
+
+def parsed_allocation(config: Config) -> Allocation | None:
+    """As far as it can be read: the layout rules report what is wrong."""
+    return read_allocation(config)[0]
+
+
+def allocation_of(config: Config) -> Allocation:
+    """Of a config that passed its rules."""
+    allocation = parsed_allocation(config)
+    assert allocation is not None, "checked with the config"
+    return allocation
+
+
+def component_of(config: Config, role: str) -> Component:
+    """Where a role stands; a critic without a component of its own is where the actor is."""
+    allocation = allocation_of(config)
+    found = allocation.find(role)
+    if role == "critic":
+        found = found or allocation.find("actor")
+    assert found is not None, "checked with the config"
+    return found
 
 
 def checkpoint_root(config: Config) -> str:
@@ -90,8 +116,7 @@ def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
 def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
     """Whether weights that several GPUs hold are gathered in host memory for a publish: always,
     unless they go to servers straight from a GPU."""
-    allocation = parsed_allocation(config)
-    assert allocation is not None, "resolved before"
+    allocation = allocation_of(config)
     rollout, actor = allocation.find("rollout"), allocation.find("actor")
     if kind == "cpu" or rollout is None or actor is None or actor.world == 1:
         return False

@@ -9,6 +9,7 @@ import math
 
 from pentad.config.catalog import dims_of
 from pentad.config.derived import (
+    allocation_of,
     checkpoint_root,
     compute_bytes,
     is_recoverable,
@@ -23,7 +24,7 @@ from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
-from pentad.core.layout import Allocation, Layout, parse_allocation
+from pentad.core.layout import Allocation, Layout
 from pentad.core.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
 from pentad.core.sizes import (
     COLOCATED_SHARE,
@@ -81,9 +82,9 @@ def build_plan(
 ) -> RunPlan:
     """The plan of a config that passed all checks; `num_rows` of its dataset, if known. The run's
     own processes have `in_use_bytes` of the host's memory already."""
-    assert config.actor.path is not None and config.allocation_mode is not None, "checked before"
+    assert config.actor.path is not None, "checked before"
     dims = dims_of(config.actor.path)
-    allocation = parse_allocation(config.allocation_mode).as_run()
+    allocation = allocation_of(config).as_run()
     batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
     found = placed_components(config, allocation, dims)
     trainers = [

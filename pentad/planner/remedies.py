@@ -10,14 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.derived import known_dims, parsed_allocation, rows_per_step
+from pentad.config.derived import (
+    allocation_of,
+    component_of,
+    known_dims,
+    parsed_allocation,
+    rows_per_step,
+)
 from pentad.config.resolve import replaced
 from pentad.config.rules.layout import count_devices, layout_problems, placed_components
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
-from pentad.core.layout import Allocation, Component, Dims, parse_allocation
+from pentad.core.layout import Allocation, Component, Dims
 from pentad.core.machine import GIB
 from pentad.core.stages import splits_backward
 from pentad.planner.figures import Device, RunPlan
@@ -124,7 +130,7 @@ def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """n_mbs doubled until a microbatch is a single sequence."""
     calls = config.updates_per_batch * config.num_iters_per_train_update
-    rows = rows_per_step(config) // calls // actor_of(config).size("d")
+    rows = rows_per_step(config) // calls // component_of(config, "actor").size("d")
     count = config.actor.mb_spec.n_mbs
     while count < rows:
         count *= 2
@@ -133,7 +139,7 @@ def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     archon = config.actor.archon
-    pp = actor_of(config).size("p")
+    pp = component_of(config, "actor").size("p")
     is_split = pp > 1 and splits_backward(archon.pp_schedule)
     if archon.reshard_after_forward_policy != "always" and not is_split:
         changes: Changes = {"actor.archon.reshard_after_forward_policy": "always"}
@@ -152,7 +158,7 @@ def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
 
 def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """More ep (mixtures) or tp at the same number of devices, then with more of them."""
-    actor = actor_of(config)
+    actor = component_of(config, "actor")
     nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
     for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
         allocation = _with_actor(config, component)
@@ -200,16 +206,8 @@ def _made(actor: Component, sizes: dict[str, int], ffn: dict[str, int] | None) -
     return Component(actor.backend, actor.name, ordered(sizes), ordered(ffn) if ffn else None)
 
 
-def actor_of(config: Config) -> Component:
-    assert config.allocation_mode is not None, "resolved before"
-    actor = parse_allocation(config.allocation_mode).find("actor")
-    assert actor is not None, "checked before"
-    return actor
-
-
 def _with_actor(config: Config, actor: Component) -> Allocation:
-    assert config.allocation_mode is not None, "resolved before"
-    groups = parse_allocation(config.allocation_mode).groups
+    groups = allocation_of(config).groups
     return Allocation(
         tuple(tuple(actor if c.role == "actor" else c for c in group) for group in groups)
     )

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from pentad.config.catalog import register_models
+from pentad.config.derived import allocation_of
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.rules.start import (
@@ -31,12 +32,7 @@ from pentad.rollout.workflows import Workflow
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start, trained_dims
-from pentad.trainer.translate import (
-    algorithm_settings,
-    allocation_of,
-    data_settings,
-    remote_of,
-)
+from pentad.trainer.translate import algorithm_settings, data_settings, remote_of
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pentad.config.catalog import register_models
-from pentad.config.derived import known_dims, parsed_allocation
+from pentad.config.derived import component_of, known_dims, parsed_allocation
 from pentad.config.rules.start import cache_problems, process_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -29,7 +29,6 @@ from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
 from pentad.trainer.preflight import Collector, kind_of, start_problems
 from pentad.trainer.run import RunSummary, take_folder
-from pentad.trainer.translate import component_of
 
 log = logging.getLogger(__name__)
 

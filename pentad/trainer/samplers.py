@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pentad.config.derived import allocation_of, component_of
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -26,12 +27,7 @@ from pentad.samplers import sglang, vllm
 from pentad.samplers.process import check_installed, server_python
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.settings import ServerSettings
-from pentad.trainer.translate import (
-    allocation_of,
-    component_of,
-    compute_dtype,
-    sampler_settings,
-)
+from pentad.trainer.translate import compute_dtype, sampler_settings
 
 SHARED_MEMORY = Path("/dev/shm")
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from pentad.config.derived import component_of
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.models.conversion import Conversion, convert
@@ -14,7 +15,6 @@ from pentad.models.exchange import native_shards
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, open_weights
-from pentad.trainer.translate import component_of
 from pentad.weights import flow
 
 Role = Literal["actor", "critic"]

@@ -12,7 +12,6 @@ from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
-from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.remote import Remote
 from pentad.core.seeds import derive_seed
 from pentad.core.settings import (
@@ -33,21 +32,6 @@ from pentad.rl.algorithms import settings_for
 from pentad.rl.bounds import Bounds
 from pentad.rl.overrides import run_problems
 from pentad.rollout.executor import ExecutorSettings
-
-
-def allocation_of(config: Config) -> Allocation:
-    assert config.allocation_mode is not None, "the config is resolved"
-    return parse_allocation(config.allocation_mode)
-
-
-def component_of(config: Config, role: str) -> Component:
-    """Where a role stands; a critic without a component of its own is where the actor is."""
-    allocation = allocation_of(config)
-    found = allocation.find(role)
-    if role == "critic":
-        found = found or allocation.find("actor")
-    assert found is not None, "checked with the config"
-    return found
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pentad.config.derived import known_dims, rows_per_step
+from pentad.config.derived import known_dims, parsed_allocation, read_allocation, rows_per_step
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem
 from pentad.core.fit import (
     balance_problems,
     expert_problems,
@@ -21,7 +21,7 @@ from pentad.core.fit import (
     list_of,
     width_problems,
 )
-from pentad.core.layout import Allocation, Component, divisors, parse_allocation
+from pentad.core.layout import Allocation, Component, divisors
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.stages import (
     default_stages_per_rank,
@@ -83,19 +83,6 @@ def count_devices(config: Config) -> int | None:
         except GpuQueryError:  # `doctor` tells; a run finds out when it asks for the device
             return None
     return config.cluster.n_nodes * per_node or None
-
-
-def problems_of(error: UserError) -> list[Problem]:
-    return [problem for problem in error.problems if isinstance(problem, Problem)]
-
-
-def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
-    if config.allocation_mode is None:
-        return None, []
-    try:
-        return parse_allocation(config.allocation_mode), []
-    except UserError as error:
-        return None, problems_of(error)
 
 
 def placed_components(
@@ -323,7 +310,7 @@ def layout_notes(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[str]:
     """What is lawful and worth a second look."""
-    written, _ = read_allocation(config)
+    written = parsed_allocation(config)
     if written is None:
         return []
     allocation = written.as_run()

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from pentad.config.catalog import dims_of, model_type
-from pentad.config.derived import known_dims
-from pentad.config.rules.layout import problems_of, read_allocation
+from pentad.config.derived import known_dims, parsed_allocation, problems_of
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -28,7 +27,7 @@ def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list
 
     A model file of the user's own that could not be loaded may be the one that is missing.
     """
-    allocation, _ = read_allocation(config)
+    allocation = parsed_allocation(config)
     is_loaded = all(map(is_registered, config.model_files))
     if allocation is None or not is_loaded or "model_files" in skip:
         return []
@@ -51,7 +50,7 @@ def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list
 
 def uncounted(config: Config) -> str | None:
     """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
-    allocation, _ = read_allocation(config)
+    allocation = parsed_allocation(config)
     actor = allocation.find("actor") if allocation else None
     if actor is None or actor.backend != "fsdp" or config.actor.path is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pentad.config.derived import samples
+from pentad.config.derived import component_of, samples
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.start import unbuilt_problems
@@ -27,7 +27,7 @@ from pentad.planner.prepare import prepare
 from pentad.trainer.preflight import check_train
 from pentad.trainer.ranks import layout_of, rank_problems
 from pentad.trainer.sft import check_sft
-from pentad.trainer.translate import component_of, engine_settings
+from pentad.trainer.translate import engine_settings
 
 SIZES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8, 64])
 ONE_OF = {
