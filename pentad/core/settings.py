@@ -155,6 +155,13 @@ class BalanceSettings:
             raise UserError(problems)
 
 
+def is_recomputed(mode: str, selective: str | int | None, layer: int) -> bool:
+    """Whether activation checkpointing keeps only the input of a layer."""
+    if mode == "selective" and isinstance(selective, int):
+        return layer % selective == 0
+    return mode == "full"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineKeys:
     """Keys of `archon` that the engine reads by the same names."""
@@ -197,9 +204,22 @@ class EngineKeys:
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer keeps its input only."""
-        if self.ac_mode == "selective" and isinstance(self.ac_selective, int):
-            return layer % self.ac_selective == 0
-        return self.ac_mode == "full"
+        return is_recomputed(self.ac_mode, self.ac_selective, layer)
+
+    def compile_problems(
+        self, prefix: str, *, compiles: bool | Literal["auto"], keeps: bool
+    ) -> Iterator[Problem]:
+        """What needs compiled blocks, or blocks that are not. `keeps`: whether activation
+        checkpointing is on."""
+        is_budget = self.ac_mode == "memory_budget"
+        if is_budget and keeps and compiles is False:
+            remedy = "use ac_mode: selective or full, or leave enable_compile out"
+            rule = f"needs compile, and {prefix}enable_compile = false"
+            yield Problem(f"{prefix}ac_mode = memory_budget", rule, remedy)
+        if self.ac_debug and compiles is True:
+            needs = ", which ac_mode = memory_budget needs," if is_budget else ""
+            rule = f"{prefix}enable_compile = true{needs} hides what it would look at"
+            yield Problem(f"{prefix}ac_debug = true", rule, "leave one of the two out")
 
     def stage_problems(
         self, prefix: str, where: str, *, pp: int, num_layers: int | None
@@ -320,7 +340,12 @@ class EngineSettings(EngineKeys):
         if self.ac_selective != "op" and self.ac_selective < 1:
             rule = "must be op or a stride of at least 1"
             problems.append(Problem(f"ac_selective = {self.ac_selective}", rule))
-        problems += self._recomputation_problems()
+        problems += self.compile_problems(
+            "", compiles=self.compile, keeps=self.gradient_checkpointing
+        )
+        if not 0 <= self.ac_memory_budget <= 1:
+            where = f"ac_memory_budget = {self.ac_memory_budget}"
+            problems.append(Problem(where, "must lie between 0 and 1"))
         if self.pad_to_maximum and self.max_tokens_per_mb is None:
             rule = "the maximum is max_tokens_per_mb, which is not set"
             problems.append(Problem("pad_to_maximum = True", rule, "give it"))
@@ -329,18 +354,6 @@ class EngineSettings(EngineKeys):
             problems.append(Problem("pad_to_maximum = True", rule, "set their weights to 0"))
         if problems:
             raise UserError(problems)
-
-    def _recomputation_problems(self) -> Iterator[Problem]:
-        where = f"ac_mode = {self.ac_mode}"
-        is_budget = self.ac_mode == "memory_budget" and self.gradient_checkpointing
-        if is_budget and not self.compile:
-            yield Problem(where, "the compiler keeps to it, and compile = False", "use full")
-        if not 0 <= self.ac_memory_budget <= 1:
-            where = f"ac_memory_budget = {self.ac_memory_budget}"
-            yield Problem(where, "must lie between 0 and 1")
-        if self.ac_debug and self.compile:
-            rule = "compile = True hides the operations that it would look at"
-            yield Problem("ac_debug = True", rule, "set one of the two to False")
 
     @property
     def min_tokens_per_mb(self) -> int:

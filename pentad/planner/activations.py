@@ -16,6 +16,7 @@ from typing import Literal
 
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
+from pentad.core.settings import is_recomputed
 
 AcMode = Literal["none", "selective", "full", "memory_budget"]
 WIDE = 4
@@ -39,9 +40,7 @@ class Checkpointing:
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether this layer keeps its input only."""
-        if self.mode == "selective" and self.selective != "op":
-            return layer % int(self.selective) == 0
-        return self.mode == "full"
+        return is_recomputed(self.mode, self.selective, layer)
 
 
 def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keeping: Checkpointing) -> float:

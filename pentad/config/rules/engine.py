@@ -44,17 +44,11 @@ def _engine_problems(config: Config, role: str, model: ModelConfig) -> Iterator[
     if archon.ac_mode not in ("auto", "none") and not model.gradient_checkpointing:
         rule = f"{role}.gradient_checkpointing = false switches checkpointing off"
         yield Problem(where, rule, "leave one of the two out")
-    elif (
-        archon.ac_mode == "memory_budget" and archon.enable_compile is False and not is_zero_bubble
-    ):
-        rule = f"needs compile, and {role}.archon.enable_compile = false"
-        yield Problem(where, rule, "use ac_mode: selective or full, or leave enable_compile out")
-    if archon.ac_debug and archon.enable_compile is True:
-        needs = (
-            ", which ac_mode = memory_budget needs," if archon.ac_mode == "memory_budget" else ""
-        )
-        rule = f"{role}.archon.enable_compile = true{needs} hides what it would look at"
-        yield Problem(f"{role}.archon.ac_debug = true", rule, "leave one of the two out")
+    yield from archon.compile_problems(
+        f"{role}.archon.",
+        compiles=archon.enable_compile,
+        keeps=model.gradient_checkpointing and not is_zero_bubble,
+    )
     own_losses = {
         "moe_aux_loss_coef": archon.moe_aux_loss_coef,
         "moe_z_loss_coef": archon.moe_z_loss_coef,

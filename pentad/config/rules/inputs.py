@@ -6,9 +6,9 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
+from pentad.config.derived import problems_of
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
-from pentad.config.rules.layout import problems_of
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem, UserError

@@ -90,7 +90,7 @@ def test_numbers_of_a_model_are_constants_of_its_compiled_blocks(monkeypatch, ho
 
 
 def test_a_budget_is_refused_where_nothing_is_compiled():
-    with pytest.raises(UserError, match=r"memory_budget: the compiler keeps to it.*compile = F"):
+    with pytest.raises(UserError, match=r"memory_budget: needs compile, and enable_compile = f"):
         EngineSettings(ac_mode="memory_budget")
     with pytest.raises(UserError, match="on CUDA only, not on cpu; use selective or full"):
         make_engine(ac_mode="memory_budget", compile=True)
@@ -145,7 +145,9 @@ def test_ac_debug_names_layers_that_keep_everything(caplog):
 
 
 def test_ac_debug_cannot_look_into_compiled_blocks():
-    with pytest.raises(UserError, match="ac_debug = True: compile = True hides the operations"):
+    with pytest.raises(
+        UserError, match="ac_debug = true: enable_compile = true hides what it would"
+    ):
         EngineSettings(ac_debug=True, compile=True)
 
 
