@@ -7,6 +7,7 @@ Commands import their work when they run, so that `pentad --help` stays quick an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -59,6 +60,22 @@ def prepare_run(recipe: Recipe, command: Literal["train", "sft"]) -> tuple[Confi
         raise
 
 
+def keep_running(
+    run: Callable[[Config, list[str], bool], RunSummary],
+    config: Config,
+    notes: list[str],
+    fresh: bool,
+) -> RunSummary:
+    """Runs it; after a failure that may pass, this program is replaced by one that goes on."""
+    from pentad.trainer.retries import is_again, start_again
+
+    try:
+        return run(config, notes, fresh and not is_again())
+    except Exception as error:
+        start_again(config, error)
+        raise
+
+
 def show_summary(summary: RunSummary) -> None:
     typer.echo(f"{summary.num_steps} steps done. Records: {summary.records} (see its README.md)")
     typer.echo(f"Model: {summary.model} (after step {summary.num_steps}; folders count from 0)")
@@ -84,7 +101,7 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
     config, notes = prepare_run(recipe, "train")
     from pentad.trainer.assemble import run_train
 
-    show_summary(run_train(config, notes, fresh))
+    show_summary(keep_running(run_train, config, notes, fresh))
 
 
 @app.command()
@@ -95,7 +112,7 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
     config, notes = prepare_run(recipe, "sft")
     from pentad.trainer.assemble import run_sft
 
-    show_summary(run_sft(config, notes, fresh))
+    show_summary(keep_running(run_sft, config, notes, fresh))
 
 
 @app.command()

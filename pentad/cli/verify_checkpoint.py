@@ -25,11 +25,11 @@ from pentad.checkpoint.folders import (
     step_of,
 )
 from pentad.cli.plan import make_console
+from pentad.config.rules.resume import changed_keys
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.machine import GIB
 from pentad.core.remote import Remote, split_uri
 from pentad.core.text import one_line, visible
-from pentad.telemetry.runfolder import changed_keys
 
 if TYPE_CHECKING:
     from pentad.weights.dcp import DcpFolder

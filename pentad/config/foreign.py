@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NOT_BUILT = {
-    "recover": "AReaL's recovery checkpoints",
     "elastic": "moe-engine's elastic runtime",
     "megatron.ddp_bucket_size": "RLinf's Megatron backend",
     "megatron.distributed_backend": "RLinf's Megatron backend",
@@ -20,8 +19,6 @@ NOT_BUILT = {
     "lora_alpha": "LoRA training",
     "actor_rollout_ref.model.lora_rank": "LoRA training",
     "actor_rollout_ref.model.lora_alpha": "LoRA training",
-    "resume_from_checkpoint": "Trainer's recovery checkpoints",
-    "trainer.resume_mode": "verl's recovery checkpoints",
 }
 """Key -> what it belongs to. It and everything below it is honestly refused."""
 
@@ -81,6 +78,7 @@ TRL = {
     "gradient_checkpointing": ("actor.gradient_checkpointing", ""),
     "save_steps": ("saver.freq_steps", ""),
     "save_strategy": ("saver.freq_epochs", "or freq_steps"),
+    "resume_from_checkpoint": ("recover.mode", "auto: a run goes on when it is started again"),
     "eval_steps": ("evaluator.freq_steps", ""),
     "eval_strategy": ("evaluator.freq_steps", "or freq_epochs; needs valid_dataset.path"),
     "report_to": ("telemetry", "tensorboard: true, or wandb.project"),
@@ -163,6 +161,8 @@ VERL = {
     "trainer.total_epochs": ("total_train_epochs", ""),
     "trainer.total_training_steps": ("total_train_steps", ""),
     "trainer.save_freq": ("saver.freq_steps", ""),
+    "trainer.resume_mode": ("recover.mode", "auto; disable is off"),
+    "trainer.max_actor_ckpt_to_keep": ("recover.keep_last", ""),
     "trainer.test_freq": ("evaluator.freq_steps", ""),
     "trainer.logger": ("telemetry", "tensorboard: true, or wandb.project"),
     "trainer.project_name": ("experiment_name", "of W&B: telemetry.wandb.project"),

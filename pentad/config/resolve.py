@@ -20,6 +20,7 @@ from pentad.core.algorithms import SWITCHES
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
+DEFAULT_RECOVERY = {"recover.freq_secs": 600.0, "recover.freq_epochs": 1}
 PATHS = (
     *("fileroot", "checkpoint.local_dir"),
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
@@ -53,6 +54,7 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     _choose_correction(draft)
     _choose_start(draft)
     _choose_valid_dataset(draft)
+    _choose_recovery(draft)
     _choose_engine(draft, "actor", config.actor)
     if config.algorithm.facts.needs_critic:
         _choose_engine(draft, "critic", config.critic)
@@ -89,6 +91,13 @@ def _expand_homes(draft: _Draft) -> None:
         if isinstance(path, str) and path.startswith("~"):
             path = os.path.expanduser(path)  # noqa: PTH111 (Path's raises where there is no user)
             draft.set(key, os.path.abspath(path) if path.startswith("~") else path)  # noqa: PTH100
+
+
+def _choose_recovery(draft: _Draft) -> None:
+    recover = draft.config.recover
+    if recover.is_on and not (recover.freq_epochs or recover.freq_steps or recover.freq_secs):
+        for key, value in DEFAULT_RECOVERY.items():
+            draft.set(key, value)
 
 
 def _choose_user(draft: _Draft) -> None:

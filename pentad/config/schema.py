@@ -14,7 +14,7 @@ from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from pentad.core.algorithms import (
@@ -49,8 +49,17 @@ ALGORITHM_NAMES = tuple(FACTS)
 REWARD_NAMES = ("exact_match", "numeric", "gsm8k", "sort_digits", "math", "code")
 WORKFLOW_NAMES = ("single_turn", "agent")
 
+SWITCH = {"true": "on", "false": "off"}
+"""What YAML makes of the words on and off, as text."""
+
+
+def switch_name(value: object) -> object:
+    return SWITCH.get(str(value).lower(), value)
+
+
 ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames()]
 ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames()]
+SwitchName = Annotated[Literal["on", "auto", "off", "disabled"], BeforeValidator(switch_name)]
 
 
 class Section(BaseModel):
@@ -487,6 +496,23 @@ class CheckpointConfig(Section):
     """The end of a run waits this long for an upload; the next start goes on with it."""
 
 
+class RecoverConfig(FrequencyConfig):
+    mode: SwitchName = "auto"
+    """Whether the state of the run is saved, and a run that stopped goes on where it was when it is
+    started again. auto and on do; off and disabled do not."""
+    retries: NonNegativeInt = 3
+    """How often a run that lost a process, or failed for a reason that may pass, is started again
+    from its last checkpoint without a step gained in between."""
+    keep_last: Count = 2
+    """Recovery checkpoints that are kept, the newest ones."""
+    allow: tuple[str, ...] = ()
+    """Keys that may differ from those the run began with although they change what it trains."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode in ("on", "auto")
+
+
 class WandbConfig(Section):
     project: str = "pentad"
     """Project the run appears in."""
@@ -606,6 +632,9 @@ class Config(Section):
     """When the model is exported as a HF folder; always once at the end."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Where checkpoints are kept: a local folder, and a store that they are copied to."""
+    recover: RecoverConfig = RecoverConfig()
+    """When the state of the run is saved, so that it can go on after a crash. Without a frequency:
+    every 600 seconds and at the end of every epoch."""
     guards: GuardsConfig = GuardsConfig()
     """When a run that trains something else than it should is stopped."""
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -41,6 +41,11 @@ class RunError(Exception):
     """A run that cannot go on: the message is the first cause, in one sentence."""
 
 
+class Transient(RunError):
+    """A failure of the machinery (a process was lost, hung or crashed): started again from its last
+    checkpoint, the run may go on."""
+
+
 class Interrupted(RunError):
     """A run that its user ended by ctrl-C, with what became of it."""
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +63,17 @@ class Bounds:
         self.recent: dict[str, deque[bool]] = {}
         """Whether signs that come and go were there, in the latest comparisons."""
         self.nonfinite: deque[bool] = deque(maxlen=SHARE_WINDOW)
+
+    def state(self) -> dict[str, Any]:
+        """What it has seen, as JSON values."""
+        recent = {sign: list(seen) for sign, seen in self.recent.items()}
+        return {"lasting": self.lasting, "recent": recent, "nonfinite": list(self.nonfinite)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.lasting = dict(state["lasting"])
+        window = 2 * self.settings.patience_steps
+        self.recent = {sign: deque(seen, window) for sign, seen in state["recent"].items()}
+        self.nonfinite.extend(state["nonfinite"])
 
     def past(self, steps: Sequence[StepResult], compared: Compared | None = None) -> str:
         """The sentence that ends the run; empty as long as it may go on."""

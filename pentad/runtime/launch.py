@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pentad.core.errors import Interrupted, Problem, RunError, UserError
+from pentad.core.errors import Interrupted, Problem, RunError, Transient, UserError
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.process import RankProcess
 from pentad.runtime.rank import Board, Rank, name_rank, rank_from_environment
@@ -307,9 +307,11 @@ class RankGroup:
             return RunError(cause.message)  # it is no rank's own trouble
         sentence = f"{name_rank(cause.rank, self.world, cause.step)}: {cause.message}"
         shown = "\n".join(f"    {line}" for line in cause.lines)
+        may_pass = cause.kind != "run" or cause.is_consequence
+        kind = Transient if may_pass else RunError
         if cause.kind == "run" or not shown:
-            return RunError(f"{sentence}\nIts log is {self.log(cause.rank)}")
-        return RunError(f"{sentence}\n{shown}\nIts log is {self.log(cause.rank)}")
+            return kind(f"{sentence}\nIts log is {self.log(cause.rank)}")
+        return kind(f"{sentence}\n{shown}\nIts log is {self.log(cause.rank)}")
 
     # Ending
 

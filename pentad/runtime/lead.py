@@ -205,6 +205,11 @@ class Led:
             self.own.stage_hf(into)
 
 
+def on_all_ranks(learner: Any, deed: Callable[[Any], Any]) -> Any:
+    """Does something importable with a learner, on every rank of it; what rank 0's gave."""
+    return learner.everywhere(deed) if isinstance(learner, Led) else deed(learner)
+
+
 def attempt_save(learner: Learner, folder: str) -> Exception | None:
     """Why it failed, which it does on all ranks or on none: they are together afterwards."""
     try:

@@ -1,8 +1,8 @@
 """manifest.json: what a run is made of, and every time it was started.
 
 {"format": 1, "config_digest": "...", "seed": 1, "config": {...},
- "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...",
-             "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
+ "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,
+             "generation": 0, "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
 """
 
 from __future__ import annotations

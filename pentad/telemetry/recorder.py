@@ -69,7 +69,7 @@ class Recorder:
         self._samples = LineWriter(self.folder.file("samples.jsonl"))
         self._evals = LineWriter(self.folder.file("evals.jsonl"))
 
-    def resume(self, step: int, alarmed: Mapping[str, int] | None = None) -> int:
+    def resume(self, step: int) -> int:
         """Goes on after `step`; how many recorded steps will be done again. Once, at the start."""
         with self._lock:
             for writer in (self._steps, self._samples, self._evals):
@@ -85,7 +85,6 @@ class Recorder:
             evals = read_lines(self.folder.file("evals.jsonl"))
             told = [e["version"] for record in records for e in record.get("evals") or ()]
             self._new_evals = [line for line in evals if line["version"] not in told]
-            self._alarmed = dict(alarmed or {})
             if records:
                 self._first = records[0]["rl"]
                 self._recent = [record["rl"] for record in records[-RECORDS_KEPT:]]
@@ -103,6 +102,10 @@ class Recorder:
         """What the files do not say, as JSON values."""
         with self._lock:
             return {"alarmed": dict(self._alarmed)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._alarmed = dict(state["alarmed"])
 
     def sync(self) -> None:
         """All that was recorded so far outlives a power cut."""

@@ -1,8 +1,8 @@
 """The folder of a run's records: its layout, its lock, and the checks before anything starts.
 
-`{fileroot}/logs/{user}/{experiment_name}/{trial_name}/` belongs to one run with one config. A
-second program on the same folder, a folder of another config, and a folder that already has steps
-are refused with a sentence.
+`{fileroot}/logs/{user}/{experiment_name}/{trial_name}/` belongs to one run, which may be started
+several times. A second program on the same folder is refused with a sentence; so are a config that
+the caller does not take for the run's and, unless the run resumes, a folder that has steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fcntl
 import getpass
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pentad.telemetry.steps import read_lines
 FILES = {
     "config.yaml": "The config with every value filled in; `pentad train` on it repeats the run.",
     "manifest.json": "What the run is made of: config digest, seed, and for every start the time, "
-    "the command, package versions, git commit and hardware.",
+    "the step it went on from, the command, package versions, git commit and hardware.",
     "steps.jsonl": "One JSON record a step: loss, rewards, lengths, ratios, timings, memory, where "
     "the prompts went. Every field is explained in docs/telemetry.md.",
     "evals.jsonl": "One JSON record an evaluation: which version of the weights, accuracy with its "
@@ -52,16 +52,26 @@ README = """\
 {table}
 
 Lines of the .jsonl files are written as things happen, so they can be read while the run goes on
-and after a crash. Weights are not here but in {checkpoints}.
+and after a crash. Lines marked `superseded` are of steps that a resumed run did again.
+Weights are not here but in {checkpoints}.
 """
+
+AcceptConfig = Callable[[Mapping[str, Any]], list[str]]
+"""The config a run was last started with -> the differences to the present one that do not matter,
+in words. Raises UserError for those that do."""
 
 
 class RunFolder:
     """An open run folder. Holds the lock until it is closed or the process ends."""
 
-    def __init__(self, path: Path, lock: int, manifest: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, lock: int, manifest: dict[str, Any], current: dict[str, Any]
+    ) -> None:
         self.path = path
         self.manifest = manifest
+        self.changes: list[str] = []
+        """Keys of the config that differ from the start before, in words."""
+        self._current = current
         self._lock = lock
 
     def file(self, name: str) -> Path:
@@ -82,8 +92,16 @@ class RunFolder:
                 "records are lost"
             )
 
+    @property
+    def last_step(self) -> int:
+        """The last step that is recorded and not superseded; 0 without any."""
+        return max((line["step"] for line in read_lines(self.file("steps.jsonl"))), default=0)
+
     def add_start(self, start: Mapping[str, Any]) -> None:
-        self.manifest["starts"].append(dict(start))
+        """From here on the present config is that of the run."""
+        changed = {"config_changes": self.changes} if self.changes else {}
+        self.manifest |= self._current
+        self.manifest["starts"].append({**start, **changed})
         write_json(self.file("manifest.json"), self.manifest)
 
     def close(self) -> None:
@@ -113,23 +131,32 @@ def open_run_folder(
     seed: int,
     fresh: bool = False,
     exports: Path | None = None,
+    accept: AcceptConfig | None = None,
+    resumes: bool = False,
+    has_checkpoint: bool = False,
 ) -> RunFolder:
     """Makes or reopens the folder, or raises UserError. `exports` is where the run's models go, a
-    folder for each role. `fresh`: what is there, models too, is moved to earlier/ first."""
+    folder for each role. `fresh`: what is there, models too, is moved to earlier/ first. `resumes`:
+    steps that are there are continued; `has_checkpoint` says that models without records are those
+    of a run that can be continued."""
     lock = _take_lock(path)
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         if fresh:
-            _set_aside(path, exports)
+            set_aside([path] if exports is None else [path, exports])
         manifest = _read_manifest(path)
-        _check_same_config(path, manifest, config, config_digest)
-        _check_steps(path)
-        _check_exports(exports)
+        changes = accept(manifest["config"]) if manifest and accept else []
+        if not resumes:
+            _check_steps(path)
+        if not (resumes and (manifest or has_checkpoint)):
+            _check_exports(exports)
         (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         place = "the run's checkpoint folder" if exports is None else str(exports)
         (path / "README.md").write_text(readme(place), encoding="utf-8")
-        manifest = manifest or build_manifest(config, config_digest, seed)
+        current = build_manifest(config, config_digest, seed)
+        del current["starts"]
+        manifest = manifest or {**current, "starts": []}
         write_json(path / "manifest.json", manifest)
     except OSError as error:
         os.close(lock)
@@ -137,7 +164,9 @@ def open_run_folder(
     except BaseException:
         os.close(lock)
         raise
-    return RunFolder(path, lock, manifest)
+    folder = RunFolder(path, lock, manifest, current)
+    folder.changes = changes
+    return folder
 
 
 def readme(checkpoints: str) -> str:
@@ -147,19 +176,6 @@ def readme(checkpoints: str) -> str:
 def file_table() -> str:
     rows = [f"| `{name}` | {meaning} |" for name, meaning in FILES.items()]
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
-
-
-def changed_keys(
-    old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of everything that differs."""
-    for key in [*old, *(key for key in new if key not in old)]:
-        here = f"{path}.{key}" if path else str(key)
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from changed_keys(before, after, here)
-        elif before != after:
-            yield here, before, after
 
 
 def _take_lock(path: Path) -> int:
@@ -199,18 +215,6 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _check_same_config(
-    path: Path, manifest: Mapping[str, Any] | None, config: Mapping[str, Any], digest: str
-) -> None:
-    if manifest is None or manifest["config_digest"] == digest:
-        return
-    changes = [f"{k} was {a!r}, is {b!r}" for k, a, b in changed_keys(manifest["config"], config)]
-    said = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if changes[5:] else "")
-    rule = f"belongs to a run with another config ({said})"
-    remedy = "choose another trial_name, restore the config, or start anew with --fresh"
-    raise UserError(Problem(f"run folder = {path}", rule, remedy))
-
-
 def _check_steps(path: Path) -> None:
     steps = [r["step"] for r in read_lines(path / "steps.jsonl")]
     if steps:
@@ -228,11 +232,12 @@ def _check_exports(exports: Path | None) -> None:
         raise UserError(Problem(f"checkpoint folder = {found[0].parent}", rule, remedy))
 
 
-def _set_aside(path: Path, exports: Path | None) -> None:
-    """Moves all records and models into earlier/001, 002, ... of their folders."""
-    roots = [path] if exports is None else [path, exports]
+def set_aside(roots: Sequence[Path]) -> list[Path]:
+    """Moves all that is in these folders into earlier/001, 002, ... of each, under one number;
+    where that is, of those that had anything."""
     earlier = [int(entry.name) for root in roots for entry in (root / EARLIER).glob("[0-9]*")]
     number = max(earlier, default=0) + 1
+    targets = []
     for root in roots:
         entries = list(root.iterdir()) if root.exists() else []
         old = [entry for entry in entries if entry.name not in ("run.lock", EARLIER)]
@@ -241,3 +246,5 @@ def _set_aside(path: Path, exports: Path | None) -> None:
             target.mkdir(parents=True)
             for entry in old:
                 entry.rename(target / entry.name)
+            targets.append(target)
+    return targets

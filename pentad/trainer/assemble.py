@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
-from pentad.data.store import Store
+from pentad.data.store import Store, unpack_groups
 from pentad.engine.engine import build_engine
 from pentad.rewards.scorer import RewardScorer
 from pentad.rl.bounds import Bounds
@@ -30,6 +31,7 @@ from pentad.rollout.executor import Executor
 from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.log import announced
+from pentad.telemetry.steps import read_lines
 from pentad.trainer.budget import Budget
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
@@ -38,6 +40,7 @@ from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
+from pentad.trainer.recovery import Identity
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import (
     OpenRun,
@@ -106,6 +109,8 @@ def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) ->
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
+        if done := run.finished(num_steps):
+            return done
         return asyncio.run(Assembly(config, checked, run, lead, num_steps).run())
 
 
@@ -141,8 +146,16 @@ class Assembly:
         )
         self.thread = LearnerThread()
         self.savers = [run.saver(self.learner)]
+        learners = {"default": self.learner}
         if self.critic is not None:
             self.savers.append(run.saver(self.critic, "critic"))
+            learners["critic"] = self.critic
+        self.bounds = bounds_of(config)
+        self.recover = run.recovery(learners, self.savers)
+        self.recover.add("dataloader_info", "data", Identity(checked.stream.state))
+        self.recover.add("stats_logger_info", "bounds", self.bounds)
+        self.unrecorded: TrainedBatch | None = None
+        """A batch that is in the weights and not in the records."""
         self.update = BatchUpdate(
             self.learner,
             checked.algorithm,
@@ -161,15 +174,27 @@ class Assembly:
                 if cut := self._cut_short(error):
                     raise cut from None
                 if not self.thread.is_given_up:
-                    update = self.update
-                    rescue(self.savers, update.num_done, num_moved=update.num_moved)
+                    self._rescue()
                 raise
             trained = self.trained
+            self.recover.finish()
             folders = [saver.finish(trained - 1) for saver in self.savers] if trained else [None]
-        StopFlag(self.state.stop_reason).check_complete(trained, self.num_steps, folders[0])
+        stop = StopFlag(self.state.stop_reason)
+        stop.check_complete(trained, self.num_steps, folders[0], resumes=self.recover.is_on)
         assert folders[0] is not None, "a complete run has steps"
-        evals = [result.as_record() for result in evaluator.results] if evaluator else []
+        evals = read_lines(self.open.folder.file("evals.jsonl")) if evaluator else []
         return RunSummary(self.open.folder.path, folders[0], trained, evals)
+
+    def _rescue(self) -> None:
+        """Saves and records what was trained before a failure, as far as that can be had."""
+        update, late = self.update, self.unrecorded
+        if late is not None and late.batch == update.num_done - 1 and not update.num_moved:
+            try:
+                self._after_step(late)
+            except Exception as error:  # the first failure is the one to be raised
+                log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
+        self.recover.rescue(update.num_done, num_moved=update.num_moved)
+        rescue(self.savers, update.num_done, num_moved=update.num_moved)
 
     @property
     def trained(self) -> int:
@@ -215,12 +240,14 @@ class Assembly:
         self.publisher = Publisher(list(self.samplers.values()))
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
-        """Tags, the first publish, the self-test and the baseline, before the first step."""
+        """State, tags, the first publish, the self-test and the baseline, before the first step."""
+        trained = await self.thread.run(self._resume)
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             await self.thread.run(self._load_tags)
+            await self.thread.run(self.recover.prepare)
             snapshot = await self.thread.run(
                 lambda: take_snapshot(
-                    0,
+                    trained,
                     self.learner.iter_weights(),
                     copy=False,
                     on_host=self.placement.snapshots_on_host,
@@ -240,16 +267,41 @@ class Assembly:
             )
         log.info("self-test passed: %s", found)
         self.open.started(
+            trained,
             selftest=asdict(found),
             device=str(self.device),
             layout=str(layout_of(self.config, "actor")),
         )
         if evaluator is not None:
-            with announced(log, "evaluation before the first step"):
-                await evaluator.evaluate(0)
+            done = self.open.recorder.evaluated()
+            evaluator.asked = max(done, default=0)
+            if evaluator.is_due(trained) and trained not in done:
+                with announced(log, f"evaluation of version {trained}, before the next step"):
+                    await evaluator.evaluate(trained)
+
+    def _resume(self) -> int:
+        """Goes on where the run stopped; how many batches are in the weights."""
+        stream = self.checked.stream
+        is_forced = "train_dataset" in self.config.recover.allow
+
+        def check(infos: Mapping[str, Any]) -> None:
+            if not is_forced:
+                stream.check_state(infos["dataloader_info"]["data"])
+
+        checkpoint = self.open.resume(self.recover, check)
+        if checkpoint is None:
+            return 0
+        data = None if is_forced else self.recover.groups(checkpoint)
+        groups = unpack_groups(data, stream.prompt) if data is not None else ()
+        ledger = self.recover.restored["dataloader_info"]["ledger"]
+        self.state.resume(ledger, groups, checkpoint.step + 1)
+        self.update.num_done = checkpoint.step + 1
+        return checkpoint.step + 1
 
     def _load_tags(self) -> None:
-        needed = self.checked.algorithm.needs_tags
+        counters = self.recover.restored.get("checkpoint_info", {}).get("counters", {})
+        needed = set(self.checked.algorithm.needs_tags)
+        needed -= set(counters.get("default", {}).get("tags", ()))
         if "ref" in needed and self.config.ref.path:
             self.learner.load_tag("ref", self.config.ref.path)
         elif "ref" in needed:
@@ -263,7 +315,7 @@ class Assembly:
     ) -> Scheduler:
         config, state = self.config, self.state
         executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
-        bounds = bounds_of(config)
+        bounds = self.bounds
         publish = PublishPump(
             state,
             self.publisher,
@@ -284,6 +336,7 @@ class Assembly:
             ref_update_interval=config.ref_update_interval,
             bounds=bounds,
             before_step=lambda batch: self.lead.report(batch + 1),
+            on_trained=self._note,
             after_step=self._after_step,
         )
         rollout = RolloutPump(
@@ -319,15 +372,23 @@ class Assembly:
             seed=self.config.seed,
         )
 
+    def _note(self, trained: TrainedBatch) -> None:
+        self.unrecorded = trained
+
     def _after_step(self, trained: TrainedBatch) -> None:
+        self.unrecorded = None
         for step in [*trained.result.steps, *trained.result.critic_steps]:
             if step.skipped:
                 log.warning("step %d: nothing was updated: %s", trained.batch + 1, step.reason)
         with trained.timer.phase("save"):
             for saver in self.savers:
                 saver.after_step(trained.batch)
-        record = self.open.steps.rl_record(trained, self.checked.algorithm, self.savers[0])
+            self.recover.after_step(trained.batch, trained.progress)
+        record = self.open.steps.rl_record(
+            trained, self.checked.algorithm, self.savers[0], self.recover
+        )
         self.open.recorder.step(record, trained.groups)
+        self.recover.commit()
 
     def _engine(self, role: Role) -> Learner:
         is_critic = role == "critic"
@@ -394,7 +455,7 @@ class Assembly:
                 saver.scored(result.version - 1, score)
             self.open.recorder.evaluation(result.as_record())
 
-        return Evaluator(
+        evaluator = Evaluator(
             [valid.prompt(gid) for gid in range(len(valid))],
             self._executor(
                 eval_params(config, self.checked.tokenizer),
@@ -407,6 +468,8 @@ class Assembly:
             record,
             last_version=self.num_steps,
         )
+        self.recover.add("evaluator_info", "evaluator", evaluator)
+        return evaluator
 
 
 def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pentad.core.types import Prompt
 from pentad.rollout.evaluation import EvalResult, answer_prompts, summarise
@@ -37,6 +38,12 @@ class Evaluator:
         due = [self.frequency.is_due(passed) for passed in range(self.asked + 1, version + 1)]
         self.asked = version
         return any(due) or version in (0, self.last_version)
+
+    def state(self) -> dict[str, Any]:
+        return {"frequency": self.frequency.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.frequency.restore(state["frequency"])
 
     async def evaluate(self, version: int) -> EvalResult:
         started = time.monotonic()

@@ -19,7 +19,7 @@ from pentad.config.derived import component_of, known_dims, parsed_allocation
 from pentad.config.rules.start import cache_problems, process_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
-from pentad.core.errors import Problem, RunError
+from pentad.core.errors import Problem, RunError, Transient
 from pentad.core.layout import Layout
 from pentad.runtime.join import device_of
 from pentad.runtime.launch import LaunchSettings, run_ranks
@@ -28,6 +28,7 @@ from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
 from pentad.trainer.preflight import Collector, kind_of, start_problems
+from pentad.trainer.retries import Retries, newest_step
 from pentad.trainer.run import RunSummary, take_folder
 
 log = logging.getLogger(__name__)
@@ -76,13 +77,22 @@ def run_over_ranks(
         is_led=True,
     )
     target = f"{__name__}:run_rank"
-    try:
-        summary, *_ = run_ranks(target, payload, world=world, log_folder=folder, settings=settings)
-    except RunError as error:
-        if own is None and NAMES_A_RANK.match(str(error)):  # of the other ends rank 0 wrote itself
-            with log_to(folder.parent / "log.txt"):
-                log.info("the run ended: %s", error)
-        raise
+    retries = Retries(config, step=newest_step(config))
+    while True:
+        try:
+            summary, *_ = run_ranks(
+                target, payload, world=world, log_folder=folder, settings=settings
+            )
+            break
+        except RunError as error:
+            if own is not None:
+                raise
+            if isinstance(error, Transient) and retries.take(error):
+                continue
+            if NAMES_A_RANK.match(str(error)):  # of the other ends rank 0 wrote itself
+                with log_to(folder.parent / "log.txt"):
+                    log.info("the run ended: %s", error)
+            raise (RunError(str(error)) if isinstance(error, Transient) else error) from error
     if summary is None:  # a follower under torchrun: whatever comes next is rank 0's
         raise SystemExit(0)
     paths = {key: Path(summary[key]) for key in ("records", "model")}

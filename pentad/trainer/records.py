@@ -19,6 +19,7 @@ from pentad.rl.metrics import compute_metrics, staleness_histogram
 from pentad.telemetry.host import rss_gb
 from pentad.telemetry.record import Funnel, Infra, Kernel, Memory, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
 from pentad.trainer.train_pump import TrainedBatch
 
@@ -49,8 +50,18 @@ class StepRecorder:
         self.allocated_gb: float | None = None
         self.steps_below_target = 0
 
+    def state(self) -> dict[str, Any]:
+        return {"steps_below_target": self.steps_below_target}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.steps_below_target = state["steps_below_target"]
+
     def rl_record(
-        self, trained: TrainedBatch, settings: AlgorithmSettings, saver: Saver
+        self,
+        trained: TrainedBatch,
+        settings: AlgorithmSettings,
+        saver: Saver,
+        recover: RecoverHandler,
     ) -> StepRecord:
         result, groups = trained.result, trained.groups
         lengths = [len(row.ids) for row in result.rows]
@@ -62,6 +73,7 @@ class StepRecorder:
             lengths=lengths,
             timer=trained.timer,
             saver=saver,
+            recover=recover,
             num_groups=len(groups),
             version=trained.batch + 1,
             rl=rl,
@@ -75,9 +87,16 @@ class StepRecorder:
         lengths: Sequence[int],
         timer: PhaseTimer,
         saver: Saver,
+        recover: RecoverHandler,
     ) -> StepRecord:
         return self._record(
-            step=step, steps=[result], lengths=lengths, timer=timer, saver=saver, version=step
+            step=step,
+            steps=[result],
+            lengths=lengths,
+            timer=timer,
+            saver=saver,
+            recover=recover,
+            version=step,
         )
 
     def _record(
@@ -88,6 +107,7 @@ class StepRecorder:
         lengths: Sequence[int],
         timer: PhaseTimer,
         saver: Saver,
+        recover: RecoverHandler,
         **more: Any,
     ) -> StepRecord:
         phases = timer.phases_ms()
@@ -119,6 +139,10 @@ class StepRecorder:
                 async_ckpt_commit_ms=saver.commit_ms,
                 last_saved_step=saver.last_saved + 1 if saver.last_saved >= 0 else None,
                 num_failed_saves=saver.num_failed,
+                last_recover_step=recover.last_saved + 1 if recover.last_saved >= 0 else None,
+                recover_stall_ms=recover.stall_ms,
+                recover_commit_ms=recover.commit_ms,
+                num_failed_recovers=recover.num_failed if recover.is_on else None,
             ),
             **more,
         )

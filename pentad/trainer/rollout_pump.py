@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, Transient
 from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.types import Group
 from pentad.data.prompts import PromptStream, RejectedPrompt
@@ -53,9 +53,11 @@ class RolloutPump:
         self.reject = reject
         self.max_groups = max_groups or state.budget.capacity_groups
         self.running = 0
+        self.planned = state.ledger.gids_in("planned")
+        """Groups that were under way when the run stopped."""
         self.last_failures: dict[str, str] = {}
         """Reason of a drop -> what the latest one said."""
-        self.num_scored = 0
+        self.num_scored = state.ledger.funnel().trained
         """Groups that came to rewards, trained or not."""
         self.failed_alike: dict[str, int] = {}
         """What was said when a group failed, numbers aside -> how often."""
@@ -64,12 +66,11 @@ class RolloutPump:
         rolling: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as tasks:
             while not self.state.is_over:
-                batch = self._next_batch()
-                if batch is None:
+                if not self._can_admit():
                     await self.state.wait_for("rollout", self._why_idle(), self._can_admit)
                     continue
                 await self.turnstile.enter("rollout")
-                for gid in self._admit(batch):
+                for gid in self._next_groups():
                     self.running += 1
                     task = tasks.create_task(self._roll(gid), name=f"group {gid}")
                     rolling.add(task)
@@ -77,18 +78,27 @@ class RolloutPump:
             for task in rolling:  # the run is over: nobody waits for these any more
                 task.cancel()
 
+    def _next_groups(self) -> list[int]:
+        """What a resumed run had planned comes before what is admitted now."""
+        room = self.max_groups - self.running
+        if self.planned:
+            now, self.planned = self.planned[:room], self.planned[room:]
+            return now
+        batch = self._next_batch()
+        return [] if batch is None else self._admit(batch, room)
+
     def _next_batch(self) -> int | None:
-        """The oldest open batch with free slots, if the gates let it in now."""
+        """The oldest open batch with free slots."""
         ledger, budget = self.state.ledger, self.state.budget
-        if self.running >= (1 if self.in_waves else self.max_groups):
-            return None
         for batch in range(budget.trained, budget.last_open_batch + 1):
             if ledger.num_missing(batch):
                 return batch
         return None
 
     def _can_admit(self) -> bool:
-        return self._next_batch() is not None
+        if self.running >= (1 if self.in_waves else self.max_groups):
+            return False
+        return bool(self.planned) or self._next_batch() is not None
 
     def _why_idle(self) -> str:
         budget = self.state.budget
@@ -98,7 +108,7 @@ class RolloutPump:
             return f"one of {self.running} running groups to finish"
         return budget.closed_gate(budget.last_open_batch + 1) or "a free slot"
 
-    def _admit(self, batch: int) -> list[int]:
+    def _admit(self, batch: int, room: int) -> list[int]:
         ledger = self.state.ledger
         drawn = ledger.num_drawn(batch) + ledger.num_missing(batch)
         if drawn > MAX_DRAWS_PER_SLOT * self.state.budget.groups_per_batch:
@@ -107,7 +117,6 @@ class RolloutPump:
                 f"{self.state.budget.groups_per_batch} slots and is still not full; "
                 f"dropped so far: {self._why_dropped()}"
             )
-        room = self.max_groups - self.running
         return [ledger.admit(batch) for _ in range(min(room, ledger.num_missing(batch)))]
 
     def _why_dropped(self) -> str:
@@ -149,7 +158,7 @@ class RolloutPump:
             if isinstance(failure, DataFailure) and not failure.is_final:
                 self._stop_if_all_fail(gid, failure)
         except InfraFailure as failure:
-            raise RunError(f"group {gid} could not be generated: {failure}") from failure
+            raise Transient(f"group {gid} could not be generated: {failure}") from failure
         finally:
             self.running -= 1
             self.state.changed.notify()

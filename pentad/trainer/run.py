@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +16,16 @@ from typing import Any
 
 import torch
 
+from pentad.checkpoint.folders import Checkpoint, find_checkpoints, sweep_uncommitted
+from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Writer
 from pentad.config.derived import checkpoint_root, compute_bytes, is_saved_within
+from pentad.config.describe import show
 from pentad.config.load import dump_config
+from pentad.config.rules.resume import changed_keys, judge_changes
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
@@ -29,21 +34,27 @@ from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
-from pentad.telemetry.host import rss_gb
+from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.manifest import describe_start
 from pentad.telemetry.recorder import FindAlarms, Recorder
-from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
+from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set_aside
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
+from pentad.telemetry.steps import read_lines
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import kind_of
 from pentad.trainer.records import StepRecorder
+from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
 from pentad.trainer.stopping import stop_early
+from pentad.trainer.translate import remote_of
 from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
+
+CheckInfos = Callable[[Mapping[str, Any]], None]
+"""Raises what it does not accept in the small files of a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -63,6 +74,8 @@ class OpenRun:
     """A run whose folder is ours and whose records are being written."""
 
     config: Config
+    stack: ExitStack
+    """Closed at the end of the run."""
     folder: RunFolder
     recorder: Recorder
     steps: StepRecorder
@@ -95,10 +108,94 @@ class OpenRun:
             steps_per_epoch=self.steps_per_epoch,
         )
 
-    def started(self, **facts: Any) -> None:
-        """Notes this start, and what was found out before the first step, in the manifest."""
+    def recovery(self, learners: Mapping[str, Learner], savers: Sequence[Saver]) -> RecoverHandler:
+        """Of a run with these learners, by the names of their folders."""
+        recover, values = self.config.recover, self.config.model_dump(mode="json")
+        facts = {
+            "config": values,
+            "config_digest": digest_of_config(values),
+            "allocation_mode": self.config.allocation_mode,
+            "versions": host.versions(),
+        }
+        handler = RecoverHandler(
+            learners=learners,
+            tiers=Tiers(
+                self.checkpoints,
+                remote_of(self.config) if recover.is_on else None,
+                keep_last=recover.keep_last,
+            ),
+            frequency=self.frequency(recover),
+            steps_per_epoch=self.steps_per_epoch,
+            is_on=recover.is_on,
+            is_async=self.saves_beside,
+            timeout_s=self.config.stall_abort_s,
+            upload_timeout_s=self.config.checkpoint.finish_timeout_s,
+            before_commit=self.recorder.sync,
+            facts=lambda: {**facts, "time": now_text()},
+        )
+        self.stack.push(lambda kind, *_: handler.close(is_failed=kind is not None))
+        handler.add("checkpoint_info", "frequency", handler.frequency)
+        handler.add("stats_logger_info", "recorder", self.recorder)
+        handler.add("stats_logger_info", "steps", self.steps)
+        for role, saver in zip(learners, savers, strict=True):
+            handler.add("saver_info", role, saver)
+        return handler
+
+    def resume(self, handler: RecoverHandler, check: CheckInfos) -> Checkpoint | None:
+        """Goes on from the newest checkpoint that is whole, and says so; None: from the start."""
+        if not handler.is_on:
+            return None
+        is_known = bool(self.folder.manifest["starts"])
+
+        def accept(checkpoint: Checkpoint, infos: Mapping[str, Any]) -> None:
+            before = checkpoint.manifest.facts["config"]
+            if not is_known:  # the records are elsewhere, or gone
+                self.folder.changes = accept_config(self.config, before)
+            size, was = self.config.train_dataset.batch_size, before["train_dataset"]["batch_size"]
+            if size != was:
+                rule = f"was {was} so far, and the place in the data is counted by it"
+                remedy = "set it back, or start anew with --fresh"
+                raise UserError(Problem(f"train_dataset.batch_size = {size}", rule, remedy))
+            check(infos)
+
+        checkpoint = handler.restore(accept)
+        trained = 0 if checkpoint is None else checkpoint.step + 1
+        redone = self.recorder.resume(trained)
+        for change in self.folder.changes:
+            log.info("the config differs from the start before: %s", change, extra=NOTICE)
+        again = f"; {redone} steps that were recorded since are done again" if redone else ""
+        if checkpoint is not None:
+            place, saved = checkpoint.root / checkpoint.info, checkpoint.manifest.facts["time"]
+            log.info(
+                "resumed after step %d from %s (%s)%s", trained, place, saved, again, extra=NOTICE
+            )
+        elif redone:
+            place = self.checkpoints
+            moved = set_aside([place])
+            models = f"; earlier models are in {moved[0]}" if moved else ""
+            text = "no recovery checkpoint in %s: the run starts again at step 1%s%s"
+            log.info(text, place, again, models, extra=NOTICE)
+        return checkpoint
+
+    def finished(self, num_steps: int) -> RunSummary | None:
+        """Of a run that did all its steps before and has its model; None where there is work."""
+        if not self.config.recover.is_on:
+            return None
+        found = find_checkpoints(self.checkpoints, report=log.info)
+        trained = found[0].step + 1 if found else 0
+        models = list((self.checkpoints / "default").glob(f"epoch*globalstep{trained - 1}"))
+        if not trained or trained < num_steps or not models:
+            return None
+        log.info("the run is finished: all its %d steps are done", trained, extra=NOTICE)
+        evals = read_lines(self.folder.file("evals.jsonl"))
+        return RunSummary(self.folder.path, models[0], trained, evals)
+
+    def started(self, trained: int, **facts: Any) -> None:
+        """Notes this start, and what was found out before its first step, in the manifest."""
         saving = "async" if self.saves_beside else "sync"
-        self.folder.add_start(describe_start(saver_mode=saving, **facts))
+        generation = self.recorder.generation
+        more = {"from_step": trained, "generation": generation, "saver_mode": saving}
+        self.folder.add_start(describe_start(**more, **facts))
 
 
 def checkpoint_path(config: Config) -> Path:
@@ -108,10 +205,30 @@ def checkpoint_path(config: Config) -> Path:
     return root / config.user / config.experiment_name / config.trial_name
 
 
+def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
+    """The differences to an earlier start that do not matter, in words; UserError for others."""
+    values = config.model_dump(mode="json")
+    recover = config.recover
+    if recover.is_on:
+        changes = judge_changes(before, values, recover.allow)
+        if changes.refused:
+            raise UserError(changes.refused)
+        return changes.accepted
+    told = [
+        f"{key} was {show(old)}, is {show(new)}" for key, old, new in changed_keys(before, values)
+    ]
+    if told:
+        said = "; ".join(told[:5]) + (f"; and {len(told) - 5} more" if told[5:] else "")
+        remedy = "choose another trial_name, restore the config, or start anew with --fresh"
+        where = f"trial_name = {config.trial_name}"
+        raise UserError(Problem(where, f"belongs to a run with another config ({said})", remedy))
+    return []
+
+
 @contextmanager
 def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
     """The run folder, ours until the end; raises UserError where it is not to be had."""
-    values = config.model_dump(mode="json")
+    values, root = config.model_dump(mode="json"), checkpoint_path(config)
     folder = open_run_folder(
         run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
         config=values,
@@ -119,12 +236,20 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
         config_digest=digest_of_config(values),
         seed=config.seed,
         fresh=fresh,
-        exports=checkpoint_path(config),
+        exports=root,
+        accept=partial(accept_config, config),
+        resumes=config.recover.is_on,
+        has_checkpoint=bool(find_checkpoints(root, report=log.info)),
     )
+    if fresh and (remote := remote_of(config)) is not None:
+        from pentad.checkpoint.fetch import give_up
+        from pentad.checkpoint.s3 import Store
+
+        give_up(Store(remote))
     try:
-        for role in checkpoint_path(config).glob("[!.]*/"):
-            for left in sweep(role):
-                log.info("%s: removed what a killed run left", left)
+        swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
+        for left in [*swept, *sweep_uncommitted(root)]:
+            log.info("%s: removed what a killed run left", left)
         yield folder
     finally:
         folder.close()
@@ -163,10 +288,11 @@ def open_run(
                 num_steps,
                 config.total_train_epochs,
             )
-        if not is_saved_within(config):
+        if not (is_saved_within(config) or config.recover.is_on):
             log.info(
-                "the model is saved at the end and not before: a run that is killed leaves none; "
-                "saver.freq_steps=N saves it every N steps",
+                "the model is saved at the end and not before, and recover.mode = %s: a run that "
+                "is killed leaves nothing; saver.freq_steps=N saves it every N steps",
+                config.recover.mode,
                 extra=NOTICE,
             )
         telemetry = config.telemetry
@@ -198,6 +324,7 @@ def open_run(
         saves_beside = writes_beside(config, device, layout)
         run = OpenRun(
             config,
+            stack,
             folder,
             recorder,
             steps,
@@ -242,7 +369,7 @@ def logged_end() -> Iterator[None]:
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
     """Whether saves are written while training goes on; says so where `auto` finds no room."""
     local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
-    own = local * min((rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
+    own = local * min((host.rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
     here = Device(kind_of(device), host_memory()[1], "this machine")
     found = saves_beside(config, here, own)
     if config.saver.mode == "auto" and not found:
@@ -278,6 +405,10 @@ def start_screen(title: str, num_steps: int) -> Screen | None:
     except OSError as error:
         log.warning("the screen: %s; training goes on", error)
         return None
+
+
+def now_text() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def digest_of_config(values: dict[str, Any]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,11 +24,13 @@ from pentad.engine.engine import build_engine
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
 from pentad.telemetry.log import announced
+from pentad.telemetry.steps import read_lines
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
+from pentad.trainer.recovery import Identity, RecoverHandler
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
-from pentad.trainer.saver import rescue
+from pentad.trainer.saver import Saver, rescue
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.start import (
     backend_of,
@@ -93,6 +96,8 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
+        if done := run.finished(num_steps):
+            return done
         with announced(log, "making the model"):
             learner = lead.build(
                 "actor",
@@ -109,14 +114,29 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         probe = data.batch(0, min(NUM_PROBES, len(data)))
         with announced(log, "self-test: packed sequences get the log-probs they get alone"):
             packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
+        saver = run.saver(learner)
+        recover = run.recovery({"default": learner}, [saver])
+        recover.add("dataloader_info", "data", Identity(data.state))
+        checkpoint = run.resume(recover, lambda infos: check_data(config, data, infos))
+        recover.prepare()
+        trained = 0 if checkpoint is None else checkpoint.step + 1
         run.started(
+            trained,
             selftest={"packed_max_difference": packed},
             device=str(lead.device),
             layout=str(layout),
         )
         held_out = HeldOut(valid, learner) if valid else None
         with stop_flag() as stop, watch_alone(lead, run):
-            return train(lead, run, learner, data, held_out, num_steps, size, stop)
+            return train(
+                lead, run, learner, data, held_out, trained, num_steps, size, stop, saver, recover
+            )
+
+
+def check_data(config: Config, data: SftDataset, infos: Mapping[str, Any]) -> None:
+    """UserError if the next rows are not those that would have come."""
+    if "train_dataset" not in config.recover.allow:
+        data.check_state(infos["dataloader_info"]["data"])
 
 
 def watch_alone(lead: Lead, run: OpenRun) -> AbstractContextManager[None]:
@@ -181,27 +201,29 @@ def train(
     learner: Learner,
     data: SftDataset,
     held_out: HeldOut | None,
+    trained: int,
     num_steps: int,
     size: int,
     stop: StopFlag,
+    saver: Saver,
+    recover: RecoverHandler,
 ) -> RunSummary:
     loss = SftLoss()
-    saver = run.saver(learner)
     is_due = run.frequency(run.config.evaluator)
-    evals: list[dict[str, float | int]] = []
-    trained = 0
+    recover.add("evaluator_info", "frequency", is_due)
     bounds = bounds_of(run.config)
+    recover.add("stats_logger_info", "bounds", bounds)
 
     def evaluate(version: int) -> None:
         assert held_out is not None
-        evals.append(held_out.evaluate(version))
-        saver.scored(version - 1, -evals[-1]["loss"])
-        run.recorder.evaluation(evals[-1])
+        found = held_out.evaluate(version)
+        saver.scored(version - 1, -found["loss"])
+        run.recorder.evaluation(found)
 
     try:
-        if held_out:
-            evaluate(0)
-        for step in range(num_steps):
+        if held_out and not run.recorder.evaluated():
+            evaluate(trained)
+        for step in range(trained, num_steps):
             if stop.reason:
                 break
             lead.report(step + 1)
@@ -217,18 +239,25 @@ def train(
             if held_out and (is_due.is_due(step + 1) or step + 1 == num_steps):
                 with timer.phase("evaluate"):
                     evaluate(step + 1)
+            sentence = bounds.past([result])
             with timer.phase("save"):
                 saver.after_step(step)
+                recover.after_step(step)
             lengths = [len(row.ids) for row in rows]
-            run.recorder.step(run.steps.sft_record(step + 1, result, lengths, timer, saver))
-            if sentence := bounds.past([result]):
+            record = run.steps.sft_record(step + 1, result, lengths, timer, saver, recover)
+            run.recorder.step(record)
+            recover.commit()
+            if sentence:
                 raise RunError(f"step {trained}: {sentence}")
+        recover.finish()
         folder = saver.finish(trained - 1) if trained else None
     except KeyboardInterrupt:
         raise cut_short(stop.reason, trained + 1, saver.good) from None
     except Exception:
+        recover.rescue(trained)
         rescue([saver], trained)
         raise
-    stop.check_complete(trained, num_steps, folder)
+    stop.check_complete(trained, num_steps, folder, resumes=recover.is_on)
     assert folder is not None, "a complete run has steps"
-    return RunSummary(run.folder.path, folder, trained, [dict(entry) for entry in evals])
+    evals = read_lines(run.folder.file("evals.jsonl"))
+    return RunSummary(run.folder.path, folder, trained, evals)

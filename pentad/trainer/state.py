@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from pentad.core.types import Group
 from pentad.data.ledger import Ledger
 from pentad.data.store import Store
 from pentad.trainer.budget import Budget
@@ -25,6 +27,16 @@ class Signal:
     async def until(self, predicate: Callable[[], bool]) -> None:
         while not predicate():
             await self._event.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class DataProgress:
+    """Where the data stood between two events of the loop."""
+
+    ledger: dict[str, Any]
+    """Its snapshot."""
+    ready: tuple[Group, ...]
+    """The groups it has samples of."""
 
 
 @dataclass(slots=True)
@@ -48,6 +60,22 @@ class RunState:
             yield
         finally:
             self.working.remove(what)
+
+    def progress(self) -> DataProgress:
+        gids = [*self.ledger.gids_in("ready"), *self.ledger.gids_in("leased")]
+        return DataProgress(
+            self.ledger.snapshot(), tuple(self.store.get(gid) for gid in sorted(gids))
+        )
+
+    def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
+        """Goes on from a snapshot. Ready groups that are older than the budget promises are, like
+        all that were under way, sampled anew."""
+        batches = {entry["gid"]: entry["batch"] for entry in snapshot["live"]}
+        for group in groups:
+            if batches[group.gid] - group.min_version <= self.budget.max_staleness:
+                self.store.put(group)
+        self.ledger = Ledger.restore(snapshot, self.store.groups)
+        self.budget.trained = self.budget.published = trained
 
     def request_stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason

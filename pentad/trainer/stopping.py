@@ -19,10 +19,13 @@ class StopFlag:
     reason: str = ""
     """Name of the signal; empty as long as none came."""
 
-    def check_complete(self, trained: int, planned: int, model: Path | None) -> None:
+    def check_complete(
+        self, trained: int, planned: int, model: Path | None, *, resumes: bool = False
+    ) -> None:
         """A run that ended early says so: it must not pass for one that did all its steps."""
         if trained < planned:
-            raise stopped(self.reason, f"after {trained} of {planned} steps; {what_next(model)}")
+            next_ = what_next(model, resumes=resumes)
+            raise stopped(self.reason, f"after {trained} of {planned} steps; {next_}")
 
 
 def stopped(name: str, rest: str) -> RunError:
@@ -30,9 +33,11 @@ def stopped(name: str, rest: str) -> RunError:
     return (Interrupted if name.endswith("SIGINT") else RunError)(f"stopped by {name} {rest}")
 
 
-def what_next(model: Path | None) -> str:
+def what_next(model: Path | None, *, resumes: bool = False) -> str:
     if model is None:
         return "nothing was trained"
+    if resumes:
+        return f"what was trained is saved in {model}; started again, the run goes on"
     return (
         f"what was trained is saved in {model}; to train it further, start with "
         f"actor.path={model} and another trial_name"

@@ -25,7 +25,7 @@ from pentad.sync.publisher import take_snapshot
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.publish_pump import PublishPump
-from pentad.trainer.state import RunState
+from pentad.trainer.state import DataProgress, RunState
 from pentad.trainer.update import BatchResult, BatchUpdate
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ class TrainedBatch:
     funnel: PromptFunnel
     """As it was when the batch was done; the next one may be under way by now."""
     timer: PhaseTimer
+    progress: DataProgress
+    """Where the data stood when it was done: what belongs to the weights after it."""
 
 
 def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
@@ -110,6 +112,7 @@ class TrainPump:
         ref_update_interval: int | None,
         bounds: Bounds,
         before_step: Callable[[int], None],
+        on_trained: Callable[[TrainedBatch], None],
         after_step: Callable[[TrainedBatch], None],
     ) -> None:
         self.state = state
@@ -124,6 +127,8 @@ class TrainPump:
         self.bounds = bounds
         self.before_step = before_step
         """Called on the learner's thread with the batch that is about to be trained."""
+        self.on_trained = on_trained
+        """Called as soon as a batch is in the weights."""
         self.after_step = after_step
         """Called on the learner's thread with the weights of the step still in place."""
 
@@ -160,7 +165,10 @@ class TrainPump:
         self.state.ledger.ack(gids)
         for gid in gids:
             self.state.store.delete(gid)
-        return TrainedBatch(batch, groups, result, self.state.ledger.funnel(), timer)
+        funnel, progress = self.state.ledger.funnel(), self.state.progress()
+        trained = TrainedBatch(batch, groups, result, funnel, timer, progress)
+        self.on_trained(trained)
+        return trained
 
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
         """The batch's groups in slot order, as soon as each chunk of them is ready."""
@@ -191,16 +199,15 @@ class TrainPump:
                 f"version {batch}: lag {lag} exceeds max_staleness = {self.placement.max_staleness}"
             )
 
-    def _check_bounds(self, trained: TrainedBatch) -> None:
-        """Ends a run that has been past a bound for too long; the step is recorded by now."""
+    def _past_bounds(self, trained: TrainedBatch) -> str:
+        """The sentence that ends a run that has been past a bound for too long."""
         result, step = trained.result, trained.batch + 1
         samples = [sample for sample, _ in result.scored]
         compared = compare(samples, on_host([said for _, said in result.scored]), trained.batch)
         if impossible := num_impossible(compared):
             text = "step %d: %d sampled tokens are impossible under the policy that is trained"
             log.warning(text, step, impossible)
-        if sentence := self.bounds.past([*result.steps, *result.critic_steps], compared):
-            raise RunError(f"step {step}: {sentence}")
+        return self.bounds.past([*result.steps, *result.critic_steps], compared)
 
     async def _publish(self, trained: TrainedBatch) -> None:
         """Counts the step, sends its weights on their way, and writes the records."""
@@ -219,7 +226,9 @@ class TrainPump:
             self.publish.submit(snapshot)
             if self.placement.takes_turns:
                 await self.publish.wait_published(version)
+        sentence = self._past_bounds(trained)
         with self.state.doing(f"saving and recording step {version}"):
             await self.thread.run(lambda: self.after_step(trained))
-        self._check_bounds(trained)
+        if sentence:
+            raise RunError(f"step {version}: {sentence}")
         self.state.changed.notify()

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, Transient
 from pentad.runtime.rank import pulse
 from pentad.trainer.state import RunState
 
@@ -31,7 +31,7 @@ LAUNCHER_S = 30.0
 
 class Watchdog:
     """Warns after `warn_s` without progress, and again each time that long; ends the run after
-    `abort_s`. Progress is a change of what was committed, dropped, trained or published, or a
+    `abort_s`. DataProgress is a change of what was committed, dropped, trained or published, or a
     sign of work: a microbatch, a tensor, a token drawn."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Watchdog:
         stalled_s = now - self.last_change
         working = self.state.working
         if stalled_s >= self.abort_s + (LAUNCHER_S if working and self.is_watched else 0.0):
-            raise RunError(f"no progress for {stalled_s:.0f} s: {self.report()}")
+            raise Transient(f"no progress for {stalled_s:.0f} s: {self.report()}")
         if now - self.last_warning >= self.warn_s:
             self.last_warning = now
             level = logging.INFO if working else logging.WARNING

@@ -84,7 +84,7 @@ def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_pat
         overrides=["total_train_steps=3", f"allocation_mode=archon:{layout}", "saver.freq_steps=1"],
     )
     check_equal(Path(summary["records"]), summary["model"], alone["sft"])
-    assert len(list(Path(summary["model"]).parent.iterdir())) == 3
+    assert len(list(Path(summary["model"]).parent.glob("epoch*"))) == 3
 
 
 def test_ranks_start_from_a_megatron_folder_of_another_layout(pool, task, tmp_path, alone):
@@ -229,7 +229,7 @@ def test_sft_starts_its_ranks_and_speaks_with_one_voice(task, tmp_path, alone):
     assert text.count("3 steps done. Records: ") == 1
     assert "\x1b[" in text  # the live table, as on any terminal
     records = records_of(tmp_path, "d2")
-    (model,) = (tmp_path / "checkpoints/me/default/d2/default").iterdir()
+    (model,) = (tmp_path / "checkpoints/me/default/d2/default").glob("epoch*")
     check_equal(records, model, alone["sft"])
     assert "parallel dims: pp=1, dp_shard=2, tp=1" in (records / "log.txt").read_text()
     assert {path.name for path in (records / "ranks").iterdir()} == {"rank-0.log", "rank-1.log"}
@@ -248,13 +248,14 @@ def test_sigterm_ends_a_run_over_ranks_as_it_ends_one_process(task, tmp_path):
     last = len(read_lines(records / "steps.jsonl"))
     sentence = f"stopped by SIGTERM after {last} of 400000 steps; what was trained is saved"
     assert text.count(sentence) == 1 and sentence in text.splitlines()[-1]
-    (folder,) = (tmp_path / "checkpoints/me/default/term/default").iterdir()
+    (folder,) = (tmp_path / "checkpoints/me/default/term/default").glob("epoch*")
     assert folder.name.endswith(f"globalstep{last - 1}")
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(folder).values())
 
 
 def test_a_rank_that_is_killed_ends_the_run_within_seconds(task, tmp_path):
-    words = settings_of(task, tmp_path, "train", "kill", "total_train_epochs=100000")
+    endless = ("total_train_epochs=100000", "recover.retries=0")
+    words = settings_of(task, tmp_path, "train", "kill", *endless)
     with Program(["train", *words, "allocation_mode=embedded:d1|archon:d2"]) as program:
         wait_for_steps(program, records_of(tmp_path, "kill"), 2)
         _, second = program.ranks()
@@ -275,5 +276,5 @@ def test_under_torchrun_every_rank_starts_alike_and_rank_0_speaks(task, tmp_path
         code, text = program.wait(120)
     assert code == 0, text
     assert text.count("3 steps done. Records: ") == 1
-    (model,) = (tmp_path / "checkpoints/me/default/torchrun/default").iterdir()
+    (model,) = (tmp_path / "checkpoints/me/default/torchrun/default").glob("epoch*")
     check_equal(records_of(tmp_path, "torchrun"), model, alone["sft"])

@@ -19,15 +19,18 @@ from pentad.trainer import assemble
 
 def test_a_folder_of_another_config_is_left_alone(lab):
     lab.train(trial="same")
-    with pytest.raises(UserError, match="another config.*lr was"):
+    with pytest.raises(UserError, match=r"lr = 0\.002: was 0\.001 so far"):
         lab.train("actor.optimizer.lr=2e-3", trial="same")
+    with pytest.raises(UserError, match="another config.*lr was"):
+        lab.train("actor.optimizer.lr=2e-3", "recover.mode=off", trial="same")
 
 
 def test_a_finished_run_is_not_overwritten_unless_asked(lab):
-    first = lab.train(trial="same")
+    first = lab.train("recover.mode=off", trial="same")
     with pytest.raises(UserError, match="already holds a run of 3 steps"):
-        lab.train(trial="same")
+        lab.train("recover.mode=off", trial="same")
     again = lab.train(trial="same", fresh=True)
+    assert lab.train(trial="same").num_steps == 3, "says so and is content"
     assert len(read_lines(again.records / "steps.jsonl")) == 3
     assert len(read_lines(first.records / "earlier" / "001" / "steps.jsonl")) == 3
 
@@ -157,7 +160,7 @@ def test_sigterm_saves_and_says_so(task, tmp_path):
     last = len(read_lines(steps))
     assert f"stopped by SIGTERM after {last} of" in out.strip().splitlines()[-1]
     saved = tmp_path / "checkpoints" / "me" / "default" / "trial-0" / "default"
-    (folder,) = saved.iterdir()
+    (folder,) = saved.glob("epoch*")
     assert folder.name.endswith(f"globalstep{last - 1}")
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
 

@@ -79,7 +79,7 @@ class Run:
 
     @property
     def exports(self):
-        return sorted((self.root / "checkpoints/me/default/trial-0/default").glob("*"))
+        return sorted((self.root / "checkpoints/me/default/trial-0/default").glob("epoch*"))
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -92,7 +92,7 @@ def test_ctrl_c_says_where_the_model_is_and_what_to_type_next(task, tmp_path, co
     num_steps = len(read_lines(run.records / "steps.jsonl"))
     assert code == 130, text
     assert f"stopped by SIGINT after {num_steps} of 12 steps; " in last
-    assert f"is saved in {model}; to train it further, start with actor.path={model} and" in last
+    assert f"is saved in {model}; started again, the run goes on" in last
     assert model.name.endswith(f"globalstep{num_steps - 1}")
     check_screen(run, text)
 
@@ -104,8 +104,6 @@ def check_screen(run, text):
         assert f"noise of {source}" not in text
         assert f"noise of {source}" in log
     assert "making the model ..." in text and "self-test: " in text
-    said = "the model is saved at the end and not before"
-    assert said in text and "saver.freq_steps=N saves it every N steps" in text
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])

@@ -14,6 +14,7 @@ from pentad.config.rules import (
     megatron,
     model,
     modes,
+    resume,
     sampling,
 )
 from pentad.config.rules.layout import count_devices, layout_problems
@@ -24,7 +25,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import DeviceKind
 
-SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm, checkpoint)
+SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm, checkpoint, resume)
 
 
 def all_rules() -> list[ConfigRule[[Config]]]:

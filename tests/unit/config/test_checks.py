@@ -45,6 +45,13 @@ APART = ["allocation_mode=embedded:d1+archon:d1"]
 
 CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
 BROKEN = [
+    (
+        "allowed_keys_are_keys",
+        "train",
+        ["recover.allow=[actor.optimizer.lrr]"],
+        "recover.allow = [actor.optimizer.lrr]",
+        "actor.optimizer.lrr is no key",
+    ),
     ("a_model_is_named", "train", ["actor.path="], "actor.path", "is not set"),
     (
         "the_actor_is_a_model_folder",

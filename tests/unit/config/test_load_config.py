@@ -161,7 +161,7 @@ actor:
   pth: models/x
   pad_to_maximum: foo
   optimizer: {lr: fast, beta1: 1.0}
-recover: {mode: on}
+recover: {mode: yes please}
 group_size: 3
 gconfig: {temperature: 0, n_samples: 1, stop: x}
 resource: {actor: [1, 2]}
@@ -179,7 +179,7 @@ ref: {path: "${nope}"}
         ("actor.pad_to_maximum = foo (recipe.yaml:5)", "auto, true or false", ""),
         ("actor.optimizer.lr = fast (recipe.yaml:6)", "a number of at least 0", ""),
         ("actor.optimizer.beta1 = 1 (recipe.yaml:6)", "below 1", ""),
-        ("recover = {mode: on} (recipe.yaml:7)", "known from AReaL", "not built yet"),
+        ("recover.mode = yes please (recipe.yaml:7)", "on, auto, off or disabled", ""),
         ("group_size = 3 (recipe.yaml:8)", "no such key", "gconfig.n_samples"),
         ("gconfig.stop = x (recipe.yaml:9)", "a list of texts", "write [x]"),
         ("resource.rollout", "is needed wherever resource is given", "a list of 2 integers"),

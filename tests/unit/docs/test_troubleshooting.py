@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pentad.cli.recipe import read_recipe
+from pentad.config.rules.resume import judge_changes
 from pentad.core.errors import RunError, UserError
 from pentad.core.failures import DataFailure
 from pentad.core.roles import Installed
@@ -57,7 +58,6 @@ def plans():
     qwen = "actor.path=Qwen/Qwen3-8B"
     yield from planned(qwen, "gconfig.n_sample=4")
     yield from planned(qwen, "actor.kl_ctl=0.1")
-    yield from planned(qwen, "recover.mode=auto")
     yield from planned(*CLUSTER, "allocation_mode=sglang:d4+archon:d32")
     yield planned(*CLUSTER, "allocation_mode=sglang:d4+archon:d1p2e2")[0].splitlines()[0]
     for override in (
@@ -95,14 +95,9 @@ def starts():
 def folders():
     """Refusals because of what is in the run folder."""
 
-    def open_folder(algorithm="grpo"):
-        return open_run_folder(
-            Path("runs/logs/me/exp/trial-0"),
-            config={"algorithm": {"name": algorithm}},
-            config_yaml="",
-            config_digest=algorithm,
-            seed=1,
-        )
+    def open_folder():
+        path = Path("runs/logs/me/exp/trial-0")
+        return open_run_folder(path, config={}, config_yaml="", config_digest="", seed=1)
 
     first = open_folder()
     (busy,) = refusal(open_folder)
@@ -110,7 +105,8 @@ def folders():
     first.file("steps.jsonl").write_text('{"step": 250}\n')
     first.close()
     yield from refusal(open_folder)
-    yield from refusal(lambda: open_folder("rloo"))
+    changes = judge_changes({"algorithm": {"name": "grpo"}}, {"algorithm": {"name": "rloo"}})
+    yield from map(str, changes.refused)
 
 
 def alarms():
@@ -148,7 +144,7 @@ def failures(caplog):
     yield empty_batch("no_signal")
     yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
     yield f"{name_rank(1, 2, 3)}: {describe_hang('does not run', 3, 1812.0, is_stopped=True)}"
-    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT)))
+    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT), resumes=True))
     yield end(stop_before_steps)
     yield hold_the_loop()
     yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))

@@ -1,5 +1,6 @@
 """Bounds: which samples are compared, how long a sign must last, and what never ends a run."""
 
+import json
 import math
 
 import numpy as np
@@ -116,3 +117,13 @@ def test_a_batch_without_sampled_tokens_is_no_sign():
     made, own = sample(0.0, 3)
     made.mask[:] = False
     assert Bounds(BoundSettings(patience_steps=1)).past([step()], seen((made, own))) == ""
+
+
+def test_a_resumed_run_goes_on_counting():
+    bad = step(math.nan)
+    first = Bounds(BoundSettings(patience_steps=3))
+    assert [first.past([bad]), first.past([bad])] == ["", ""]
+    again = Bounds(BoundSettings(patience_steps=3))
+    again.restore(json.loads(json.dumps(first.state())))
+    assert "no usable gradient" in again.past([bad])
+    assert Bounds(BoundSettings(patience_steps=3)).past([bad]) == ""

@@ -288,7 +288,8 @@ def test_alarms_of_a_resumed_run_know_what_came_before(folder, caplog):
     said = [text for text in warnings(caplog) if "entropy has fallen from 2 to 0.01" in text]
     assert len(said) == 1
     last = Recorder(folder, find_alarms=find_alarms)
-    last.resume(7, **alarmed)
+    last.resume(7)
+    last.restore(alarmed)
     last.step(StepRecord(step=8, rl=Rl(entropy=0.01)))
     last.close()
     assert [text for text in warnings(caplog) if "entropy" in text] == said, (

@@ -17,15 +17,14 @@ from pentad.telemetry.steps import LineWriter, read_lines
 CONFIG = {"seed": 1, "actor": {"path": "m", "lr": 1e-4}}
 
 
-def open_folder(path, config=CONFIG, digest="d1", *, fresh=False, exports=None):
+def open_folder(path, config=CONFIG, digest="d1", **more):
     return open_run_folder(
         path,
         config=config,
         config_yaml="seed: 1\n",
         config_digest=digest,
         seed=1,
-        fresh=fresh,
-        exports=exports,
+        **more,
     )
 
 
@@ -66,17 +65,43 @@ def test_every_start_is_kept(tmp_path):
     assert [start["device"] for start in starts] == ["cpu", "cuda"]
 
 
-def test_another_config_is_refused_with_the_keys_that_differ(tmp_path):
+def test_a_config_that_the_caller_refuses_leaves_the_folder_as_it_was(tmp_path):
     open_folder(tmp_path).close()
-    other = {"seed": 1, "actor": {"path": "m", "lr": 2e-4}, "mode": "async"}
-    with pytest.raises(UserError) as caught:
-        open_folder(tmp_path, other, "d2")
-    assert str(caught.value) == (
-        f"run folder = {tmp_path}: belongs to a run with another config (actor.lr was 0.0001, is "
-        "0.0002; mode was None, is 'async'); choose another trial_name, restore the config, or "
-        "start anew with --fresh."
-    )
-    open_folder(tmp_path).close()  # the refusal left the folder as it was, and unlocked
+    seen = []
+
+    def refuse(before):
+        seen.append(before)
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        open_folder(tmp_path, {"seed": 2}, "d2", accept=refuse)
+    assert seen == [CONFIG]
+    open_folder(tmp_path).close()  # unlocked
+
+
+def test_changes_that_are_accepted_are_noted_with_the_start(tmp_path):
+    open_folder(tmp_path).close()
+    folder = open_folder(tmp_path, {"seed": 2}, "d2", accept=lambda before: ["seed was 1, is 2"])
+    assert json.loads((tmp_path / "manifest.json").read_text())["config"] == CONFIG
+    folder.add_start(describe_start(from_step=3, generation=1))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["config"], manifest["config_digest"]) == ({"seed": 2}, "d2")
+    (start,) = manifest["starts"]
+    assert start["config_changes"] == ["seed was 1, is 2"] and start["from_step"] == 3
+
+
+def test_a_run_that_resumes_takes_a_folder_with_steps_and_models(tmp_path):
+    path, exports = tmp_path / "logs", tmp_path / "checkpoints"
+    open_folder(path, exports=exports).close()
+    write_steps(path, 3)
+    write_export(exports, 2)
+    folder = open_folder(path, exports=exports, resumes=True)
+    assert folder.last_step == 3
+    folder.close()
+    shutil.rmtree(path)
+    with pytest.raises(UserError, match="already holds models of an earlier run"):
+        open_folder(path, exports=exports, resumes=True)
+    open_folder(path, exports=exports, resumes=True, has_checkpoint=True).close()
 
 
 def test_a_folder_with_steps_is_not_overwritten(tmp_path):

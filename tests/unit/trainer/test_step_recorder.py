@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from pentad.checkpoint.tiers import Tiers
 from pentad.core.layout import Layout
 from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.records import StepRecorder
+from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
 
 DIMS = dims_of(
@@ -26,7 +28,16 @@ DIMS = dims_of(
     }
 )
 
-SAVER = Saver(learner=None, root=Path(), frequency=Frequency(), steps_per_epoch=10)
+RECOVER = RecoverHandler(
+    learners={}, tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
+)
+SAVER = Saver(
+    learner=None,
+    root=Path(),
+    frequency=Frequency(),
+    steps_per_epoch=10,
+    device=torch.device("cpu"),
+)
 
 
 def record_of(balance=(), world=1):
@@ -38,7 +49,7 @@ def record_of(balance=(), world=1):
         steps_per_epoch=10,
     )
     result = StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance)
-    return recorder.sft_record(1, result, [8], ticking_timer(), SAVER).as_json()
+    return recorder.sft_record(1, result, [8], ticking_timer(), SAVER, RECOVER).as_json()
 
 
 def ticking_timer():

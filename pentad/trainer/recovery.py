@@ -1,0 +1,398 @@
+"""Recovery checkpoints of a run: when one is saved, what is in it, and how a run goes on from it.
+
+A checkpoint is the state of the learners after a step (`checkpoint.shards`, every rank its part),
+the state of all else that the run continues from (JSON, and the samples of groups that wait for
+training), and a commit. The record of the step is written before the commit, so that a run that
+goes on from it has records without gaps. At most one is on its way; one that fails is reported,
+training goes on, and it is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from pentad.checkpoint.folders import (
+    Checkpoint,
+    Damaged,
+    info_folder,
+    quarantine,
+    read_checkpoint,
+    read_file,
+    state_folder,
+)
+from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
+from pentad.checkpoint.restore import Restorable, restore_learner
+from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.tiers import Tiers
+from pentad.checkpoint.writer import Pending, Writer
+from pentad.core.errors import RunError
+from pentad.core.roles import Learner
+from pentad.data.store import pack_groups
+from pentad.runtime.lead import on_all_ranks
+from pentad.telemetry.log import NOTICE
+from pentad.trainer.frequency import Frequency
+from pentad.trainer.saver import MAX_WAIT_STEPS
+from pentad.trainer.state import DataProgress
+
+log = logging.getLogger(__name__)
+
+FAILED_S = 10.0
+"""How long a run that failed waits for checkpoints that are on their way."""
+GROUPS = "groups.npz"
+INFOS = (
+    *("step_info", "saver_info", "evaluator_info"),
+    *("stats_logger_info", "checkpoint_info", "dataloader_info"),
+)
+"""The small files, each a JSON object."""
+
+
+class RunPart(Protocol):
+    """Something that a run continues from besides its learners."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must still be the same when a run goes on, computed once; the caller compares."""
+
+    compute: Callable[[], dict[str, Any]]
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        if not self.known:
+            self.known.update(self.compute())
+        return self.known
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+Check = Callable[[Checkpoint, Mapping[str, Any]], None]
+"""Looks at the small files of a checkpoint and raises what it does not accept."""
+
+
+class RankSaver:
+    """This process's end of every save: its writer, and the memory for each learner."""
+
+    def __init__(self) -> None:
+        self.writer = Writer()
+        self.savers: dict[int, StateSaver] = {}
+
+    def of(self, learner: Learner) -> StateSaver:
+        if id(learner) not in self.savers:
+            self.savers[id(learner)] = StateSaver(self.writer)
+        return self.savers[id(learner)]
+
+    def close(self, timeout_s: float | None = None) -> None:
+        self.writer.close(timeout_s)
+        for saver in self.savers.values():
+            saver.close()
+        self.savers.clear()
+
+
+HERE = RankSaver()
+
+
+def prepare_state(learner: Any) -> None:
+    HERE.of(learner).prepare(learner.state_tensors())
+
+
+def save_state(
+    learner: Any, *, root: Path, folder: str, is_async: bool
+) -> tuple[str, ...] | Exception:
+    """The receipts of all ranks, or why there are none, which is so on all ranks or on none."""
+    try:
+        staged = save_learner(HERE.of(learner), learner, root, folder, is_async=is_async)
+    except (OSError, RunError) as error:
+        return error
+    return staged.receipts
+
+
+def restore_state(
+    learner: Restorable, *, root: Path, step: int, folder: str
+) -> dict[str, Any] | RunError:
+    """The counters, or what is wrong with the checkpoint: all ranks give the same answer."""
+    failure: RunError | None = None
+    counters: dict[str, Any] = {}
+    try:
+        checkpoint = read_checkpoint(root, step)
+        if checkpoint is None:
+            raise RunError(f"{root / info_folder(step)}: not seen by every rank")
+        counters = restore_learner(learner, checkpoint, folder)
+    except RunError as error:
+        failure = error
+    group = HERE.of(learner).group  # type: ignore[arg-type]
+    if group is not None:
+        found: list[RunError | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, failure, group=group)
+        failure = next((one for one in found if one is not None), None)
+    return failure or counters
+
+
+@dataclass(slots=True)
+class Point:
+    """A finished step whose weights are in place."""
+
+    step: int
+    """Counted from 0."""
+    progress: DataProgress | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RecoverHandler:
+    learners: Mapping[str, Learner]
+    """By the name of their folder."""
+    tiers: Tiers
+    frequency: Frequency
+    steps_per_epoch: int
+    is_on: bool = True
+    is_async: bool = True
+    timeout_s: float = 1800.0
+    """How long a commit waits for other ranks."""
+    upload_timeout_s: float = 600.0
+    """How long the end of the run waits for the store."""
+    before_commit: Callable[[], None] = lambda: None
+    facts: Callable[[], dict[str, Any]] = dict
+    """What the manifest says besides, as JSON values."""
+    parts: dict[tuple[str, str], RunPart] = field(default_factory=dict)
+    """By file and name in it."""
+    restored: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The small files of the checkpoint that the run went on from."""
+    point: Point | None = None
+    receipts: tuple[str, ...] = ()
+    """Of what is staged and not committed."""
+    began: float = 0.0
+    """When the last save began."""
+    under_way: tuple[int, Pending] | None = None
+    """A commit and its step."""
+    last_saved: int = -1
+    """The last step that is committed."""
+    stall_ms: float | None = None
+    commit_ms: float | None = None
+    num_failed: int = 0
+    """Since the last that succeeded."""
+    retry_at: int | None = None
+    is_owed: bool = False
+    """Whether one was due while another was on its way."""
+
+    @property
+    def root(self) -> Path:
+        return self.tiers.root
+
+    def add(self, file: str, name: str, part: RunPart) -> None:
+        """Saves the part from now on; restores it if the run goes on from a checkpoint."""
+        assert file in INFOS
+        self.parts[file, name] = part
+        if name in self.restored.get(file, {}):
+            part.restore(self.restored[file][name])
+
+    # Going on
+
+    def restore(self, check: Check) -> Checkpoint | None:
+        """The learners, and the parts that are known, from the newest checkpoint that is whole;
+        None where there is none."""
+        if not self.is_on:
+            return None
+        damaged = 0
+        while (checkpoint := self.tiers.find()) is not None:
+            try:
+                self._restore(checkpoint, check)
+            except Damaged as error:
+                damaged += 1
+                place = quarantine(checkpoint, str(error))
+                log.warning("%s; the checkpoint is set aside as %s", error, place)
+                continue
+            self.last_saved = checkpoint.step
+            return checkpoint
+        if damaged:
+            raise RunError(
+                f"no recovery checkpoint in {self.root} is whole; started again, the run begins at "
+                "step 1"
+            )
+        return None
+
+    def _restore(self, checkpoint: Checkpoint, check: Check) -> None:
+        infos = {
+            name: json.loads(read_file(checkpoint, f"{checkpoint.info}/{name}.json"))
+            for name in INFOS
+        }
+        check(checkpoint, infos)
+        for role, learner in self.learners.items():
+            folder = state_folder(role, checkpoint.step)
+            asked = partial(restore_state, root=self.root, step=checkpoint.step, folder=folder)
+            found = on_all_ranks(learner, asked)
+            if isinstance(found, RunError):
+                raise found
+            infos["checkpoint_info"].setdefault("counters", {})[role] = found
+        self.restored = infos
+        for (file, name), part in self.parts.items():
+            if name in infos[file]:
+                part.restore(infos[file][name])
+
+    def groups(self, checkpoint: Checkpoint) -> bytes | None:
+        """The samples that waited for training."""
+        path = f"{checkpoint.info}/{GROUPS}"
+        return read_file(checkpoint, path) if path in checkpoint.manifest.files else None
+
+    def prepare(self) -> None:
+        """Makes the memory that saves beside training need, before the first is due."""
+        if self.is_on and self.is_async:
+            for learner in self.learners.values():
+                on_all_ranks(learner, prepare_state)
+
+    # Saving
+
+    def after_step(self, step: int, progress: DataProgress | None = None) -> None:
+        """Stages a checkpoint if one is due; the weights are those after `step`."""
+        self.point = Point(step, progress)
+        if not self.is_on:
+            return
+        self._collect(step, wait=False)
+        is_due = self.frequency.is_due(step + 1) or self.is_owed
+        if is_due or (self.retry_at is not None and step >= self.retry_at):
+            self.is_owed = self.under_way is not None
+            if not self.is_owed:
+                self._stage(step)
+
+    def commit(self) -> None:
+        """Commits what is staged, once the step is recorded."""
+        if not self.receipts or self.point is None:
+            return
+        self.before_commit()
+        receipts, self.receipts = self.receipts, ()
+        step, pending = self.point.step, Pending()
+        try:
+            job = CommitJob(
+                self.root,
+                info_folder(step),
+                receipts,
+                tuple(self._files(self.point)),
+                self.facts(),
+                self.timeout_s,
+                self.tiers.keep_committed,
+            )
+            if self.is_async:
+                pending = HERE.writer.submit(job)
+            else:
+                pending.settle(run_job(job))
+        except (OSError, RunError) as error:
+            pending.settle({}, error)
+        self.under_way = (step, pending)
+        self._collect(step, wait=not self.is_async)
+
+    def finish(self) -> None:
+        """The last finished step is committed when this returns, or it is said why not."""
+        if not self.is_on or self.point is None:
+            return
+        step = self.point.step
+        self._collect(step, wait=True)
+        if self.last_saved == step:
+            return
+        if not self.receipts:
+            self._stage(step)
+        self.commit()
+        self._collect(step, wait=True)
+
+    def close(self, *, is_failed: bool) -> None:
+        """Waits for what is on its way; after a failure a few seconds."""
+        if self.point is not None and not is_failed:
+            self._collect(self.point.step, wait=True)
+        HERE.close(FAILED_S if is_failed else None)
+        self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
+
+    def _stage(self, step: int) -> None:
+        self.began = time.monotonic()
+        receipts: list[str] = []
+        for role, learner in self.learners.items():
+            folder = state_folder(role, step)
+            asked = partial(save_state, root=self.root, folder=folder, is_async=self.is_async)
+            found = on_all_ranks(learner, asked)
+            if isinstance(found, Exception):
+                self._failed(step, step, found)
+                return
+            receipts += found
+        self.receipts = tuple(receipts)
+        self.stall_ms = 1e3 * (time.monotonic() - self.began)
+
+    def _files(self, point: Point) -> Iterator[FileSpec]:
+        epoch, epoch_step = divmod(point.step, self.steps_per_epoch)
+        infos: dict[str, dict[str, Any]] = {name: {} for name in INFOS}
+        infos["step_info"] = {
+            "epoch": epoch,
+            "epoch_step": epoch_step,
+            "global_step": point.step,
+            "steps_per_epoch": self.steps_per_epoch,
+        }
+        for (file, name), part in self.parts.items():
+            infos[file][name] = part.state()
+        if point.progress is not None:
+            infos["dataloader_info"]["ledger"] = point.progress.ledger
+            if point.progress.ready:
+                yield self._file(point.step, GROUPS, pack_groups(point.progress.ready))
+        for name, info in infos.items():
+            yield self._file(point.step, f"{name}.json", json.dumps(info, indent=1).encode())
+
+    def _file(self, step: int, name: str, data: bytes) -> FileSpec:
+        return FileSpec(f"{info_folder(step)}/{name}", (Piece(name, (data,)),))
+
+    def _collect(self, now: int, *, wait: bool) -> None:
+        """What became of the commit that is on its way."""
+        if self.under_way is None or not (wait or self.under_way[1].is_done):
+            return
+        step, pending = self.under_way
+        self.under_way = None
+        try:
+            notes = pending.wait().get("notes", [])
+        except (OSError, RunError) as error:
+            self._failed(step, now, error)
+            return
+        self.commit_ms = 1e3 * (time.monotonic() - self.began)
+        self.last_saved, self.num_failed, self.retry_at = step, 0, None
+        log.info("recovery checkpoint of step %d: %s", step + 1, self.root / info_folder(step))
+        for note in notes:
+            log.warning("%s", note)
+        if (checkpoint := read_checkpoint(self.root, step)) is not None:
+            self.tiers.after_commit(checkpoint)
+
+    def _failed(self, step: int, now: int, error: Exception) -> None:
+        self.num_failed += 1
+        self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
+        good = "there is none yet"
+        if self.last_saved >= 0:
+            good = f"a run that stops now goes on after step {self.last_saved + 1}"
+        log.warning(
+            "step %d: the recovery checkpoint of step %d could not be saved: %s; training goes on, "
+            "and it is tried again after step %d; %s",
+            now + 1,
+            step + 1,
+            error,
+            self.retry_at + 1,
+            good,
+        )
+
+    def rescue(self, num_done: int, *, num_moved: int = 0) -> None:
+        """After a failure: commits what was trained, if it can be had; the failure is raised
+        anyway. `num_moved` are updates of a further step that are in the weights too."""
+        if self.point is None or self.point.step != num_done - 1 or num_moved:
+            return
+        try:
+            self.finish()
+        except Exception as error:  # the first failure is the one to be raised
+            log.warning("after the failure: no recovery checkpoint is saved: %s", error)
+            return
+        if self.last_saved == self.point.step and self.is_on:
+            log.info("started again, the run goes on after step %d", num_done, extra=NOTICE)

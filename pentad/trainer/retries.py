@@ -1,0 +1,95 @@
+"""How often a run that failed for a reason that may pass is started again by itself.
+
+Over several ranks the launcher starts new ones. A run in one process is started again by the
+command line, in place of the present program: what a failure leaves in a process is not known.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from pentad.checkpoint.folders import find_checkpoints
+from pentad.config.schema import Config
+from pentad.core.errors import RunError, Transient, UserError
+from pentad.runtime.rank import rank_from_environment
+from pentad.telemetry.log import log_to
+from pentad.telemetry.runfolder import run_path
+from pentad.trainer.run import checkpoint_path
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "PENTAD_RETRIES"
+"""Of a program that was started in the place of one that failed: how often, and its last step."""
+
+
+@dataclass(slots=True)
+class Retries:
+    config: Config
+    used: int = 0
+    step: int = -1
+    """The last step that was committed when the last try began."""
+
+    @classmethod
+    def of_this_program(cls, config: Config) -> Retries:
+        used, _, step = os.environ.get(VARIABLE, "").partition(":")
+        if used:
+            return cls(config, int(used), int(step))
+        return cls(config, step=newest_step(config))
+
+    def take(self, error: Exception) -> bool:
+        """Whether to start again, which it says with the reason."""
+        newest, recover = newest_step(self.config), self.config.recover
+        self.used, self.step = 0 if newest > self.step else self.used, newest
+        if not recover.is_on or self.used >= recover.retries:
+            return False
+        self.used += 1
+        place = f"after step {newest + 1}" if newest >= 0 else "from the beginning"
+        with log_to(run_path_of(self.config) / "log.txt"):
+            log.warning(
+                "the run failed: %s; it is started again %s (try %d of recover.retries = %d "
+                "without a step gained)",
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+                place,
+                self.used,
+                recover.retries,
+            )
+        return True
+
+
+def run_path_of(config: Config) -> Path:
+    return run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+
+
+def newest_step(config: Config) -> int:
+    """Of the newest committed checkpoint; -1 without any."""
+    found = find_checkpoints(checkpoint_path(config), report=log.debug)
+    return found[0].step if found else -1
+
+
+def is_again() -> bool:
+    """Whether this program took the place of one that failed."""
+    return VARIABLE in os.environ
+
+
+def start_again(config: Config, error: Exception) -> None:
+    """Puts the same command in the place of this program if the failure may pass and there is a
+    checkpoint to go on from; returns where it is final."""
+    is_final = isinstance(error, RunError | UserError) and not isinstance(error, Transient)
+    if is_final or rank_from_environment() is not None:
+        return
+    retries = Retries.of_this_program(config)
+    if newest_step(config) >= 0 and retries.take(error):
+        os.environ[VARIABLE] = f"{retries.used}:{retries.step}"
+        replace_program()
+
+
+def replace_program() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

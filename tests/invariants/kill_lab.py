@@ -1,0 +1,103 @@
+"""Runs of `pentad train` and `sft` as processes that can be killed, forked from one that has
+imported everything: most of a short run would be the import of torch."""
+
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from pentad.telemetry.record import comparable
+from pentad.telemetry.steps import read_lines
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["kill_lab", "pentad.cli.main", "pentad.trainer.assemble"])
+
+
+def run_command(words, log):
+    """In the child: the command line, with its output in a file."""
+    os.setsid()  # so that a signal to its group reaches no other process
+    output = Path(log).open("ab", buffering=0)  # noqa: SIM115 (until the process ends)
+    os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), write_through=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), write_through=True)
+    from pentad.cli.main import app
+
+    app(words)
+
+
+class KillLab:
+    """One command under several names."""
+
+    def __init__(self, task: Path, fileroot: Path, command: str, *words: str):
+        self.fileroot = fileroot
+        self.words = [
+            command,
+            *(f"fileroot={fileroot}", "user=me", "recover.freq_steps=1"),
+            *(f"actor.path={task / 'model'}", "actor.init_from_scratch=true"),
+            *("actor.gradient_checkpointing=false", "actor.optimizer.lr=1e-3"),
+            *words,
+        ]
+
+    def start(self, trial, *more):
+        process = CONTEXT.Process(
+            target=run_command, args=([*self.words, f"trial_name={trial}", *more], self.log(trial))
+        )
+        process.start()
+        return process
+
+    def run(self, trial, *more, code=0):
+        """To its end; how long that took."""
+        begun = time.monotonic()
+        process = self.start(trial, *more)
+        process.join()
+        assert process.exitcode == code, self.log(trial).read_text()
+        return time.monotonic() - begun
+
+    def run_killed(self, trial, delays, *more, number=signal.SIGKILL):
+        """Killed after each of these seconds, then to its end; how many kills it met alive."""
+        kills = 0
+        for delay in delays:
+            process = self.start(trial, *more)
+            process.join(delay)
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+                kills += 1
+            process.join()
+        self.run(trial, *more)
+        return kills
+
+    def log(self, trial):
+        return self.fileroot / f"{trial}.log"
+
+    def records(self, trial):
+        return self.fileroot / "logs" / "me" / "default" / trial
+
+    def checkpoints(self, trial):
+        return self.fileroot / "checkpoints" / "me" / "default" / trial
+
+    def steps(self, trial):
+        """What equal runs have in common of their records."""
+        return [comparable(line) for line in read_lines(self.records(trial) / "steps.jsonl")]
+
+    def evals(self, trial):
+        lines = read_lines(self.records(trial) / "evals.jsonl")
+        return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+    def gids(self, trial):
+        """Step -> the groups that it trained, if all samples are recorded."""
+        found = {}
+        for line in read_lines(self.records(trial) / "samples.jsonl"):
+            found.setdefault(line["step"], set()).add(line["gid"])
+        return found
+
+    def weights(self, trial, step):
+        (folder,) = (self.checkpoints(trial) / "default").glob(f"epoch*globalstep{step - 1}")
+        return (folder / "model.safetensors").read_bytes()
+
+    def wait_for_steps(self, trial, num, process):
+        while len(read_lines(self.records(trial) / "steps.jsonl")) < num:
+            assert process.is_alive(), self.log(trial).read_text()
+            time.sleep(0.02)

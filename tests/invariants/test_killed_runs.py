@@ -1,0 +1,245 @@
+"""A run that is killed at any moment and started again ends as if nothing had happened.
+
+PENTAD_KILLS sets how many moments are tried (10).
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from kill_lab import KillLab
+
+from pentad.telemetry.steps import read_lines
+
+NUM_KILLS = int(os.environ.get("PENTAD_KILLS", "10"))
+STEPS = 6
+RL = (
+    "train_dataset.batch_size=2",
+    "gconfig.n_samples=2",
+    "gconfig.max_new_tokens=4",
+    "reward.fn=sort_digits",
+    "telemetry.samples_per_step=4",
+    f"total_train_steps={STEPS}",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("killed")
+
+
+@pytest.fixture(scope="module")
+def rl(task, folder):
+    lab = KillLab(
+        task,
+        folder,
+        "train",
+        f"train_dataset.path={task / 'train.jsonl'}",
+        f"valid_dataset.path={task / 'valid.jsonl'}",
+        "valid_dataset.limit=2",
+        "evaluator.freq_steps=2",
+        "algorithm.kl_coef=0.01",
+        "ref_update_interval=2",
+        *RL,
+    )
+    lab.seconds = lab.run("whole")
+    return lab
+
+
+def same_end(lab, trial, whole="whole"):
+    """Weights, records and evaluations are those of the run that nobody killed."""
+    assert lab.weights(trial, STEPS) == lab.weights(whole, STEPS)
+    assert lab.steps(trial) == lab.steps(whole)
+    assert lab.evals(trial) == lab.evals(whole)
+    assert lab.gids(trial) == lab.gids(whole)
+
+
+def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(rl):
+    draw = random.Random(13)
+    for part in range(0, NUM_KILLS, 10):
+        delays = [draw.uniform(0.05, 1.0) * rl.seconds for _ in range(min(10, NUM_KILLS - part))]
+        trial = f"killed{part}"
+        rl.run_killed(trial, delays)
+        same_end(rl, trial)
+        every = read_lines(rl.records(trial) / "steps.jsonl", superseded=True)
+        manifest = json.loads((rl.records(trial) / "manifest.json").read_text())
+        starts = manifest["starts"]
+        assert [start["generation"] for start in starts] == list(range(len(starts)))
+        for line in every:
+            began = starts[line["generation"]]["from_step"]
+            assert line["step"] > began, "no start does a step again that it restored"
+
+
+def test_a_step_whose_checkpoint_is_committed_is_never_done_again(rl):
+    """Killed between two steps, with everything committed."""
+    process = rl.start("between")
+    rl.wait_for_steps("between", 3, process)
+    process.kill(), process.join()
+    committed = [
+        int(path.parent.name.removeprefix("globalstep")) + 1
+        for path in rl.checkpoints("between").glob("recover_info/globalstep*/COMMIT")
+    ]
+    rl.run("between")
+    same_end(rl, "between")
+    (_, start) = json.loads((rl.records("between") / "manifest.json").read_text())["starts"]
+    assert start["from_step"] == max(committed) >= 1
+    said = rl.log("between").read_text()
+    assert f"resumed after step {max(committed)} from {rl.checkpoints('between')}" in said
+
+
+def test_sigterm_saves_the_state_and_the_next_start_goes_on(rl):
+    process = rl.start("term", "recover.freq_steps=1000")
+    rl.wait_for_steps("term", 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 1
+    done = len(rl.steps("term"))
+    assert f"stopped by SIGTERM after {done} of {STEPS} steps; " in rl.log("term").read_text()
+    assert "started again, the run goes on" in rl.log("term").read_text()
+    rl.run("term", "recover.freq_steps=1000")
+    same_end(rl, "term")
+    assert f"resumed after step {done} from" in rl.log("term").read_text()
+
+
+def test_a_finished_run_says_so_and_where_its_model_is(rl):
+    before = rl.log("whole").read_text()
+    rl.run("whole")
+    said = rl.log("whole").read_text().removeprefix(before)
+    assert f"the run is finished: all its {STEPS} steps are done" in said
+    assert f"Model: {rl.checkpoints('whole') / 'default'}" in said
+    assert len(rl.steps("whole")) == STEPS
+
+
+def test_a_run_without_its_checkpoints_starts_again_and_keeps_what_was_there(rl):
+    shutil.copytree(rl.records("whole"), rl.records("lost"))
+    shutil.copytree(rl.checkpoints("whole"), rl.checkpoints("lost"))
+    shutil.rmtree(rl.checkpoints("lost") / "recover_info")
+    rl.run("lost")
+    same_end(rl, "lost")
+    said = rl.log("lost").read_text()
+    assert (
+        f"no recovery checkpoint in {rl.checkpoints('lost')}: the run starts again at step 1"
+        in said
+    )
+    assert list((rl.checkpoints("lost") / "earlier" / "001" / "default").glob("epoch*"))
+    every = read_lines(rl.records("lost") / "steps.jsonl", superseded=True)
+    assert sum(line["superseded"] for line in every) == STEPS
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
+    process = rl.start("damaged")
+    rl.wait_for_steps("damaged", 4, process)
+    process.kill(), process.join()
+    found = sorted(
+        int(path.parent.name.removeprefix("globalstep"))
+        for path in rl.checkpoints("damaged").glob("recover_info/globalstep*/COMMIT")
+    )
+    assert len(found) == 2, "recover.keep_last"
+    state = rl.checkpoints("damaged") / f"default/recover_checkpoint/globalstep{found[-1]}"
+    data = bytearray((state / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (state / "__0_0.distcp").write_bytes(data)
+    rl.run("damaged")
+    same_end(rl, "damaged")
+    said = rl.log("damaged").read_text()
+    assert "does not have the digest it was saved with; the checkpoint is set aside as" in said
+    assert f"resumed after step {found[0] + 1} from" in said
+    assert (rl.checkpoints("damaged") / f"recover_info/globalstep{found[-1]}.damaged").is_dir()
+
+
+def test_configs_that_differ_are_accepted_or_refused_by_key(rl):
+    process = rl.start("other")
+    rl.wait_for_steps("other", 2, process)
+    process.kill(), process.join()
+    rl.run("other", "actor.optimizer.lr=1e-2", code=2)
+    said = rl.log("other").read_text()
+    refusal = "actor.optimizer.lr = 0.01: was 0.001 so far, and what the run trains depends on it"
+    assert refusal in said and "force it with recover.allow=[actor.optimizer.lr]" in said
+    rl.run("other", "telemetry.tensorboard=true", "actor.mb_spec.n_mbs=2")
+    said = rl.log("other").read_text()
+    assert "differs from the start before: telemetry.tensorboard was false, is true" in said
+    assert len(rl.steps("other")) == STEPS
+    rl.run("other", "recover.mode=off", code=2)
+    assert "belongs to a run with another config" in rl.log("other").read_text()
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "async"])
+def test_off_policy_every_group_is_trained_once_whenever_the_run_is_killed(task, folder, mode):
+    lab = KillLab(
+        task,
+        folder,
+        "train",
+        f"train_dataset.path={task / 'train.jsonl'}",
+        f"mode={mode}",
+        "allocation_mode=embedded:d1+archon:d1",
+        "max_staleness=2",
+        *RL,
+    )
+    draw = random.Random(len(mode))
+    begun = time.monotonic()
+    process = lab.start(mode)
+    lab.wait_for_steps(mode, 2, process)
+    seconds = time.monotonic() - begun
+    process.kill(), process.join()
+    lab.run_killed(mode, [draw.uniform(0.3, 1.5) * seconds for _ in range(max(1, NUM_KILLS // 10))])
+    gids = lab.gids(mode)
+    assert sorted(gids) == list(range(1, STEPS + 1))
+    assert [sorted(gids[step]) for step in gids] == [[2 * n, 2 * n + 1] for n in range(STEPS)]
+    records = lab.steps(mode)
+    assert [record["funnel"]["trained"] for record in records] == [2 * n + 2 for n in range(STEPS)]
+    lags = [int(lag) for record in records for lag in record["rl"]["staleness"]]
+    assert max(lags) <= 2
+
+
+def test_sft_ends_bitwise_the_same(task, folder):
+    lab = KillLab(
+        task,
+        folder,
+        "sft",
+        f"train_dataset.path={task / 'sft.jsonl'}",
+        f"valid_dataset.path={task / 'sft.jsonl'}",
+        "valid_dataset.limit=4",
+        "evaluator.freq_steps=3",
+        "train_dataset.batch_size=4",
+        "actor.optimizer.lr_scheduler_type=cosine",
+        f"total_train_steps={STEPS}",
+    )
+    seconds = lab.run("sft")
+    draw = random.Random(7)
+    lab.run_killed("sft-killed", [draw.uniform(0.2, 1.0) * seconds for _ in range(3)])
+    same_end(lab, "sft-killed", "sft")
+
+
+def test_over_two_ranks_a_lost_rank_and_a_killed_run_change_nothing(task, folder):
+    lab = KillLab(
+        task,
+        folder,
+        "train",
+        f"train_dataset.path={task / 'train.jsonl'}",
+        "allocation_mode=embedded:d1|archon:d2",
+        *RL,
+    )
+    lab.run("two")
+    process = lab.start("two-killed")
+    while not list(lab.checkpoints("two-killed").glob("recover_info/globalstep*/COMMIT")):
+        assert process.is_alive(), lab.log("two-killed").read_text()
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    while "it is started again after step " not in lab.log("two-killed").read_text():
+        assert process.is_alive(), lab.log("two-killed").read_text()
+        time.sleep(0.05)
+    lab.wait_for_steps("two-killed", 4, process)
+    process.kill(), process.join()
+    lab.run("two-killed")
+    same_end(lab, "two-killed", "two")
+    said = lab.log("two-killed").read_text()
+    assert "rank 1 of 2, step " in said and "was ended by signal 9 (SIGKILL)" in said
+    assert "(try 1 of recover.retries = 3 without a step gained)" in said
+    starts = json.loads((lab.records("two-killed") / "manifest.json").read_text())["starts"]
+    assert [start["generation"] for start in starts] == [0, 1, 2]

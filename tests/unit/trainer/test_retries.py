@@ -1,0 +1,62 @@
+"""When a run is started again by itself, and how often."""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
+from pentad.core.errors import Interrupted, RunError, Transient, UserError
+from pentad.trainer import retries
+from pentad.trainer.retries import VARIABLE, Retries, start_again
+
+
+@pytest.fixture
+def config(tmp_path):
+    given = [f"fileroot={tmp_path}", "actor.path=m", "recover.retries=2", "user=me"]
+    (tmp_path / "logs/me/default/trial-0").mkdir(parents=True)
+    return resolve(read_config(None, given).config)[0]
+
+
+@pytest.fixture
+def newest(monkeypatch):
+    """The step of the newest checkpoint."""
+    held = SimpleNamespace(step=3)
+    monkeypatch.setattr(retries, "newest_step", lambda config: held.step)
+    return held
+
+
+def test_tries_are_counted_until_a_checkpoint_is_gained(config, newest, caplog):
+    caplog.set_level(logging.WARNING)
+    tries = Retries(config, step=3)
+    assert [tries.take(Transient("lost")) for _ in range(3)] == [True, True, False]
+    newest.step = 4
+    assert tries.take(Transient("lost\nits log")), "a step was gained"
+    assert caplog.messages[-1] == (
+        "the run failed: lost; it is started again after step 5 (try 1 of recover.retries = 2 "
+        "without a step gained)"
+    )
+
+
+def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
+    config, newest, monkeypatch
+):
+    begun = []
+    monkeypatch.setattr(retries, "replace_program", lambda: begun.append(os.environ[VARIABLE]))
+    monkeypatch.setenv(VARIABLE, "")
+    for final in (UserError("x"), RunError("a bound"), Interrupted("ctrl-C")):
+        start_again(config, final)
+    assert begun == []
+    for error in (Transient("a sampler is gone"), ZeroDivisionError(), ValueError("bug")):
+        start_again(config, error)
+    assert begun == ["1:3", "2:3"], "and not for ever"
+    newest.step = -1
+    monkeypatch.setenv(VARIABLE, "")
+    start_again(config, Transient("before the first checkpoint"))
+    assert len(begun) == 2
+    newest.step = 5
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
+    start_again(config, Transient("torchrun starts its ranks again"))
+    assert len(begun) == 2
