@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -26,11 +25,14 @@ def load(spec: str) -> Callable[..., Any]:
 
 def settled(value: Any) -> Any:
     """What a call returned; if that is a coroutine, what it comes to."""
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio  # here, since a plan names functions too and awaits none
 
     async def wait() -> Any:
         return await value
 
-    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+    return asyncio.run(wait())
 
 
 def absolute(spec: str) -> str:
