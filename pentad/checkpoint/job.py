@@ -175,16 +175,16 @@ def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
     _refuse_committed(receipt.parent)
     try:
         result = {"files": _write_files(job.root, job.files, disk)}
-        _write_receipt(receipt, result, disk)
+        write_receipt(receipt, result, disk)
     except BaseException as error:
         _give_back(job.root, [file.path for file in job.files], disk)
         with suppress(OSError):  # then the commit runs into its deadline
-            _write_receipt(receipt, {"error": str(error)}, disk)
+            write_receipt(receipt, {"error": str(error)}, disk)
         raise
     return result
 
 
-def _write_receipt(path: Path, value: Mapping[str, Any], disk: Disk) -> None:
+def write_receipt(path: Path, value: Mapping[str, Any], disk: Disk) -> None:
     """Not durable: it is of no use after a crash."""
     write_aside(disk, path, json.dumps(value).encode(), is_durable=False)
 

@@ -27,8 +27,18 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from pentad.checkpoint.disk import REAL_DISK, make_folders
 from pentad.checkpoint.folders import info_folder, step_of
-from pentad.checkpoint.job import FileSpec, Piece, Segment, Span, WriteJob, receipt_name, run_job
+from pentad.checkpoint.job import (
+    FileSpec,
+    Piece,
+    Segment,
+    Span,
+    WriteJob,
+    receipt_name,
+    run_job,
+    write_receipt,
+)
 from pentad.checkpoint.staging import HostMemory, aligned, copy_to
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import RunError
@@ -130,9 +140,10 @@ class StateSaver:
         parts = [local(tensors[item.name]).detach() for item in plan.items]
         for item, part in zip(plan.items, parts, strict=True):
             assert tuple(part.shape) == item.shape, f"{item.name}: planned as {item.shape}"
-        pending = Pending()
+        pending, receipt = Pending(), Path(root) / receipts[self.rank]
         try:
-            give = self._stage(plan, parts) if is_async else partial(_lazily, _Bounce())
+            lazily = partial(_lazily, _Bounce())
+            give = self._stage(plan, parts, receipt) if is_async else lazily
             files = self._files(plan, parts, folder, give, counters)
             job = WriteJob(Path(root), files, receipts[self.rank])
             if is_async:
@@ -174,10 +185,15 @@ class StateSaver:
             dist.broadcast_object_list(drawn, src=0, group=self.group)
         return drawn[0]
 
-    def _stage(self, plan: ShardPlan, parts: Sequence[Tensor]) -> Give:
+    def _stage(self, plan: ShardPlan, parts: Sequence[Tensor], receipt: Path) -> Give:
         """Copies everything; the result says where each item's bytes lie."""
         pins = any(part.is_cuda for part in parts)
-        memory = self.memory.take(plan.staged_bytes, pins=pins)
+        try:
+            memory = self.memory.take(plan.staged_bytes, pins=pins)
+        except RunError as error:  # whoever commits waits for a word of this rank
+            make_folders(REAL_DISK, receipt.parent)
+            write_receipt(receipt, {"error": str(error)}, REAL_DISK)
+            raise
         starts: dict[int, int] = {}
         end = 0
         for number, part in enumerate(parts):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
 
-from pentad.checkpoint import shards
+from pentad.checkpoint import shards, staging
 from pentad.checkpoint.folders import Checkpoint, Damaged, find_checkpoints
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.restore import fill_state, open_state, restore
@@ -171,6 +171,19 @@ def test_a_failed_save_leaves_the_saver_usable(tmp_path):
     found = make_state(2)
     restore(found, commit(saver, make_state(1), tmp_path / "good", is_async=False), FOLDER)
     same(found, make_state(1))
+
+
+def test_a_rank_without_memory_to_stage_in_says_so_to_the_commit(tmp_path, monkeypatch):
+    def refuse(size: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(staging, "Memory", refuse)
+    staged = StateSaver(Writer()).save(make_state(1), tmp_path, FOLDER, is_async=True)
+    words = r"no host memory to stage .* \(\[Errno 12\] Cannot allocate memory\)"
+    with pytest.raises(RunError, match=words):
+        staged.pending.wait()
+    with pytest.raises(RunError, match=words):
+        run_job(CommitJob(tmp_path, "recover_info/globalstep3", staged.receipts, ()))
 
 
 def test_frames_of_tensors_beyond_4_gib_are_zip64(tmp_path):
