@@ -8,6 +8,7 @@ costs a fork. When the parent is gone the warden ends its job and itself.
 
 from __future__ import annotations
 
+import asyncio  # noqa: F401  # once here: each job is a fork, and its function may be async
 import contextlib
 import dataclasses
 import errno
