@@ -31,7 +31,7 @@ LAUNCHER_S = 30.0
 
 class Watchdog:
     """Warns after `warn_s` without progress, and again each time that long; ends the run after
-    `abort_s`. DataProgress is a change of what was committed, dropped, trained or published, or a
+    `abort_s`. Progress is a change of what was committed, dropped, trained or published, or a
     sign of work: a microbatch, a tensor, a token drawn."""
 
     def __init__(
