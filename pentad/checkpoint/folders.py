@@ -31,6 +31,8 @@ RUN_BYTES = 64 << 20
 NUM_READERS = 8
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_COMMIT_BYTES = 4096
+MAX_FILE_BYTES = 1 << 60
+"""What the manifest may say; more would not fit a file's offsets."""
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +83,16 @@ class FileEntry:
         for name, offset, length, digest in value["pieces"]:
             if not (isinstance(name, str) and type(offset) is type(length) is int):
                 raise ValueError("a piece has no name, offset and length")
-            if offset != end or length < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
+            if (
+                offset != end
+                or not 0 <= length <= MAX_FILE_BYTES
+                or not re.fullmatch("[0-9a-f]{64}", digest)
+            ):
                 raise ValueError(f"piece {name!r} does not follow the one before it")
             end += length
             pieces.append(PieceEntry(name, offset, length, digest))
         entry = cls(end, tuple(pieces))
-        if value["size"] != end or value["sha256"] != entry.sha256:
+        if end > MAX_FILE_BYTES or value["size"] != end or value["sha256"] != entry.sha256:
             raise ValueError("size or digest do not fit the pieces")
         return entry
 
@@ -125,6 +131,8 @@ class Manifest:
             for path in body["files"]:
                 _check_path(path, step)
             files = {path: FileEntry.from_json(value) for path, value in body["files"].items()}
+            if not isinstance(body["facts"], dict):
+                raise ValueError("its facts are no JSON object")
             return cls(step, files, body["facts"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no manifest ({type(error).__name__}: {error})") from error
@@ -217,6 +225,7 @@ def read_file(checkpoint: Checkpoint, path: str) -> bytes:
     entry = checkpoint.manifest.files.get(path)
     if entry is None:
         raise Damaged(f"{checkpoint.root / path}: the checkpoint holds no such file")
+    check_size(checkpoint, path)
     try:
         data = _read_small(checkpoint.root / path, entry.size)
     except (OSError, ValueError) as error:
@@ -228,6 +237,28 @@ def read_file(checkpoint: Checkpoint, path: str) -> bytes:
         if hashlib.sha256(part).hexdigest() != piece.sha256:
             raise Damaged(piece_sentence(checkpoint.root / path, piece))
     return data
+
+
+def read_json(checkpoint: Checkpoint, path: str) -> dict[str, Any]:
+    """The JSON object of a file, verified; raises Damaged."""
+    try:
+        value = json.loads(read_file(checkpoint, path))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{checkpoint.root / path}: is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise Damaged(f"{checkpoint.root / path}: is no JSON object")
+    return value
+
+
+def check_size(checkpoint: Checkpoint, path: str) -> None:
+    """Before memory is made for what the manifest says; raises Damaged."""
+    place, wanted = checkpoint.root / path, checkpoint.manifest.files[path].size
+    try:
+        found = place.stat().st_size
+    except OSError as error:
+        raise Damaged(f"{place}: cannot be read ({error.strerror})") from error
+    if found != wanted:
+        raise Damaged(_size_sentence(place, found, wanted))
 
 
 def quarantine(checkpoint: Checkpoint, why: str, disk: Disk = REAL_DISK) -> Path:
@@ -401,7 +432,7 @@ def _read_small(path: Path, limit: int) -> bytes:
 def _check_path(path: str, step: int) -> None:
     """A file of this step, within the root."""
     found = re.fullmatch(rf"(?:{INFO}|[^/.\0][^/\0]*/{STATE})/globalstep{step}/([^/\0]+)", path)
-    if found is None or found[1] in (".", ".."):
+    if found is None or found[1] in (".", "..", COMMIT, MANIFEST) or not path.isprintable():
         raise ValueError(f"{path!r} is no file of step {step}")
 
 

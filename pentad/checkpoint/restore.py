@@ -7,14 +7,21 @@ the parts of its tensors lie among the saved ones.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pentad.checkpoint.folders import Checkpoint, Damaged, FileEntry, PieceEntry, read_file
+from pentad.checkpoint.folders import (
+    Checkpoint,
+    Damaged,
+    FileEntry,
+    PieceEntry,
+    check_size,
+    read_file,
+    read_json,
+)
 from pentad.checkpoint.shards import COUNTERS, Stateful
 from pentad.core.errors import RunError, UserError
 from pentad.core.text import visible
@@ -65,6 +72,7 @@ class ManifestVerifier:
         if path not in self.checkpoint.manifest.files:
             where = self.checkpoint.root / self.folder
             raise Damaged(f"{where / INDEX}: names {file}, which is not in the manifest")
+        check_size(self.checkpoint, path)
         return self.checkpoint.manifest.files[path]
 
 
@@ -79,8 +87,7 @@ def open_state(checkpoint: Checkpoint, folder: str) -> DcpFolder:
 
 def read_counters(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
     """What `Stateful.state_counters` gave when the state was saved; raises Damaged."""
-    counters: dict[str, Any] = json.loads(read_file(checkpoint, f"{folder}/{COUNTERS}"))
-    return counters
+    return read_json(checkpoint, f"{folder}/{COUNTERS}")
 
 
 def restore_learner(learner: Restorable, checkpoint: Checkpoint, folder: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from pentad.checkpoint.folders import (
     quarantine,
     read_checkpoint,
     read_file,
+    read_json,
     state_folder,
 )
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
@@ -226,10 +227,7 @@ class RecoverHandler:
         return None
 
     def _restore(self, checkpoint: Checkpoint, check: Check) -> None:
-        infos = {
-            name: json.loads(read_file(checkpoint, f"{checkpoint.info}/{name}.json"))
-            for name in INFOS
-        }
+        infos = {name: read_json(checkpoint, f"{checkpoint.info}/{name}.json") for name in INFOS}
         check(checkpoint, infos)
         for role, learner in self.learners.items():
             folder = state_folder(role, checkpoint.step)

@@ -23,6 +23,11 @@ from pentad.core.errors import Problem, UserError
 
 TORN = (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile)
 """What torch raises where bytes are missing or wrong."""
+MISREAD = (
+    *(EOFError, ValueError, TypeError, AttributeError, LookupError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
+"""What pickle raises, also for lengths that no file has."""
 
 
 class Inert:
@@ -137,7 +142,7 @@ def load_metadata(path: Path) -> dcp.Metadata:
             content = _MetadataUnpickler(file).load()
     except pickle.UnpicklingError as error:
         raise refused(path, error) from error
-    except (EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+    except MISREAD as error:
         raise broken(path, error) from error
     if not isinstance(content, dcp.Metadata):
         rule = f"holds a {type(content).__name__}, not a checkpoint's metadata"
