@@ -53,12 +53,15 @@ class Tiers:
         remote: Remote | None = None,
         *,
         keep_last: int = 2,
+        is_again: bool = False,
         report: Callable[[str], None] = log.warning,
     ) -> None:
-        """`remote`: of this run, with user, experiment and trial in it; `keep_last`: local."""
+        """`remote`: of this run, with user, experiment and trial in it; `keep_last`: local;
+        `is_again`: the run was here a moment ago, so that nothing newer is in the store alone."""
         self.root = root
         self.remote = remote
         self.keep_last = keep_last
+        self.is_again = is_again
         self.report = report
         self.lock = threading.Lock()
         self.known = UploadStatus()
@@ -76,7 +79,8 @@ class Tiers:
         One that only the store has is fetched, every byte verified; a damaged one there is named,
         set aside, and the one before it used. A local one is verified by whoever restores it: when
         it is quarantined, `find` again gives the next, which may be the store's copy of it. Local
-        ones that the store lacks are uploaded. Raises RunError where the store does not answer.
+        ones that the store lacks are uploaded. Raises RunError where the store does not answer,
+        unless the run was here a moment ago and has a local one.
         """
         self.held.close()
         found = self._find()
@@ -90,13 +94,23 @@ class Tiers:
         if self.remote is None:
             return newest
         from pentad.checkpoint.fetch import fetch_newest
-        from pentad.checkpoint.s3 import Store
+        from pentad.checkpoint.s3 import Store, StoreError
 
         step = -1 if newest is None else newest.step
-        store = Store(self.remote)
-        fetched = fetch_newest(
-            store, self.root, newer_than=step, except_steps=self.fetched, report=self.report
-        )
+        fetched = None
+        try:
+            remote = replace(self.remote, max_attempts=2) if self.is_again else self.remote
+            fetched = fetch_newest(
+                Store(remote),
+                self.root,
+                newer_than=step,
+                except_steps=self.fetched,
+                report=self.report,
+            )
+        except StoreError as error:
+            if newest is None or not self.is_again:
+                raise
+            self.report(f"{error}; the run goes on from its local checkpoint of step {step + 1}")
         if fetched is not None:
             self.fetched.add(fetched.step)
             with self.lock:

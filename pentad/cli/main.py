@@ -67,7 +67,8 @@ def keep_running(
     fresh: bool,
 ) -> RunSummary:
     """Runs it; after a failure that may pass, this program is replaced by one that goes on."""
-    from pentad.trainer.retries import is_again, start_again
+    from pentad.trainer.preflight import is_again
+    from pentad.trainer.retries import start_again
 
     try:
         return run(config, notes, fresh and not is_again())

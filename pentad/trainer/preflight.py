@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -108,8 +109,18 @@ def start_problems(config: Config, device: torch.device, *, samples: bool) -> li
     return problems + (server_problems(config, device) if samples else [])
 
 
+AGAIN = "PENTAD_RETRIES"
+"""Set where a run that failed goes on by itself: how often, and the last step it has."""
+
+
+def is_again() -> bool:
+    """Whether this program took the place of one that failed."""
+    return AGAIN in os.environ
+
+
 def remote_problems(config: Config) -> list[Problem | str]:
-    """A store that does not answer, or not to us; asked once the keys themselves are right."""
+    """A store that does not answer, or not to us; asked once the keys themselves are right. A run
+    that goes on by itself does not need it: what it goes on from is here."""
     uri = config.checkpoint.remote_uri
     if uri is None or checkpoint_rules.RULES.problems(config):
         return []
@@ -118,6 +129,8 @@ def remote_problems(config: Config) -> list[Problem | str]:
         return [Problem(where, rule, "pip install 'pentad[s3]'")]
     remote = remote_of(config)
     assert remote is not None, "it has an address"
+    if is_again():
+        return []
     from pentad.checkpoint.s3 import Store, StoreError
 
     try:

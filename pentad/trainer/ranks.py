@@ -6,6 +6,7 @@ Rank 0 runs the trainer as if it were alone; the other ranks follow it (`runtime
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
-from pentad.trainer.preflight import Collector, kind_of, start_problems
+from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
 from pentad.trainer.retries import Retries, newest_step
 from pentad.trainer.run import RunSummary, take_folder
 
@@ -69,6 +70,7 @@ def run_over_ranks(
         "notes": list(notes),
         "fresh": fresh and own is not None,
         "device": device,
+        "again": None,
     }
     settings = LaunchSettings(
         device=device,
@@ -88,6 +90,7 @@ def run_over_ranks(
             if own is not None:
                 raise
             if isinstance(error, Transient) and retries.take(error):
+                payload["again"] = str(retries)
                 continue
             if NAMES_A_RANK.match(str(error)):  # of the other ends rank 0 wrote itself
                 with log_to(folder.parent / "log.txt"):
@@ -101,6 +104,8 @@ def run_over_ranks(
 
 def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
     """One rank of a run; rank 0's summary."""
+    if payload["again"] is not None:
+        os.environ[AGAIN] = payload["again"]
     device = device_of(rank, payload["device"])
     config = Config.model_validate(payload["config"])
     register_models(config)

@@ -19,12 +19,10 @@ from pentad.core.errors import RunError, Transient, UserError
 from pentad.runtime.rank import rank_from_environment
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import run_path
+from pentad.trainer.preflight import AGAIN
 from pentad.trainer.run import checkpoint_path
 
 log = logging.getLogger(__name__)
-
-VARIABLE = "PENTAD_RETRIES"
-"""Of a program that was started in the place of one that failed: how often, and its last step."""
 
 
 @dataclass(slots=True)
@@ -36,10 +34,13 @@ class Retries:
 
     @classmethod
     def of_this_program(cls, config: Config) -> Retries:
-        used, _, step = os.environ.get(VARIABLE, "").partition(":")
+        used, _, step = os.environ.get(AGAIN, "").partition(":")
         if used:
             return cls(config, int(used), int(step))
         return cls(config, step=newest_step(config))
+
+    def __str__(self) -> str:
+        return f"{self.used}:{self.step}"
 
     def take(self, error: Exception) -> bool:
         """Whether to start again, which it says with the reason."""
@@ -71,11 +72,6 @@ def newest_step(config: Config) -> int:
     return found[0].step if found else -1
 
 
-def is_again() -> bool:
-    """Whether this program took the place of one that failed."""
-    return VARIABLE in os.environ
-
-
 def start_again(config: Config, error: Exception) -> None:
     """Puts the same command in the place of this program if the failure may pass and there is a
     checkpoint to go on from; returns where it is final."""
@@ -84,7 +80,7 @@ def start_again(config: Config, error: Exception) -> None:
         return
     retries = Retries.of_this_program(config)
     if newest_step(config) >= 0 and retries.take(error):
-        os.environ[VARIABLE] = f"{retries.used}:{retries.step}"
+        os.environ[AGAIN] = str(retries)
         replace_program()
 
 

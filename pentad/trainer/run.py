@@ -43,7 +43,7 @@ from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.frequency import Frequency
-from pentad.trainer.preflight import kind_of
+from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
@@ -123,6 +123,7 @@ class OpenRun:
                 self.checkpoints,
                 remote_of(self.config) if recover.is_on else None,
                 keep_last=recover.keep_last,
+                is_again=is_again(),
             ),
             frequency=self.frequency(recover),
             steps_per_epoch=self.steps_per_epoch,

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from server import free_ports
 
 from pentad.checkpoint.fetch import give_up, read_remote
 from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune, quarantine
 from pentad.checkpoint.hold import holding
-from pentad.checkpoint.s3 import Store
+from pentad.checkpoint.s3 import Store, StoreError
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.upload import upload
+from pentad.config.load import load_config
+from pentad.config.resolve import resolve
+from pentad.trainer.preflight import AGAIN, remote_problems
 
 PATIENCE_S = 60.0
 SMALL = 2000
@@ -107,6 +111,29 @@ def test_an_outage_is_reported_counted_and_made_up_for(
     assert tiers.close(PATIENCE_S)
     assert remote_steps(store) == [4]  # the newest first; those before it are then not needed
     assert local_steps(tmp_path / "local") == [4]
+
+
+def test_a_run_that_goes_on_by_itself_does_not_need_the_store(
+    remote, open_tiers, make_checkpoint, monkeypatch
+):
+    """A rank that is lost while the store is away does not end the run; a start of the user's
+    asks the store, which may have a newer one."""
+    away = replace(remote, endpoint_url=f"http://127.0.0.1:{free_ports(1)[0]}", max_attempts=2)
+    checkpoint = make_checkpoint(4, size=SMALL)
+    tiers, said = open_tiers(away, is_again=True)
+    assert tiers.find() == checkpoint
+    assert "cannot be reached" in said[0]
+    assert said[0].endswith("; the run goes on from its local checkpoint of step 5")
+    with pytest.raises(StoreError, match="cannot be reached"):
+        open_tiers(away)[0].find()
+    overrides = [
+        f"checkpoint.remote_uri={away.uri}",
+        f"checkpoint.endpoint_url={away.endpoint_url}",
+    ]
+    config, _ = resolve(load_config(None, overrides))
+    assert len(remote_problems(config)) == 1
+    monkeypatch.setenv(AGAIN, "1:4")
+    assert remote_problems(config) == []
 
 
 def test_what_is_not_uploaded_in_time_is_said_and_done_by_the_next_start(
