@@ -26,7 +26,7 @@ ARRAYS = ("ids", "mask", "rollout_logprobs", "versions", "routes")
 COLUMN = "columns/"
 
 
-class Store:
+class GroupStore:
     """Keeps the groups themselves: what is got is what was put, not a copy."""
 
     def __init__(self) -> None:

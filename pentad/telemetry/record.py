@@ -48,7 +48,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """Memory of the process that writes the record."""
 
     peak_allocated_gb: float | None = about(
@@ -180,7 +180,7 @@ class StepRecord:
     peak_tflops: float | None = about("peak of one device that mfu refers to", "TFLOP/s")
     kernel: Kernel | None = about("")
     collective: Collective | None = about("")
-    memory: Memory | None = about("")
+    memory: MemoryUse | None = about("")
     infra: Infra | None = about("")
     rl: Rl | None = about("")
     funnel: Funnel | None = about("")
@@ -200,7 +200,7 @@ class StepRecord:
 BLOCKS: dict[str, type] = {
     "kernel": Kernel,
     "collective": Collective,
-    "memory": Memory,
+    "memory": MemoryUse,
     "infra": Infra,
     "rl": Rl,
     "funnel": Funnel,

@@ -21,7 +21,7 @@ from pentad.core.roles import Learner, Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
-from pentad.data.store import Store, unpack_groups
+from pentad.data.store import GroupStore, unpack_groups
 from pentad.engine.engine import build_engine
 from pentad.rewards.scorer import RewardScorer
 from pentad.rl.bounds import Bounds
@@ -141,7 +141,7 @@ class Assembly:
         self.publisher = Publisher([])
         self.state = RunState(
             Ledger(config.train_dataset.batch_size),
-            Store(),
+            GroupStore(),
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
         self.thread = LearnerThread()

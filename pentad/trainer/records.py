@@ -17,7 +17,7 @@ from pentad.core.types import Group, LayerBalance, StepResult
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import compute_metrics, staleness_histogram
 from pentad.telemetry.host import rss_gb
-from pentad.telemetry.record import Funnel, Infra, Kernel, Memory, Rl, StepRecord
+from pentad.telemetry.record import Funnel, Infra, Kernel, MemoryUse, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
@@ -172,13 +172,13 @@ class StepRecorder:
                 STEPS_BELOW_TARGET,
             )
 
-    def _memory(self) -> Memory:
+    def _memory(self) -> MemoryUse:
         if self.device.type != "cuda":
-            return Memory(host_rss_gb=rss_gb())
+            return MemoryUse(host_rss_gb=rss_gb())
         before, self.allocated_gb = self.allocated_gb, _gb(torch.cuda.memory_allocated())
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        return Memory(
+        return MemoryUse(
             peak_allocated_gb=_gb(peak),
             reserved_gb=_gb(reserved),
             leak_delta_gb=None if before is None else self.allocated_gb - before,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pentad.core.types import Group
 from pentad.data.ledger import Ledger
-from pentad.data.store import Store
+from pentad.data.store import GroupStore
 from pentad.trainer.budget import Budget
 
 
@@ -42,7 +42,7 @@ class DataProgress:
 @dataclass(slots=True)
 class RunState:
     ledger: Ledger
-    store: Store
+    store: GroupStore
     budget: Budget
     changed: Signal = field(default_factory=Signal)
     stop_reason: str = ""

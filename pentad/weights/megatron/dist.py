@@ -30,9 +30,9 @@ from pentad.weights.megatron.stored import (
     Form,
     MegatronColumn,
     MegatronReader,
-    Piece,
     Spelling,
     StoredPiece,
+    TensorPiece,
     dist_pieces,
     extra_states,
     key_shapes,
@@ -133,7 +133,7 @@ def _key_problems(files: DistFiles, key: str, stored: str, wanted: Shape) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class WrittenBlock:
     """Where one block was written: what `.metadata` will say of it."""
 
     key: str
@@ -144,20 +144,20 @@ class Item:
     length: int
 
 
-def write_block(file: BinaryIO, piece: Piece, tensor: Tensor) -> Item:
+def write_block(file: BinaryIO, piece: TensorPiece, tensor: Tensor) -> WrittenBlock:
     """Appends one tensor to a `.distcp` file."""
     shape = ((1,) * len(piece.lead)) + piece.shape
     start = file.tell()
     torch.save(tensor.view(shape), file)
     offset = (*piece.lead, *((0,) * len(piece.shape)))
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Item(piece.key, offset, shape, dtype, start, file.tell() - start)
+    return WrittenBlock(piece.key, offset, shape, dtype, start, file.tell() - start)
 
 
 def write_index(
     folder: Path,
-    files: Mapping[str, Sequence[Item]],
-    pieces: Iterable[Piece],
+    files: Mapping[str, Sequence[WrittenBlock]],
+    pieces: Iterable[TensorPiece],
     spelling: Spelling,
 ) -> None:
     """`.metadata` and `metadata.json`, and the empty fp8 states in a file of their own."""
@@ -185,13 +185,13 @@ def write_index(
     (folder / FORMAT).write_text(json.dumps(BACKEND))
 
 
-def _tensor_metadata(item: Item, shape: Shape) -> dcp.TensorStorageMetadata:
+def _tensor_metadata(item: WrittenBlock, shape: Shape) -> dcp.TensorStorageMetadata:
     dtype = vars(torch)[item.dtype]
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), torch.Size(shape), [])
 
 
 def extra_state_keys(
-    pieces: Iterable[Piece], shapes: Mapping[str, Shape], spelling: Spelling
+    pieces: Iterable[TensorPiece], shapes: Mapping[str, Shape], spelling: Spelling
 ) -> list[str]:
     """The keys of the fp8 states: one object per layer and expert, numbered like its weight."""
     out: dict[str, None] = {}

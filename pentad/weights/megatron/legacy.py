@@ -33,9 +33,9 @@ from pentad.weights.megatron.stored import (
     EXTRA_STATE,
     MegatronColumn,
     MegatronReader,
-    Piece,
     Spelling,
     StoredPiece,
+    TensorPiece,
     extra_states,
     rank_pieces,
 )
@@ -225,9 +225,9 @@ def write_rank_file(
 
 def pieces_of_file(
     column: MegatronColumn, layout: MegatronLayout, spelling: Spelling
-) -> dict[str, dict[str, Sequence[Piece]]]:
+) -> dict[str, dict[str, Sequence[TensorPiece]]]:
     """File -> chunk -> what it holds."""
-    out: dict[str, dict[str, Sequence[Piece]]] = {}
+    out: dict[str, dict[str, Sequence[TensorPiece]]] = {}
     for (rank, chunk), pieces in rank_pieces(column, layout, spelling).items():
         out.setdefault(f"{layout.folder(rank)}/{RANK_FILE}", {})[chunk] = pieces
     return out

@@ -32,15 +32,15 @@ from pentad.weights.flow import (
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
 from pentad.weights.map import WeightMap
-from pentad.weights.megatron.dist import Item, write_block, write_common, write_index
+from pentad.weights.megatron.dist import WrittenBlock, write_block, write_common, write_index
 from pentad.weights.megatron.layout import MegatronLayout
 from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
 from pentad.weights.megatron.pickles import load_rank_file
-from pentad.weights.megatron.stored import Form, MegatronColumn, Piece, Spelling, dist_pieces
+from pentad.weights.megatron.stored import Form, MegatronColumn, Spelling, TensorPiece, dist_pieces
 from pentad.weights.pickles import load_tensor
 from pentad.weights.regions import full_box
 
-Notes = list[Item]
+Notes = list[WrittenBlock]
 """What an output wants to know of a written file when it finishes."""
 
 WIDER = "give a wider type with --dtype"
@@ -71,7 +71,7 @@ class Filler:
     dtype: torch.dtype | None
     """Cast to it, but for tensors that are kept in one of their own; None casts none."""
 
-    def dtype_of(self, piece: Piece) -> torch.dtype:
+    def dtype_of(self, piece: TensorPiece) -> torch.dtype:
         """The type of the tensors a piece is made of, which must be one."""
         if self.dtype is not None:
             return DTYPES[piece.entry.rule.dtype] if piece.entry.rule.dtype else self.dtype
@@ -82,10 +82,10 @@ class Filler:
             raise UserError(Problem(self.reader.where, rule, "give one type with --dtype"))
         return next(iter(kinds))
 
-    def size_bytes(self, piece: Piece) -> int:
+    def size_bytes(self, piece: TensorPiece) -> int:
         return TensorInfo(piece.shape, self.dtype_of(piece)).size_bytes
 
-    def fill(self, piece: Piece) -> Tensor:
+    def fill(self, piece: TensorPiece) -> Tensor:
         out = torch.zeros(piece.shape, dtype=self.dtype_of(piece))
         for region in piece.fills:
             block = self.reader.read(region.source, region.source_box)
@@ -165,7 +165,7 @@ class DistOutput:
     def __post_init__(self) -> None:
         self.all = dist_pieces(self.column, self.form, self.spelling)
         _check_one_dtype(self.filler, self.all)
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[TensorPiece]] = {}
         self.files: dict[str, int] = {}
         name, filled = "", self.shard_bytes
         for piece in self.all:
@@ -193,7 +193,7 @@ class DistOutput:
         write_common(folder, self.args, self.iteration or 0, self.form)
 
 
-def _check_one_dtype(filler: Filler, pieces: Iterable[Piece]) -> None:
+def _check_one_dtype(filler: Filler, pieces: Iterable[TensorPiece]) -> None:
     """A stacked key has one type, so all layers must have it."""
     kinds: dict[str, tuple[torch.dtype, str]] = {}
     for piece in pieces:

@@ -1,7 +1,7 @@
 """Megatron's tensors as files hold them: their pieces, the names they have, and a reader over them.
 
-A `Piece` is one tensor of a rank file, or one part of a torch_dist key, with the blocks of the
-column's tensor that it is. Both directions use the same pieces: written, a piece is filled from
+A `TensorPiece` is one tensor of a rank file, or one part of a torch_dist key, with the blocks of
+the column's tensor that it is. Both directions use the same pieces: written, a piece is filled from
 the regions of its blocks; read, the blocks are found in the pieces.
 """
 
@@ -70,7 +70,7 @@ class MegatronColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One stored tensor, and which blocks of a column's tensor it is."""
 
     key: str
@@ -119,9 +119,9 @@ def _add(a: Shape, b: Shape) -> Shape:
 
 def rank_pieces(
     column: MegatronColumn, layout: MegatronLayout, spelling: Spelling = "te"
-) -> dict[tuple[MegatronRank, str], list[Piece]]:
+) -> dict[tuple[MegatronRank, str], list[TensorPiece]]:
     """(rank, chunk) -> what it holds, under the names it counts its own layers and experts by."""
-    out: dict[tuple[MegatronRank, str], list[Piece]] = {}
+    out: dict[tuple[MegatronRank, str], list[TensorPiece]] = {}
     seen: set[tuple[str, tuple[tuple[Box, Shape], ...]]] = set()
     local_experts = column.map.dims.num_experts // layout.ep
     by_stage = _by_stage(column.map, layout)
@@ -141,7 +141,7 @@ def rank_pieces(
                 local = cut_entry(entry, column.plan, coords, column.sizes)
                 name, others = _spell(entry.rule, spelling)
                 once = (entry.name, local.boxes)
-                piece = Piece(
+                piece = TensorPiece(
                     name.format(**index),
                     (),
                     local.shape,
@@ -179,7 +179,7 @@ def _by_stage(column: WeightMap, layout: MegatronLayout) -> list[list[Entry]]:
     return out
 
 
-def dist_pieces(column: MegatronColumn, form: Form, spelling: Spelling = "te") -> list[Piece]:
+def dist_pieces(column: MegatronColumn, form: Form, spelling: Spelling = "te") -> list[TensorPiece]:
     """What a torch_dist folder holds, whole tensors each."""
     out = []
     for entry in column.map.entries.values():
@@ -195,7 +195,7 @@ def dist_pieces(column: MegatronColumn, form: Form, spelling: Spelling = "te") -
             if index is not None
         )
         whole = ((full_box(entry.shape), (0,) * len(entry.shape)),)
-        piece = Piece(name, lead, entry.shape, entry, whole, names=others)
+        piece = TensorPiece(name, lead, entry.shape, entry, whole, names=others)
         halves = form == "singleton" and "+" in entry.rule.shape.split()[0]
         out += _halves(piece) if halves else [piece]
     return out
@@ -217,7 +217,7 @@ def _dist_names(entry: Entry, form: Form, spelling: Spelling) -> tuple[str, tupl
     return chosen.format(**index), names
 
 
-def _halves(piece: Piece) -> list[Piece]:
+def _halves(piece: TensorPiece) -> list[TensorPiece]:
     height = piece.shape[0] // 2
     shape = (height, *piece.shape[1:])
     out = []
@@ -230,7 +230,7 @@ def _halves(piece: Piece) -> list[Piece]:
     return out
 
 
-def key_shapes(pieces: Iterable[Piece]) -> dict[str, Shape]:
+def key_shapes(pieces: Iterable[TensorPiece]) -> dict[str, Shape]:
     """The shape of every torch_dist key: the pieces' shape under the axes they are counted on."""
     leads: dict[str, Shape] = {}
     shapes: dict[str, Shape] = {}
@@ -260,7 +260,7 @@ def extra_states(keys: Iterable[str], spelling: Spelling) -> list[str]:
 class StoredPiece:
     """A piece and the stored tensor in which it was found."""
 
-    piece: Piece
+    piece: TensorPiece
     stored: str
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
-from pentad.data.store import Store, pack_groups, unpack_groups
+from pentad.data.store import GroupStore, pack_groups, unpack_groups
 
 
 def make_group(gid=17, attempt=0, num_samples=2, reward=0.5):
@@ -32,7 +32,7 @@ def make_group(gid=17, attempt=0, num_samples=2, reward=0.5):
 
 @pytest.fixture
 def store():
-    return Store()
+    return GroupStore()
 
 
 def test_what_was_put_is_got_back(store):

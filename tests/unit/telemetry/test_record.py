@@ -17,7 +17,7 @@ from pentad.telemetry.record import (
     BLOCKS,
     Funnel,
     Kernel,
-    Memory,
+    MemoryUse,
     Rl,
     StepRecord,
     comparable,
@@ -55,7 +55,7 @@ def test_every_record_has_the_whole_envelope():
 
 
 def test_what_nobody_measured_is_null():
-    line = StepRecord(step=3, loss=2.5, memory=Memory(reserved_gb=1.0)).as_json()
+    line = StepRecord(step=3, loss=2.5, memory=MemoryUse(reserved_gb=1.0)).as_json()
     given = {"schema": 1, "step": 3, "loss": 2.5, "generation": 0, "superseded": False}
     for name, value in line.items():
         if name == "memory":
@@ -137,7 +137,7 @@ def test_comparable_leaves_out_what_measures_the_machine():
             time_s=seconds,
             wall_clock_ms=seconds,
             phases={"train": seconds},
-            memory=Memory(peak_allocated_gb=seconds),
+            memory=MemoryUse(peak_allocated_gb=seconds),
             evals=[{"version": 0, "accuracy": 0.5, "seconds": seconds}],
         ).as_json()
 

@@ -23,7 +23,7 @@ from pentad.models.registry import build_model, column_of, load_model, open_weig
 from pentad.weights import flow
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron.arguments import build_args
-from pentad.weights.megatron.dist import Item, write_index
+from pentad.weights.megatron.dist import WrittenBlock, write_index
 from pentad.weights.megatron.layout import MegatronLayout, build_layout
 from pentad.weights.megatron.outputs import Filler, LegacyOutput
 from pentad.weights.megatron.stored import dist_pieces
@@ -219,7 +219,7 @@ def write_dist(folder, pieces, filler, cut=1):
                 torch.save(block.clone().view(shape), file)
                 last = number * (whole.shape[-1] // cut)
                 offset = (*piece.lead, *(0,) * (whole.dim() - 1), last)
-                item = Item(piece.key, offset, shape, "float32", start, file.tell() - start)
+                item = WrittenBlock(piece.key, offset, shape, "float32", start, file.tell() - start)
                 items.append(item)
     write_index(folder, {"__0_0.distcp": items}, pieces, "te")
 
