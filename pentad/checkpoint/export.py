@@ -14,7 +14,7 @@ from pentad.checkpoint.folders import Checkpoint, find_checkpoints, state_folder
 from pentad.checkpoint.restore import fill_state, open_state, read_counters
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
-from pentad.core.trial_paths import RecoveryPath
+from pentad.core.trial_paths import STATE, RecoveryPath
 from pentad.models.exchange import hf_metadata
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_face, save_model
@@ -52,7 +52,8 @@ def export_hf(
     """Writes the folder, every byte verified on the way; returns the counters of the state."""
     folder = state_folder(role, checkpoint.step)
     if not any(path.startswith(f"{folder}/") for path in checkpoint.manifest.files):
-        roles = sorted({path.partition("/")[0] for path in checkpoint.manifest.files})
+        states = (path.split("/") for path in checkpoint.manifest.files if f"/{STATE}/" in path)
+        roles = sorted({"actor" if parts[0] == ACTOR else parts[0] for parts in states})
         rule = f"the checkpoint holds no such role; it has {', '.join(roles)}"
         raise UserError(Problem(f"--role {role}", rule))
     counters = read_counters(checkpoint, folder)

@@ -132,7 +132,8 @@ class Saver:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.last_saved = state["last_saved"]
+        last = state["last_saved"]  # the folder may be gone, or on a machine that was lost
+        self.last_saved = last if last >= 0 and self.folder(last).is_dir() else -1
         self.scores = dict(state["scores"])
         self.frequency.restore(state["frequency"])
 

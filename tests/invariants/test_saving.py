@@ -357,6 +357,16 @@ def test_a_run_started_anew_leaves_the_models_of_the_former_one_as_they_were(lab
     assert [folder for folder in second.model.parent.glob("epoch*")] == [second.model]
 
 
+def test_an_export_that_is_gone_is_written_again_by_a_run_that_goes_on(lab):
+    """Removed by hand, or left on a machine that was lost."""
+    words = ("trial_name=gone", "total_train_steps=2", "saver.freq_steps=1", "saver.mode=sync")
+    first = lab.sft(*words)
+    before = bytes_of(first.model)
+    shutil.rmtree(first.model)
+    again = lab.sft(*words)
+    assert again.model == first.model and bytes_of(again.model) == before
+
+
 def test_a_streamed_dataset_that_is_rewritten_ends_the_run(lab, task, tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     rows = (task / "train.jsonl").read_text()

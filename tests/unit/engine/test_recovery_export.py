@@ -105,7 +105,7 @@ def test_tags_and_roles_are_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--role", "critic"], "--role critic: the checkpoint holds no such role; it has default"),
+        (["--role", "critic"], "--role critic: the checkpoint holds no such role; it has actor."),
         (["--tag", "old"], "--tag old: the checkpoint has actor, ref."),
         (["--to", "megatron"], "a recovery checkpoint becomes a HF folder; leave it out, and"),
         (["--tp", "2"], "--tp: a recovery checkpoint becomes a HF folder"),
