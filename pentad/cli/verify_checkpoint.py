@@ -34,6 +34,8 @@ from pentad.core.text import one_line, visible
 if TYPE_CHECKING:
     from pentad.weights.dcp import DcpFolder
 
+MIN_WIDTH = 120
+"""Of the table: names and figures are not cut where a terminal, or none, is narrower."""
 MAX_SHOWN = 20
 MAX_LINES = 200
 VALUE_CHARS = 60
@@ -231,11 +233,12 @@ def show(found: list[Found], faults: dict[str, list[str]], notes: list[str]) -> 
     for one in found:
         for number, row in enumerate(_rows(one.manifest)):
             verdict = f"{len(faults[one.place])} damaged" if faults[one.place] else "whole"
-            saved = visible(str(one.manifest.facts.get("time", "")))
+            saved = visible(str(one.manifest.facts.get("time", ""))).replace("+00:00", "Z")
             table.add_row(
                 *((str(one.manifest.step), saved, verdict) if not number else ("",) * 3), *row
             )
     console = make_console()
+    console.width = max(console.width, MIN_WIDTH)
     with console.capture() as captured:
         console.print(table)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
