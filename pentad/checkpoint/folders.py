@@ -268,7 +268,7 @@ def quarantine(checkpoint: Checkpoint, why: str, disk: Disk = REAL_DISK) -> Path
 
 def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
     """Removes what interrupted saves and removals left, and returns it; for the holder of the run
-    lock. A checkpoint whose COMMIT does not fit is not removed but set aside."""
+    lock. A checkpoint whose COMMIT does not fit is not removed but set aside, with a warning."""
     root = Path(root)
     removed = []
     for step, folders in sorted(_folders_by_step(root).items()):
@@ -277,7 +277,8 @@ def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
                 removed += _remove_leftovers(root / info_folder(step), disk)
                 continue
         except Damaged as error:
-            _set_aside(root, step, folders, str(error), disk)
+            place = _set_aside(root, step, folders, str(error), disk)
+            log.warning("%s; the checkpoint is set aside as %s", error, place)
             continue
         for folder in folders:
             remove_tree(disk, folder)

@@ -58,6 +58,11 @@ class Pending:
         return self._done.is_set()
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self.is_done and self._error is None
+
+    @property
     def error(self) -> OSError | RunError | None:
         """What it failed with; None while it goes on."""
         return self._error

@@ -65,6 +65,9 @@ def check_same_data(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]
         if saved.get(name) != new
     ]
     if changes:
-        remedy = "restore the old data and settings, or start anew with --fresh"
+        remedy = (
+            "restore the old data and settings, force them with recover.allow=[train_dataset], or "
+            "start anew with --fresh"
+        )
         rule = f"not the data that the run began with: {'; '.join(changes)}"
         raise UserError(Problem(where, rule, remedy))

@@ -96,7 +96,10 @@ class Recorder:
 
     def evaluated(self) -> set[int]:
         """The versions that evals.jsonl has."""
-        return {line["version"] for line in read_lines(self.folder.file("evals.jsonl"))}
+        return {line["version"] for line in self.evaluations()}
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder.file("evals.jsonl"))
 
     def state(self) -> dict[str, Any]:
         """What the files do not say, as JSON values."""

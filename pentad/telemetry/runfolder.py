@@ -144,7 +144,7 @@ def open_run_folder(
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         if fresh:
-            set_aside([path] if exports is None else [path, exports])
+            set_aside([path] if exports is None else [exports, path])
         manifest = _read_manifest(path)
         changes = accept(manifest["config"]) if manifest and accept else []
         if not resumes:

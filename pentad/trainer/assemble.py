@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
@@ -30,8 +31,7 @@ from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
-from pentad.telemetry.log import announced
-from pentad.telemetry.steps import read_lines
+from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.budget import Budget
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
@@ -109,7 +109,8 @@ def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) ->
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
-        if done := run.finished(num_steps):
+        roles = ("default", "critic") if checked.algorithm.needs_critic else ("default",)
+        if done := run.finished(num_steps, roles=roles, evaluates=checked.valid is not None):
             return done
         return asyncio.run(Assembly(config, checked, run, lead, num_steps).run())
 
@@ -154,6 +155,8 @@ class Assembly:
         self.recover = run.recovery(learners, self.savers)
         self.recover.add("dataloader_info", "data", Identity(checked.stream.state))
         self.recover.add("stats_logger_info", "bounds", self.bounds)
+        self.other_tags: set[str] = set()
+        """Tags of the checkpoint that the config takes from elsewhere now."""
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
         self.update = BatchUpdate(
@@ -180,9 +183,9 @@ class Assembly:
             self.recover.finish()
             folders = [saver.finish(trained - 1) for saver in self.savers] if trained else [None]
         stop = StopFlag(self.state.stop_reason)
-        stop.check_complete(trained, self.num_steps, folders[0], resumes=self.recover.is_on)
+        stop.check_complete(trained, self.num_steps, folders[0], next_start=self.recover.next_start)
         assert folders[0] is not None, "a complete run has steps"
-        evals = read_lines(self.open.folder.file("evals.jsonl")) if evaluator else []
+        evals = self.open.recorder.evaluations() if evaluator else []
         return RunSummary(self.open.folder.path, folders[0], trained, evals)
 
     def _rescue(self) -> None:
@@ -207,7 +210,8 @@ class Assembly:
         if not (reason and task is not None and isinstance(error, asyncio.CancelledError)):
             return None
         task.uncancel()
-        return cut_short(reason, self.trained + 1, self.savers[0].good)
+        saved = self.savers[0].good
+        return cut_short(reason, self.trained + 1, saved, self.recover.next_start)
 
     async def _train(self, stepping: ExitStack) -> Evaluator | None:
         """Everything but the last save; signals are noted in `stepping` from the first step on."""
@@ -291,21 +295,35 @@ class Assembly:
         checkpoint = self.open.resume(self.recover, check)
         if checkpoint is None:
             return 0
-        data = None if is_forced else self.recover.groups(checkpoint)
+        data = None if is_forced else self.recover.ready
         groups = unpack_groups(data, stream.prompt) if data is not None else ()
         ledger = self.recover.restored["dataloader_info"]["ledger"]
         self.state.resume(ledger, groups, checkpoint.step + 1)
         self.update.num_done = checkpoint.step + 1
+        before, now = checkpoint.manifest.facts["config"], self.config
+        paths = {"ref": now.ref.path, "teacher": now.teacher.path}
+        self.other_tags = {tag for tag, path in paths.items() if before[tag]["path"] != path}
+        for line in self.open.recorder.evaluations():  # one may have ended after the commit
+            self._scored(line)
         return checkpoint.step + 1
+
+    def _scored(self, line: Mapping[str, Any]) -> None:
+        """An evaluation, as it is recorded."""
+        score = line["reward_mean"] if line["accuracy"] is None else line["accuracy"]
+        for saver in self.savers:
+            saver.scored(line["version"] - 1, math.nan if score is None else score)
 
     def _load_tags(self) -> None:
         counters = self.recover.restored.get("checkpoint_info", {}).get("counters", {})
         needed = set(self.checked.algorithm.needs_tags)
-        needed -= set(counters.get("default", {}).get("tags", ()))
+        needed -= set(counters.get("default", {}).get("tags", ())) - self.other_tags
         if "ref" in needed and self.config.ref.path:
             self.learner.load_tag("ref", self.config.ref.path)
         elif "ref" in needed:
             self.learner.save_tag("ref")
+            if self.trained:
+                text = "the reference is the actor as it is after step %d"
+                log.info(text, self.trained, extra=NOTICE)
         if "teacher" in needed:
             assert self.config.teacher.path is not None, "checked with the config"
             self.learner.load_tag("teacher", self.config.teacher.path)
@@ -450,9 +468,7 @@ class Assembly:
             reward = await open_reward(config, answer_key, stack)
 
         def record(result: EvalResult) -> None:
-            score = result.reward_mean if result.accuracy is None else result.accuracy
-            for saver in self.savers:
-                saver.scored(result.version - 1, score)
+            self._scored(result.as_record())
             self.open.recorder.evaluation(result.as_record())
 
         evaluator = Evaluator(

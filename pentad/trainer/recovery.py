@@ -35,7 +35,7 @@ from pentad.checkpoint.restore import Restorable, restore_learner
 from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, Writer
-from pentad.core.errors import RunError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Learner
 from pentad.data.store import pack_groups
 from pentad.runtime.lead import on_all_ranks
@@ -173,6 +173,8 @@ class RecoverHandler:
     """By file and name in it."""
     restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The small files of the checkpoint that the run went on from."""
+    ready: bytes | None = None
+    """The samples that waited for training in it."""
     point: Point | None = None
     receipts: tuple[str, ...] = ()
     """Of what is staged and not committed."""
@@ -193,6 +195,16 @@ class RecoverHandler:
     @property
     def root(self) -> Path:
         return self.tiers.root
+
+    @property
+    def next_start(self) -> str:
+        """Where the run goes on when it is started again, in words; empty: nowhere."""
+        last = self.last_saved
+        if self.under_way is not None and self.under_way[1].is_whole:
+            last = self.under_way[0]
+        if not self.is_on or last < 0:
+            return ""
+        return f"started again, the run goes on after step {last + 1}"
 
     def add(self, file: str, name: str, part: RunPart) -> None:
         """Saves the part from now on; restores it if the run goes on from a checkpoint."""
@@ -227,8 +239,16 @@ class RecoverHandler:
         return None
 
     def _restore(self, checkpoint: Checkpoint, check: Check) -> None:
+        for role in self.learners:
+            folder = state_folder(role, checkpoint.step)
+            if not any(path.startswith(f"{folder}/") for path in checkpoint.manifest.files):
+                where = f"recovery checkpoint {checkpoint.root / checkpoint.info}"
+                remedy = "set the algorithm back, or start anew with --fresh"
+                raise UserError(Problem(where, f"holds no {role}, which is trained", remedy))
         infos = {name: read_json(checkpoint, f"{checkpoint.info}/{name}.json") for name in INFOS}
         check(checkpoint, infos)
+        path = f"{checkpoint.info}/{GROUPS}"
+        self.ready = read_file(checkpoint, path) if path in checkpoint.manifest.files else None
         for role, learner in self.learners.items():
             folder = state_folder(role, checkpoint.step)
             asked = partial(restore_state, root=self.root, step=checkpoint.step, folder=folder)
@@ -240,11 +260,6 @@ class RecoverHandler:
         for (file, name), part in self.parts.items():
             if name in infos[file]:
                 part.restore(infos[file][name])
-
-    def groups(self, checkpoint: Checkpoint) -> bytes | None:
-        """The samples that waited for training."""
-        path = f"{checkpoint.info}/{GROUPS}"
-        return read_file(checkpoint, path) if path in checkpoint.manifest.files else None
 
     def prepare(self) -> None:
         """Makes the memory that saves beside training need, before the first is due."""
@@ -393,4 +408,4 @@ class RecoverHandler:
             log.warning("after the failure: no recovery checkpoint is saved: %s", error)
             return
         if self.last_saved == self.point.step and self.is_on:
-            log.info("started again, the run goes on after step %d", num_done, extra=NOTICE)
+            log.info("%s", self.next_start, extra=NOTICE)

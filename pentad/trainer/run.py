@@ -41,7 +41,6 @@ from pentad.telemetry.recorder import FindAlarms, Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set_aside
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
-from pentad.telemetry.steps import read_lines
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
@@ -160,11 +159,16 @@ class OpenRun:
             check(infos)
 
         checkpoint = handler.restore(accept)
+        if checkpoint is None and is_known:
+            self._check_place()
         trained = 0 if checkpoint is None else checkpoint.step + 1
         redone = self.recorder.resume(trained)
         for change in self.folder.changes:
             log.info("the config differs from the start before: %s", change, extra=NOTICE)
-        again = f"; {redone} steps that were recorded since are done again" if redone else ""
+        some, verb = (
+            ("1 step that was", "is") if redone == 1 else (f"{redone} steps that were", "are")
+        )
+        again = f"; {some} recorded since {verb} done again" if redone else ""
         if checkpoint is not None:
             place, saved = checkpoint.root / checkpoint.info, checkpoint.manifest.facts["time"]
             log.info(
@@ -172,24 +176,42 @@ class OpenRun:
             )
         elif redone:
             place = self.checkpoints
-            moved = set_aside([place])
-            models = f"; earlier models are in {moved[0]}" if moved else ""
+            models = ""
+            for moved in set_aside([place]):
+                if list(moved.glob("*/epoch*")):
+                    models = f"; earlier models are in {moved}"
             text = "no recovery checkpoint in %s: the run starts again at step 1%s%s"
             log.info(text, place, again, models, extra=NOTICE)
         return checkpoint
 
-    def finished(self, num_steps: int) -> RunSummary | None:
-        """Of a run that did all its steps before and has its model; None where there is work."""
+    def _check_place(self) -> None:
+        """UserError if the checkpoints of the run are where they are not looked for any more."""
+        before = Config.model_validate(self.folder.manifest["config"]).checkpoint
+        place = checkpoint_path(self.config.model_copy(update={"checkpoint": before}))
+        if place != self.checkpoints and find_checkpoints(place, report=log.info):
+            rule = f"the run's recovery checkpoints are in {place}"
+            remedy = f"move that folder to {self.checkpoints}, set it back, or start with --fresh"
+            where = f"checkpoint.local_dir = {show(self.config.checkpoint.local_dir)}"
+            raise UserError(Problem(where, rule, remedy))
+
+    def finished(
+        self, num_steps: int, *, roles: Sequence[str] = ("default",), evaluates: bool
+    ) -> RunSummary | None:
+        """Of a run that did all its steps before, has the model of every role and, if it
+        `evaluates`, the score of the last step; None where there is work."""
         if not self.config.recover.is_on:
             return None
         found = find_checkpoints(self.checkpoints, report=log.info)
         trained = found[0].step + 1 if found else 0
-        models = list((self.checkpoints / "default").glob(f"epoch*globalstep{trained - 1}"))
-        if not trained or trained < num_steps or not models:
+        last = f"epoch*globalstep{trained - 1}"
+        models = [list((self.checkpoints / role).glob(last)) for role in roles]
+        if not trained or trained < num_steps or not all(models):
+            return None
+        if evaluates and trained not in self.recorder.evaluated():
             return None
         log.info("the run is finished: all its %d steps are done", trained, extra=NOTICE)
-        evals = read_lines(self.folder.file("evals.jsonl"))
-        return RunSummary(self.folder.path, models[0], trained, evals)
+        evals = self.recorder.evaluations()
+        return RunSummary(self.folder.path, models[0][0], trained, evals)
 
     def started(self, trained: int, **facts: Any) -> None:
         """Notes this start, and what was found out before its first step, in the manifest."""
@@ -248,9 +270,10 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
 
         give_up(Store(remote))
     try:
-        swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
-        for left in [*swept, *sweep_uncommitted(root)]:
-            log.info("%s: removed what a killed run left", left)
+        with log_to(folder.file("log.txt")):
+            swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
+            for left in [*swept, *sweep_uncommitted(root)]:
+                log.info("%s: removed what a killed run left", left)
         yield folder
     finally:
         folder.close()

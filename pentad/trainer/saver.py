@@ -50,10 +50,6 @@ class Export:
     pending: Pending
     staging_s: float
 
-    @property
-    def is_whole(self) -> bool:
-        return self.pending.is_done and self.pending.error is None
-
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
@@ -141,7 +137,7 @@ class Saver:
     def good(self) -> str:
         """Which folder there is, in words."""
         export = self.under_way
-        last = export.step if export is not None and export.is_whole else self.last_saved
+        last = export.step if export is not None and export.pending.is_whole else self.last_saved
         return (
             "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
         )

@@ -24,7 +24,6 @@ from pentad.engine.engine import build_engine
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
 from pentad.telemetry.log import announced
-from pentad.telemetry.steps import read_lines
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
@@ -96,7 +95,7 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
-        if done := run.finished(num_steps):
+        if done := run.finished(num_steps, evaluates=valid is not None):
             return done
         with announced(log, "making the model"):
             learner = lead.build(
@@ -252,12 +251,12 @@ def train(
         recover.finish()
         folder = saver.finish(trained - 1) if trained else None
     except KeyboardInterrupt:
-        raise cut_short(stop.reason, trained + 1, saver.good) from None
+        name, next_start = stop.reason, recover.next_start
+        raise cut_short(name, trained + 1, saver.good, next_start) from None
     except Exception:
         recover.rescue(trained)
         rescue([saver], trained)
         raise
-    stop.check_complete(trained, num_steps, folder, resumes=recover.is_on)
+    stop.check_complete(trained, num_steps, folder, next_start=recover.next_start)
     assert folder is not None, "a complete run has steps"
-    evals = read_lines(run.folder.file("evals.jsonl"))
-    return RunSummary(run.folder.path, folder, trained, evals)
+    return RunSummary(run.folder.path, folder, trained, run.recorder.evaluations())

@@ -20,11 +20,12 @@ class StopFlag:
     """Name of the signal; empty as long as none came."""
 
     def check_complete(
-        self, trained: int, planned: int, model: Path | None, *, resumes: bool = False
+        self, trained: int, planned: int, model: Path | None, *, next_start: str = ""
     ) -> None:
-        """A run that ended early says so: it must not pass for one that did all its steps."""
+        """A run that ended early says so: it must not pass for one that did all its steps.
+        `next_start` says where it goes on; empty: it does not."""
         if trained < planned:
-            next_ = what_next(model, resumes=resumes)
+            next_ = what_next(model, next_start)
             raise stopped(self.reason, f"after {trained} of {planned} steps; {next_}")
 
 
@@ -33,22 +34,21 @@ def stopped(name: str, rest: str) -> RunError:
     return (Interrupted if name.endswith("SIGINT") else RunError)(f"stopped by {name} {rest}")
 
 
-def what_next(model: Path | None, *, resumes: bool = False) -> str:
+def what_next(model: Path | None, next_start: str = "") -> str:
     if model is None:
         return "nothing was trained"
-    if resumes:
-        return f"what was trained is saved in {model}; started again, the run goes on"
+    if next_start:
+        return f"what was trained is saved in {model}; {next_start}"
     return (
         f"what was trained is saved in {model}; to train it further, start with "
         f"actor.path={model} and another trial_name"
     )
 
 
-def cut_short(name: str, step: int, saved: str) -> RunError:
+def cut_short(name: str, step: int, saved: str, next_start: str = "") -> RunError:
     """After a second signal; `saved` says which export there is."""
-    return stopped(
-        f"a second {name}", f"in step {step}; what was trained since the last save is lost, {saved}"
-    )
+    rest = f"in step {step}; what was trained since the last save is lost, "
+    return stopped(f"a second {name}", rest + (next_start or saved))
 
 
 class AskedEarly(KeyboardInterrupt):

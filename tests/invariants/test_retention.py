@@ -133,3 +133,34 @@ def test_the_state_of_a_saver_is_json_and_comes_back(tmp_path):
     now[0] += 1
     assert two.frequency.is_due(7)
     assert json.loads(json.dumps(made().state()))["frequency"] == {"seconds_since": None}
+
+
+def test_a_score_that_came_after_the_last_checkpoint_counts_when_the_run_goes_on(
+    lab, task, monkeypatch
+):
+    """Beside training an evaluation may end when its step is committed: its record has the score,
+    the checkpoint has not."""
+    accuracies = iter([0.0, 0.9, 0.1, 0.2, 0.3])  # of versions 0 to 4
+    plain = evaluation.summarise
+    monkeypatch.setattr(
+        "pentad.trainer.evaluator.summarise",
+        lambda *args: replace(plain(*args), accuracy=next(accuracies)),
+    )
+    settings = (
+        f"valid_dataset.path={task / 'valid.jsonl'}",
+        *("valid_dataset.limit=2", "evaluator.freq_steps=1", "saver.freq_steps=1"),
+        "saver.keep_best=1",
+    )
+    state = Saver.state
+    monkeypatch.setattr(Saver, "state", lambda self: {**state(self), "scores": []})
+    lab.train(*settings, "total_train_steps=2", trial="late")
+    lab.train(*settings, "total_train_steps=4", trial="late")
+    assert exports_of(lab, "late").keys() == {0, 3}
+
+
+def test_a_run_whose_critic_is_not_exported_is_not_finished(lab):
+    summary = lab.train("algorithm.name=ppo", "total_train_steps=1", trial="critic")
+    (critic,) = (summary.model.parents[1] / "critic").glob("epoch*")
+    shutil.rmtree(critic)
+    lab.train("algorithm.name=ppo", "total_train_steps=1", trial="critic")
+    assert (critic / "model.safetensors").exists()

@@ -106,9 +106,12 @@ def check_screen(run, text):
     assert "making the model ..." in text and "self-test: " in text
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
-def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command):
-    run = Run(task, tmp_path, command, 60.0, "saver.freq_steps=1")
+@pytest.mark.parametrize(
+    ("command", "recovers"), [("train", False), ("sft", False), ("train", True), ("sft", True)]
+)
+def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, recovers):
+    often = ["recover.freq_steps=1"] if recovers else []
+    run = Run(task, tmp_path, command, 60.0, "saver.freq_steps=1", *often)
     before = time.monotonic()
     run.interrupt()
     time.sleep(1.0)
@@ -118,7 +121,10 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command):
     assert code == 130 and time.monotonic() - before < 40, text
     last = text.strip().splitlines()[-1]
     assert "stopped by a second SIGINT in step 2; what was trained since the last save" in last
-    assert f"the last whole one is {run.exports[0]}" in last
+    if recovers:
+        assert "is lost, started again, the run goes on after step 1" in last
+    else:
+        assert f"the last whole one is {run.exports[0]}" in last
     assert "Traceback" not in text and "the model is saved at the end" not in text
 
 

@@ -45,6 +45,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
 """A bullet of the page that is one code span quotes the program."""
 CLUSTER = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_nodes=4", "cluster.n_gpus_per_node=8"]
+START = "started again, the run goes on after step 3"
 EXPORT = "runs/checkpoints/me/exp/trial-0/default/epoch0epochstep2globalstep2"
 ZERO_BUBBLE = [
     *CLUSTER,
@@ -144,7 +145,7 @@ def failures(caplog):
     yield empty_batch("no_signal")
     yield f"{name_rank(3, 8, 12)}: {describe_exit(-9)}"
     yield f"{name_rank(1, 2, 3)}: {describe_hang('does not run', 3, 1812.0, is_stopped=True)}"
-    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT), resumes=True))
+    yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT), next_start=START))
     yield end(stop_before_steps)
     yield hold_the_loop()
     yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))

@@ -1,0 +1,54 @@
+"""Keys that `recover.allow` forces on a run that goes on: they hold from there, or are refused."""
+
+import pytest
+from run_lab import steps_of
+from test_saving import exports_of
+
+from pentad.core.errors import UserError
+
+ONE, TWO = "total_train_steps=1", "total_train_steps=2"
+
+
+def test_a_critic_that_the_checkpoint_lacks_is_refused_and_the_checkpoint_stays(lab):
+    lab.train(ONE, trial="actor")
+    with pytest.raises(
+        UserError, match="holds no critic, which is trained; set the algorithm back"
+    ):
+        lab.train(TWO, "algorithm.name=ppo", "recover.allow=[algorithm,critic]", trial="actor")
+    summary = lab.train(TWO, trial="actor")
+    assert not list(summary.model.parents[1].rglob("*.damaged"))
+    assert [record["step"] for record in steps_of(summary)] == [1, 2]
+    assert exports_of(lab, "actor").keys() == {0, 1}
+
+
+def test_another_teacher_teaches_from_the_checkpoint_on(lab):
+    first, second = (lab.sft(f"total_train_steps={num}").model for num in (1, 5))
+    distill = ("algorithm.name=distill", "actor.optimizer.lr=1e-3")
+    lab.train(*distill, f"teacher.path={first}", ONE, trial="taught")
+    forced = ("recover.allow=[teacher.path]", f"teacher.path={second}", TWO)
+    found = steps_of(lab.train(*distill, *forced, trial="taught"))
+    same = steps_of(lab.train(*distill, f"teacher.path={first}", TWO, trial="same"))
+    assert found[0]["rl"]["advantage_mean"] == same[0]["rl"]["advantage_mean"]
+    assert found[1]["rl"]["advantage_mean"] != same[1]["rl"]["advantage_mean"]
+
+
+def test_a_reference_that_comes_late_is_the_actor_of_then_and_that_is_said(lab, capsys):
+    lab.train("algorithm.kl_coef=0", ONE, trial="late")
+    forced = ("algorithm.kl_coef=0.1", "recover.allow=[algorithm.kl_coef]", TWO)
+    lab.train(*forced, trial="late")
+    assert "the reference is the actor as it is after step 1" in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_not_where_they_are_looked_for_are_not_forgotten(lab, tmp_path):
+    summary = lab.train(ONE, trial="moved")
+    with pytest.raises(
+        UserError, match=f"checkpoints are in {summary.model.parents[1]}; move that"
+    ):
+        lab.train(TWO, f"checkpoint.local_dir={tmp_path / 'disk'}", trial="moved")
+    assert [record["step"] for record in steps_of(summary)] == [1]
+    old = summary.model.parents[1]
+    new = tmp_path / "disk" / old.relative_to(tmp_path / "checkpoints")
+    new.parent.mkdir(parents=True, exist_ok=True)
+    old.rename(new)
+    more = lab.train(TWO, f"checkpoint.local_dir={tmp_path / 'disk'}", trial="moved")
+    assert [record["generation"] for record in steps_of(more)] == [0, 1]
