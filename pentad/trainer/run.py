@@ -248,6 +248,18 @@ def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def sweep_all(root: Path) -> None:
+    """Removes what a killed run left; UserError where that cannot be."""
+    try:
+        swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
+        for left in [*swept, *sweep_uncommitted(root)]:
+            log.info("%s: removed what a killed run left", left)
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror})"
+        remedy = "make it writable, with free space, or set checkpoint.local_dir"
+        raise UserError(Problem(f"checkpoint folder = {root}", rule, remedy)) from error
+
+
 @contextmanager
 def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
     """The run folder, ours until the end; raises UserError where it is not to be had."""
@@ -271,9 +283,7 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
         give_up(Store(remote))
     try:
         with log_to(folder.file("log.txt")):
-            swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
-            for left in [*swept, *sweep_uncommitted(root)]:
-                log.info("%s: removed what a killed run left", left)
+            sweep_all(root)
         yield folder
     finally:
         folder.close()

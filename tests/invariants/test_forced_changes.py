@@ -1,5 +1,7 @@
 """Keys that `recover.allow` forces on a run that goes on: they hold from there, or are refused."""
 
+import errno
+
 import pytest
 from run_lab import steps_of
 from test_saving import exports_of
@@ -52,3 +54,14 @@ def test_checkpoints_that_are_not_where_they_are_looked_for_are_not_forgotten(la
     old.rename(new)
     more = lab.train(TWO, f"checkpoint.local_dir={tmp_path / 'disk'}", trial="moved")
     assert [record["generation"] for record in steps_of(more)] == [0, 1]
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(lab, monkeypatch):
+    def refuse(root):
+        raise OSError(errno.EROFS, "Read-only file system", str(root))
+
+    monkeypatch.setattr("pentad.trainer.run.sweep_uncommitted", refuse)
+    with pytest.raises(UserError, match=r"cannot be written \(Read-only file system\); make it"):
+        lab.train(ONE, trial="stuck")
+    monkeypatch.undo()
+    lab.train(ONE, trial="stuck")
