@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm check bench docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-kills check bench docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -58,6 +58,10 @@ $(VLLM)/.installed: constraints.txt
 
 test-vllm: setup-tests $(VLLM)/.installed
 	PENTAD_TEST_VLLM=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contracts tests/vllm -k vllm $(ARGS)
+
+# Runs that are killed at fifty random moments, where `make test` takes ten.
+test-kills: setup-tests
+	PENTAD_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/invariants/test_killed_runs.py $(ARGS)
 
 check: setup-tests
 	$(BIN)/ruff check pentad tests
