@@ -1,7 +1,8 @@
 """How long a recovery checkpoint holds up training, sync and async, and how long a restore takes.
 
     python benchmarks/checkpoint_gpu.py                # state of Qwen3-1.7B (20 GB) on a GPU
-    python benchmarks/checkpoint_gpu.py --toy          # proves the script on a CPU, no more
+    python benchmarks/checkpoint_gpu.py --model smol   # of SmolLM2-135M (1.6 GB), also on a CPU
+    python benchmarks/checkpoint_gpu.py --model toy    # proves the script, no more
 
 Weights are random. Before each save an optimizer step moves every number. "Stall" is what the
 trainer waits; "commit" is until the marker is on disk. The restore is compared with reading the
@@ -33,11 +34,13 @@ from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
 from pentad.checkpoint.restore import restore_learner  # noqa: E402
 from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
 from pentad.checkpoint.writer import Writer  # noqa: E402
+from pentad.cli.bench_rl import SMOLLM2_135M  # noqa: E402
 from pentad.cli.bench_train import QWEN3_0_6B  # noqa: E402
 from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
 
 QWEN3_1_7B: dict[str, Any] = {**QWEN3_0_6B, "hidden_size": 2048, "intermediate_size": 6144}
+MODELS = {"toy": TOY, "smol": SMOLLM2_135M, "1.7b": QWEN3_1_7B}
 NUM_READERS = 8
 CHUNK = 32 << 20
 
@@ -94,10 +97,10 @@ def read_all(paths: list[Path]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--toy", action="store_true", help="a tiny model, also on a CPU")
+    parser.add_argument("--model", choices=[*MODELS], default="1.7b")
     parser.add_argument("--folder", type=Path, help="where to write; default a temporary folder")
     given = parser.parse_args()
-    config = TOY if given.toy else QWEN3_1_7B
+    config = MODELS[given.model]
     settings = EngineSettings(
         compute_dtype="bfloat16" if DEVICE.type == "cuda" else "float32",
         optimizer=OptimizerSettings(lr=1e-4),
@@ -113,9 +116,7 @@ def main() -> None:
         print(f"staging memory made and pinned in {time.monotonic() - begun:.2f} s, by a thread")
         steps = [train(engine, n) for n in range(3)]
         print(f"a training step alone: {1e3 * min(steps):.0f} ms; {free / 1e9:.0f} GB free")
-        print(
-            f"{'save':8s} {'GB':>6s} {'stall s':>8s} {'s/GB':>7s} {'commit s':>9s} {'GB/s':>6s}  step beside"
-        )
+        print("save         GB  stall s    s/GB  commit s   GB/s  step beside")
         stalls: dict[str, list[float]] = {"sync": [], "async": []}
         for number, mode in enumerate(["sync", "async", "async", "sync"]):
             got = save(engine, saver, writer, root, number, mode)
@@ -130,10 +131,9 @@ def main() -> None:
                 flush=True,
             )
             train(engine, 100 + number)
-        ratio = min(stalls["sync"]) / max(stalls["async"])
-        print(
-            f"sync / async stall: {ratio:.1f}; async share of 600 s: {max(stalls['async']) / 6:.3f}%"
-        )
+        longest = max(stalls["async"])
+        print(f"sync / async stall: {min(stalls['sync']) / longest:.1f}")
+        print(f"async stall of the default interval, 600 s: {longest / 6:.3f}%")
         save(engine, saver, writer, root, 9, "sync")
         wanted = {n: t.clone() for n, t in engine.state_tensors().items()}
         newest = find_checkpoints(root)[0]
@@ -150,9 +150,8 @@ def main() -> None:
             times.append(time.monotonic() - begun)
         for tensor_name, tensor in engine.state_tensors().items():
             assert torch.equal(tensor, wanted[tensor_name]), tensor_name
-        print(
-            f"restore {min(times):.2f} s (first {times[0]:.2f}), reading the bytes {reading:.2f} s: {min(times) / reading:.2f}x; bit-identical"
-        )
+        print(f"restore {min(times):.2f} s (first {times[0]:.2f}), bit-identical; ", end="")
+        print(f"reading the bytes {reading:.2f} s: {min(times) / reading:.2f}x")
         saver.close()
         writer.close()
 
