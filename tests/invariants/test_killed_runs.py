@@ -77,7 +77,7 @@ def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(
 
 def test_a_step_whose_checkpoint_is_committed_is_never_done_again(rl):
     """Killed between two steps, with everything committed."""
-    process = rl.start("between")
+    process = rl.start("between", "saver.mode=sync")
     rl.wait_for_steps("between", 3, process)
     process.kill(), process.join()
     committed = [
@@ -164,7 +164,7 @@ def newest_file(checkpoints, name):
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
-    process = rl.start("damaged")
+    process = rl.start("damaged", "saver.mode=sync")
     rl.wait_for_steps("damaged", 4, process)
     process.kill(), process.join()
     found = sorted(
@@ -220,6 +220,7 @@ def test_off_policy_every_group_is_trained_once_whenever_the_run_is_killed(task,
         time.sleep(0.02)
     seconds = time.monotonic() - begun
     process.kill(), process.join()
+    time.sleep(1.0)  # its writer may just commit another
     waiting = newest_file(lab.checkpoints(mode), "groups.npz")
     if is_cut := waiting.exists():  # unless a later one has none
         waiting.write_bytes(waiting.read_bytes()[:-1])

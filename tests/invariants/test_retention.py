@@ -121,6 +121,7 @@ def test_the_state_of_a_saver_is_json_and_comes_back(tmp_path):
     one = made()
     one.frequency.is_due(1)
     one.last_saved = 4
+    one.folder(4).mkdir(parents=True)
     one.scored(4, 0.25), one.scored(2, -1.5)
     now[0] += 50
     state = json.loads(json.dumps(one.state()))

@@ -60,7 +60,7 @@ def test_a_signal_ends_sft_after_its_step_and_saves(lab, monkeypatch):
     monkeypatch.setattr(Recorder, "step", stop_at_2)
     with pytest.raises(RunError, match="stopped by SIGTERM after 2 of 8 steps; what was trained"):
         lab.sft()
-    (folder,) = lab.fileroot.glob("checkpoints/*/default/*/default/*")
+    (folder,) = lab.fileroot.glob("checkpoints/*/default/*/default/epoch*")
     assert folder.name == "epoch0epochstep1globalstep1"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -8,8 +8,6 @@ updates (test_engine_balance.py, tests/dist/test_balance.py); routes that nobody
 (test_engine_routes.py).
 """
 
-import copy
-
 import torch
 from closeness import assert_close
 from engine_toys import ValueLoss, make_engine, make_rows, train
@@ -43,12 +41,16 @@ def test_the_schedule_and_the_random_numbers_continue_where_they_were():
     rows, engine = make_rows(), make_engine(optimizer=optimizer)
     for _ in range(5):
         train(engine, rows)
-    state = copy.deepcopy(engine.state_dict())
+    state = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    counters = engine.state_counters()
     drawn = torch.rand(3)
     rates = [train(engine, rows).lr for _ in range(4)]
     other = make_engine(optimizer=optimizer)
     torch.manual_seed(99)
-    other.load_state_dict(state)
+    other.begin_restore(counters)
+    for name, tensor in other.state_tensors().items():
+        tensor.copy_(state[name])
+    other.end_restore(counters)
     assert torch.equal(torch.rand(3), drawn)
     assert [train(other, rows).lr for _ in range(4)] == rates
     assert rates == sorted(rates, reverse=True), "past the warm-up"

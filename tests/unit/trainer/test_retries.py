@@ -10,7 +10,8 @@ from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.errors import Interrupted, RunError, Transient, UserError
 from pentad.trainer import retries
-from pentad.trainer.retries import VARIABLE, Retries, start_again
+from pentad.trainer.preflight import AGAIN
+from pentad.trainer.retries import Retries, start_again
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
     config, newest, monkeypatch
 ):
     begun = []
-    monkeypatch.setattr(retries, "replace_program", lambda: begun.append(os.environ[VARIABLE]))
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(retries, "replace_program", lambda: begun.append(os.environ[AGAIN]))
+    monkeypatch.setenv(AGAIN, "")
     for final in (UserError("x"), RunError("a bound"), Interrupted("ctrl-C")):
         start_again(config, final)
     assert begun == []
@@ -53,7 +54,7 @@ def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
         start_again(config, error)
     assert begun == ["1:3", "2:3"], "and not for ever"
     newest.step = -1
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(AGAIN, "")
     start_again(config, Transient("before the first checkpoint"))
     assert len(begun) == 2
     newest.step = 5
