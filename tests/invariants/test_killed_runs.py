@@ -18,6 +18,7 @@ from pentad.telemetry.steps import read_lines
 
 NUM_KILLS = int(os.environ.get("PENTAD_KILLS", "10"))
 STEPS = 6
+SYNC = "saver.mode=sync"
 RL = (
     "train_dataset.batch_size=2",
     "gconfig.n_samples=2",
@@ -47,7 +48,7 @@ def rl(task, folder):
         "ref_update_interval=2",
         *RL,
     )
-    lab.seconds = lab.run("whole")
+    lab.seconds = lab.run("whole", SYNC)
     return lab
 
 
@@ -60,11 +61,12 @@ def same_end(lab, trial, whole="whole"):
 
 
 def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(rl):
+    """In turn with commits beside the steps and with one after each: these are short."""
     draw = random.Random(13)
-    for part in range(0, NUM_KILLS, 10):
-        delays = [draw.uniform(0.05, 1.0) * rl.seconds for _ in range(min(10, NUM_KILLS - part))]
+    for part in range(0, NUM_KILLS, 5):
+        delays = [draw.uniform(0.05, 1.0) * rl.seconds for _ in range(min(5, NUM_KILLS - part))]
         trial = f"killed{part}"
-        rl.run_killed(trial, delays)
+        rl.run_killed(trial, delays, *([SYNC] if part % 2 else []))
         same_end(rl, trial)
         every = read_lines(rl.records(trial) / "steps.jsonl", superseded=True)
         manifest = json.loads((rl.records(trial) / "manifest.json").read_text())
@@ -77,7 +79,7 @@ def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(
 
 def test_a_step_whose_checkpoint_is_committed_is_never_done_again(rl):
     """Killed between two steps, with everything committed."""
-    process = rl.start("between", "saver.mode=sync")
+    process = rl.start("between", SYNC)
     rl.wait_for_steps("between", 3, process)
     process.kill(), process.join()
     committed = [
@@ -160,11 +162,11 @@ def newest_file(checkpoints, name):
     """Of the newest committed checkpoint, whether it is there or not."""
     committed = checkpoints.glob("recover_info/globalstep*/COMMIT")
     steps = [int(path.parent.name.removeprefix("globalstep")) for path in committed]
-    return checkpoints / f"recover_info/globalstep{max(steps, default=0)}" / name
+    return checkpoints / f"recover_info/globalstep{max(steps, default='')}" / name
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
-    process = rl.start("damaged", "saver.mode=sync")
+    process = rl.start("damaged", SYNC)
     rl.wait_for_steps("damaged", 4, process)
     process.kill(), process.join()
     found = sorted(
@@ -210,6 +212,7 @@ def test_off_policy_every_group_is_trained_once_whenever_the_run_is_killed(task,
         f"mode={mode}",
         "allocation_mode=embedded:d1+archon:d1",
         "max_staleness=2",
+        SYNC,
         *RL,
     )
     draw = random.Random(len(mode))
