@@ -70,7 +70,6 @@ def run_over_ranks(
         "notes": list(notes),
         "fresh": fresh and own is not None,
         "device": device,
-        "again": None,
     }
     settings = LaunchSettings(
         device=device,
@@ -104,7 +103,7 @@ def run_over_ranks(
 
 def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
     """One rank of a run; rank 0's summary."""
-    if payload["again"] is not None:
+    if "again" in payload:
         os.environ[AGAIN] = payload["again"]
     device = device_of(rank, payload["device"])
     config = Config.model_validate(payload["config"])

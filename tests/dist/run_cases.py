@@ -207,7 +207,11 @@ def run_harmed(command, rank, deed, task, root):
     """Starts a run of which one rank fails."""
     layout = "archon:d2" if command == "sft" else "embedded:d1|archon:d2"
     config, notes = config_of(
-        task, root, command, "run", f"experiment_name={rank}-{deed}", f"allocation_mode={layout}"
+        task,
+        root,
+        command,
+        "run",
+        *(f"experiment_name={rank}-{deed}", f"allocation_mode={layout}", "recover.retries=0"),
     )
     run, begin = {
         "sft": (harmed_sft, sft.begin_sft),
