@@ -29,7 +29,8 @@ def task(tmp_path_factory):
 
 def start(task, root, command, trial):
     layout = "archon:d2" if command == "sft" else "embedded:d1|archon:d2"
-    more = ("total_train_epochs=100000", f"stall_abort_s={LIMIT_S}", f"allocation_mode={layout}")
+    endless = ("total_train_epochs=100000", "recover.retries=0")
+    more = (*endless, f"stall_abort_s={LIMIT_S}", f"allocation_mode={layout}")
     return Program([command, *settings_of(task, root, command, trial, *more)])
 
 
