@@ -19,12 +19,12 @@ from pentad.checkpoint.folders import (
     FileEntry,
     PieceEntry,
     check_size,
+    piece_sentence,
     read_file,
     read_json,
 )
 from pentad.checkpoint.shards import COUNTERS, Stateful
 from pentad.core.errors import RunError, UserError
-from pentad.core.text import visible
 from pentad.models.exchange import box_of
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import DcpFolder, Demand
@@ -63,9 +63,7 @@ class ManifestVerifier:
     def check(self, file: str, offset: int, length: int, data: memoryview) -> None:
         piece = self.known[file][offset, length]
         if hashlib.sha256(data).hexdigest() != piece.sha256:
-            place = f"piece {visible(piece.name)} (bytes {offset} to {offset + length})"
-            path = self.checkpoint.root / self.folder / file
-            raise Damaged(f"{path}: {place} does not have the digest it was saved with")
+            raise Damaged(piece_sentence(self.checkpoint.root / self.folder / file, piece))
 
     def _entry(self, file: str) -> FileEntry:
         path = f"{self.folder}/{file}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from pentad.checkpoint.job import Memory
 from pentad.core.errors import RunError
+
+log = logging.getLogger(__name__)
 
 ALIGN = 64
 """Where a tensor begins: a multiple of every item size."""
@@ -75,6 +78,9 @@ class HostMemory:
                 torch.cuda.set_device(device)
                 where, num = self.bytes.data_ptr(), self.bytes.numel()
                 self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(where, num, 0)) == 0
+                if not self.is_pinned:
+                    text = "%.1f GB of host memory cannot be pinned: saves hold training up longer"
+                    log.warning(text, num / 1e9)
         except (OSError, RuntimeError, MemoryError) as error:
             self.failure = error
 

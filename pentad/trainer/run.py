@@ -84,7 +84,7 @@ class OpenRun:
     saves_beside: bool
     device: torch.device
     writer: Writer = field(default_factory=Writer)
-    """Writes exports and checkpoints of this process while training goes on."""
+    """Writes exports while training goes on; checkpoints have one on every rank."""
 
     def saver(self, learner: Learner, role: str = "default") -> Saver:
         return Saver(
@@ -310,25 +310,7 @@ def open_run(
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(logged_end())
         stack.enter_context(stop_early())
-        for note in notes:
-            log.info("%s", note)
-        for warning in warnings:
-            log.warning("%s", warning)
-        if num_steps < (config.total_train_steps or 0):
-            log.warning(
-                "total_train_steps = %d: the run ends after %d, which is total_train_epochs = %d; "
-                "raise that for more",
-                config.total_train_steps,
-                num_steps,
-                config.total_train_epochs,
-            )
-        if not (is_saved_within(config) or config.recover.is_on):
-            log.info(
-                "the model is saved at the end and not before, and recover.mode = %s: a run that "
-                "is killed leaves nothing; saver.freq_steps=N saves it every N steps",
-                config.recover.mode,
-                extra=NOTICE,
-            )
+        log_start(config, notes, warnings, num_steps)
         telemetry = config.telemetry
         sinks = build_sinks(
             folder.path,
@@ -372,6 +354,30 @@ def open_run(
         stack.push(lambda kind, *_: run.writer.close(None if kind is None else 0.0))
         yield run
         folder.check_there()
+
+
+def log_start(
+    config: Config, notes: Sequence[str], warnings: Sequence[str], num_steps: int
+) -> None:
+    for note in notes:
+        log.info("%s", note)
+    for warning in warnings:
+        log.warning("%s", warning)
+    if num_steps < (config.total_train_steps or 0):
+        log.warning(
+            "total_train_steps = %d: the run ends after %d, which is total_train_epochs = %d; "
+            "raise that for more",
+            config.total_train_steps,
+            num_steps,
+            config.total_train_epochs,
+        )
+    if not (is_saved_within(config) or config.recover.is_on):
+        log.info(
+            "the model is saved at the end and not before, and recover.mode = %s: a run that "
+            "is killed leaves nothing; saver.freq_steps=N saves it every N steps",
+            config.recover.mode,
+            extra=NOTICE,
+        )
 
 
 def alarms_of(config: Config) -> FindAlarms:
