@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,17 @@ def read_json(checkpoint: Checkpoint, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Damaged(f"{checkpoint.root / path}: is no JSON object")
     return value
+
+
+@contextmanager
+def reading(place: Path) -> Iterator[None]:
+    """Within, values of a verified file are taken out: one that is missing or of another type is
+    damage. Nothing else is done there, or a defect of ours would pass for one of the file."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        what = f"{type(error).__name__}: {visible(str(error))}"
+        raise Damaged(f"{place}: does not hold what a run saves ({what})") from error
 
 
 def check_size(checkpoint: Checkpoint, path: str) -> None:

@@ -22,6 +22,7 @@ from pentad.checkpoint.folders import (
     piece_sentence,
     read_file,
     read_json,
+    reading,
 )
 from pentad.checkpoint.shards import COUNTERS, Stateful
 from pentad.core.errors import RunError, UserError
@@ -34,6 +35,14 @@ from pentad.weights.regions import Region, clip_all
 
 OF_A_RANK = "rng."
 """How names of state begin that belongs to one rank: another world may not have it."""
+COUNTER_TYPES = {
+    **dict.fromkeys(("num_steps", "num_skipped"), int),
+    **dict.fromkeys(("backend", "model", "dtype"), str),
+    **dict.fromkeys(("tags", "companions"), list),
+    "value_head": bool,
+    "hf_config": dict,
+}
+"""What is read out of the counters."""
 
 Sources = Mapping[str, Sequence[Region]]
 
@@ -85,7 +94,16 @@ def open_state(checkpoint: Checkpoint, folder: str) -> DcpFolder:
 
 def read_counters(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
     """What `Stateful.state_counters` gave when the state was saved; raises Damaged."""
-    return read_json(checkpoint, f"{folder}/{COUNTERS}")
+    path = f"{folder}/{COUNTERS}"
+    counters = read_json(checkpoint, path)
+    with reading(checkpoint.root / path):
+        for name, kind in COUNTER_TYPES.items():
+            if type(counters[name]) is not kind:
+                raise TypeError(f"{name} is a {type(counters[name]).__name__}")
+        for text in counters["tags"] + counters["companions"]:
+            if not isinstance(text, str):
+                raise TypeError(f"{text} is no text")
+    return counters
 
 
 def restore_learner(learner: Restorable, checkpoint: Checkpoint, folder: str) -> dict[str, Any]:

@@ -215,23 +215,26 @@ class Ledger:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], available: Collection[int]) -> Ledger:
-        """Continues from a snapshot; of the groups in `available` the store holds the samples."""
-        ledger = cls(snapshot["groups_per_batch"])
-        ledger.next_gid = snapshot["next_gid"]
-        ledger._first_batch = snapshot["first_batch"]
-        ledger._trained = snapshot["trained"]
-        ledger._dropped = dict(snapshot["dropped"])
+        """Continues from a snapshot; of the groups in `available` the store holds the samples.
+        LookupError, TypeError or ValueError for what `snapshot` would not give."""
+        ledger = cls(int(snapshot["groups_per_batch"]))
+        ledger.next_gid = int(snapshot["next_gid"])
+        ledger._first_batch = int(snapshot["first_batch"])
+        ledger._trained = int(snapshot["trained"])
+        ledger._dropped = {reason: int(count) for reason, count in snapshot["dropped"].items()}
         for saved in snapshot["batches"]:
-            done = dict(saved["done"])
-            ledger._batches[saved["batch"]] = _Batch(done, saved["num_drawn"], len(done))
+            done = {int(slot): int(gid) for slot, gid in saved["done"]}
+            ledger._batches[int(saved["batch"])] = _Batch(done, int(saved["num_drawn"]), len(done))
         for saved in snapshot["live"]:
-            entry = _Entry(saved["batch"], saved["slot"], saved["state"], saved["num_attempts"])
-            if entry.state in ("ready", "leased") and saved["gid"] in available:
+            numbers = (int(saved[name]) for name in ("gid", "batch", "slot", "num_attempts"))
+            gid, batch, slot, num_attempts = numbers
+            entry = _Entry(batch, slot, saved["state"], num_attempts)
+            if entry.state in ("ready", "leased") and gid in available:
                 entry.state = "ready"
             elif entry.state != "planned":
-                entry.state, entry.num_attempts = "planned", entry.num_attempts - 1
-            ledger._live[saved["gid"]] = entry
-            ledger._batches[entry.batch].slots[entry.slot] = saved["gid"]
+                entry.state, entry.num_attempts = "planned", num_attempts - 1
+            ledger._live[gid] = entry
+            ledger._batches[batch].slots[slot] = gid
         return ledger
 
     # -- inside ---------------------------------------------------------------------------------

@@ -78,13 +78,14 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(data: bytes, prompt_of: Callable[[int], Prompt]) -> Iterator[Group]:
-    """The groups that were packed, with the prompts of their gids."""
+    """The groups that were packed, with the prompts of their gids; ValueError, TypeError or
+    LookupError for anything that `pack_groups` would not give."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             meta = json.loads(file["meta"].tobytes())
             arrays = {key: file[str(i)] for i, key in enumerate(meta["keys"])}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"the saved groups cannot be read: {error}") from error
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"the groups cannot be read: {error}") from error
     at = dict.fromkeys(arrays, 0)
 
     def take(key: str, length: int) -> np.ndarray:

@@ -70,10 +70,11 @@ class Bounds:
         return {"lasting": self.lasting, "recent": recent, "nonfinite": list(self.nonfinite)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.lasting = dict(state["lasting"])
+        self.lasting = {sign: int(steps) for sign, steps in state["lasting"].items()}
         window = 2 * self.settings.patience_steps
-        self.recent = {sign: deque(seen, window) for sign, seen in state["recent"].items()}
-        self.nonfinite.extend(state["nonfinite"])
+        recent = state["recent"].items()
+        self.recent = {sign: deque(map(bool, seen), window) for sign, seen in recent}
+        self.nonfinite = deque(map(bool, state["nonfinite"]), SHARE_WINDOW)
 
     def past(self, steps: Sequence[StepResult], compared: Compared | None = None) -> str:
         """The sentence that ends the run; empty as long as it may go on."""

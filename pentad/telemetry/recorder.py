@@ -108,7 +108,7 @@ class Recorder:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         with self._lock:
-            self._alarmed = dict(state["alarmed"])
+            self._alarmed = {kind: int(step) for kind, step in state["alarmed"].items()}
 
     def sync(self) -> None:
         """All that was recorded so far outlives a power cut."""

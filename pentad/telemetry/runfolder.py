@@ -209,7 +209,10 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         value = json.loads(file.read_text())
     except ValueError:
         value = None
-    if not isinstance(value, dict) or not {"config_digest", "config", "starts"} <= value.keys():
+    kinds = {"config_digest": str, "config": dict, "starts": list}
+    if not isinstance(value, dict) or not all(
+        isinstance(value.get(key), kind) for key, kind in kinds.items()
+    ):
         remedy = "choose another trial_name, or start anew with --fresh"
         raise UserError(Problem(str(file), "not the manifest of a run", remedy))
     return value

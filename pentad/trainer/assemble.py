@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import snapshot_on_host
 from pentad.config.rules.algorithm import longest_sample, sample_limit
 from pentad.config.rules.unread import unread
@@ -40,7 +41,7 @@ from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
-from pentad.trainer.recovery import Identity
+from pentad.trainer.recovery import GROUPS, Identity
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import (
     OpenRun,
@@ -288,17 +289,21 @@ class Assembly:
         stream = self.checked.stream
         is_forced = "train_dataset" in self.config.recover.allow
 
-        def check(infos: Mapping[str, Any]) -> None:
+        def take_data(checkpoint: Checkpoint) -> None:
+            place, info = checkpoint.root / checkpoint.info, self.recover.infos["dataloader_info"]
+            with reading(place / "dataloader_info.json"):
+                known = dict(info["data"])
             if not is_forced:
-                stream.check_state(infos["dataloader_info"]["data"])
+                stream.check_state(known)
+            data = None if is_forced else self.recover.ready
+            with reading(place / GROUPS):
+                groups = [] if data is None else list(unpack_groups(data, stream.prompt))
+            with reading(place / "dataloader_info.json"):
+                self.state.resume(info["ledger"], groups, checkpoint.step + 1)
 
-        checkpoint = self.open.resume(self.recover, check)
+        checkpoint = self.open.resume(self.recover, take_data)
         if checkpoint is None:
             return 0
-        data = None if is_forced else self.recover.ready
-        groups = unpack_groups(data, stream.prompt) if data is not None else ()
-        ledger = self.recover.restored["dataloader_info"]["ledger"]
-        self.state.resume(ledger, groups, checkpoint.step + 1)
         self.update.num_done = checkpoint.step + 1
         before, now = checkpoint.manifest.facts["config"], self.config
         paths = {"ref": now.ref.path, "teacher": now.teacher.path}
@@ -314,9 +319,8 @@ class Assembly:
             saver.scored(line["version"] - 1, math.nan if score is None else score)
 
     def _load_tags(self) -> None:
-        counters = self.recover.restored.get("checkpoint_info", {}).get("counters", {})
-        needed = set(self.checked.algorithm.needs_tags)
-        needed -= set(counters.get("default", {}).get("tags", ())) - self.other_tags
+        saved = self.recover.counters.get("default", {"tags": ()})["tags"]
+        needed = set(self.checked.algorithm.needs_tags) - (set(saved) - self.other_tags)
         if "ref" in needed and self.config.ref.path:
             self.learner.load_tag("ref", self.config.ref.path)
         elif "ref" in needed:

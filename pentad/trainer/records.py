@@ -54,7 +54,7 @@ class StepRecorder:
         return {"steps_below_target": self.steps_below_target}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.steps_below_target = state["steps_below_target"]
+        self.steps_below_target = int(state["steps_below_target"])
 
     def rl_record(
         self,

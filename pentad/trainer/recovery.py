@@ -28,6 +28,7 @@ from pentad.checkpoint.folders import (
     read_checkpoint,
     read_file,
     read_json,
+    reading,
     state_folder,
 )
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
@@ -82,8 +83,8 @@ class Identity:
         pass
 
 
-Check = Callable[[Checkpoint, Mapping[str, Any]], None]
-"""Looks at the small files of a checkpoint and raises what it does not accept."""
+Check = Callable[[Checkpoint], None]
+"""Looks at a checkpoint whose small files were read, and raises what it does not accept."""
 
 
 class RankSaver:
@@ -171,10 +172,12 @@ class RecoverHandler:
     """What the manifest says besides, as JSON values."""
     parts: dict[tuple[str, str], RunPart] = field(default_factory=dict)
     """By file and name in it."""
-    restored: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The small files of the checkpoint that the run went on from."""
+    infos: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The small files of the checkpoint that is restored."""
     ready: bytes | None = None
     """The samples that waited for training in it."""
+    counters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each learner that was restored."""
     point: Point | None = None
     receipts: tuple[str, ...] = ()
     """Of what is staged and not committed."""
@@ -207,11 +210,9 @@ class RecoverHandler:
         return f"started again, the run goes on after step {last + 1}"
 
     def add(self, file: str, name: str, part: RunPart) -> None:
-        """Saves the part from now on; restores it if the run goes on from a checkpoint."""
-        assert file in INFOS
+        """Saves the part with the checkpoints, and restores it if one is."""
+        assert file in INFOS and not self.infos, "parts are added before a checkpoint is restored"
         self.parts[file, name] = part
-        if name in self.restored.get(file, {}):
-            part.restore(self.restored[file][name])
 
     # Going on
 
@@ -245,21 +246,22 @@ class RecoverHandler:
                 where = f"recovery checkpoint {checkpoint.root / checkpoint.info}"
                 remedy = "set the algorithm back, or start anew with --fresh"
                 raise UserError(Problem(where, f"holds no {role}, which is trained", remedy))
-        infos = {name: read_json(checkpoint, f"{checkpoint.info}/{name}.json") for name in INFOS}
-        check(checkpoint, infos)
-        path = f"{checkpoint.info}/{GROUPS}"
+        info = checkpoint.info
+        self.infos = {name: read_json(checkpoint, f"{info}/{name}.json") for name in INFOS}
+        path = f"{info}/{GROUPS}"
         self.ready = read_file(checkpoint, path) if path in checkpoint.manifest.files else None
+        check(checkpoint)
         for role, learner in self.learners.items():
             folder = state_folder(role, checkpoint.step)
             asked = partial(restore_state, root=self.root, step=checkpoint.step, folder=folder)
             found = on_all_ranks(learner, asked)
             if isinstance(found, RunError):
                 raise found
-            infos["checkpoint_info"].setdefault("counters", {})[role] = found
-        self.restored = infos
+            self.counters[role] = found
         for (file, name), part in self.parts.items():
-            if name in infos[file]:
-                part.restore(infos[file][name])
+            with reading(self.root / info / f"{file}.json"):
+                if name in self.infos[file]:
+                    part.restore(self.infos[file][name])
 
     def prepare(self) -> None:
         """Makes the memory that saves beside training need, before the first is due."""

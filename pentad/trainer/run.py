@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from pentad.checkpoint.folders import Checkpoint, find_checkpoints, sweep_uncommitted
+from pentad.checkpoint.folders import (
+    MANIFEST,
+    Checkpoint,
+    find_checkpoints,
+    reading,
+    sweep_uncommitted,
+)
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Writer
 from pentad.config.derived import checkpoint_root, compute_bytes, is_saved_within
@@ -30,6 +36,7 @@ from pentad.core.layout import Layout
 from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
 from pentad.core.sizes import PROCESS_BYTES, export_bytes
+from pentad.core.text import visible
 from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
@@ -44,16 +51,13 @@ from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
-from pentad.trainer.recovery import RecoverHandler
+from pentad.trainer.recovery import Check, RecoverHandler
 from pentad.trainer.saver import Saver
 from pentad.trainer.stopping import stop_early
 from pentad.trainer.translate import remote_of
 from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
-
-CheckInfos = Callable[[Mapping[str, Any]], None]
-"""Raises what it does not accept in the small files of a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -141,22 +145,24 @@ class OpenRun:
             handler.add("saver_info", role, saver)
         return handler
 
-    def resume(self, handler: RecoverHandler, check: CheckInfos) -> Checkpoint | None:
+    def resume(self, handler: RecoverHandler, check: Check) -> Checkpoint | None:
         """Goes on from the newest checkpoint that is whole, and says so; None: from the start."""
         if not handler.is_on:
             return None
         is_known = bool(self.folder.manifest["starts"])
 
-        def accept(checkpoint: Checkpoint, infos: Mapping[str, Any]) -> None:
-            before = checkpoint.manifest.facts["config"]
-            if not is_known:  # the records are elsewhere, or gone
-                self.folder.changes = accept_config(self.config, before)
-            size, was = self.config.train_dataset.batch_size, before["train_dataset"]["batch_size"]
+        def accept(checkpoint: Checkpoint) -> None:
+            size, facts = self.config.train_dataset.batch_size, checkpoint.manifest.facts
+            with reading(checkpoint.root / checkpoint.info / MANIFEST):
+                before, was = facts["config"], facts["config"]["train_dataset"]["batch_size"]
+                _ = facts["time"], [before[tag]["path"] for tag in ("ref", "teacher")]
+                if not is_known:  # the records are elsewhere, or gone
+                    self.folder.changes = accept_config(self.config, before)
             if size != was:
                 rule = f"was {was} so far, and the place in the data is counted by it"
                 remedy = "set it back, or start anew with --fresh"
                 raise UserError(Problem(f"train_dataset.batch_size = {size}", rule, remedy))
-            check(infos)
+            check(checkpoint)
 
         checkpoint = handler.restore(accept)
         if checkpoint is None and is_known:
@@ -170,7 +176,8 @@ class OpenRun:
         )
         again = f"; {some} recorded since {verb} done again" if redone else ""
         if checkpoint is not None:
-            place, saved = checkpoint.root / checkpoint.info, checkpoint.manifest.facts["time"]
+            place = checkpoint.root / checkpoint.info
+            saved = visible(str(checkpoint.manifest.facts["time"]))
             log.info(
                 "resumed after step %d from %s (%s)%s", trained, place, saved, again, extra=NOTICE
             )
@@ -186,8 +193,12 @@ class OpenRun:
 
     def _check_place(self) -> None:
         """UserError if the checkpoints of the run are where they are not looked for any more."""
-        before = Config.model_validate(self.folder.manifest["config"]).checkpoint
-        place = checkpoint_path(self.config.model_copy(update={"checkpoint": before}))
+        former = self.folder.manifest["config"].get("checkpoint")
+        former = former.get("local_dir") if isinstance(former, dict) else None
+        if not isinstance(former, str | None):
+            former = None
+        checkpoint = self.config.checkpoint.model_copy(update={"local_dir": former})
+        place = checkpoint_path(self.config.model_copy(update={"checkpoint": checkpoint}))
         if place != self.checkpoints and find_checkpoints(place, report=log.info):
             rule = f"the run's recovery checkpoints are in {place}"
             remedy = f"move that folder to {self.checkpoints}, set it back, or start with --fresh"

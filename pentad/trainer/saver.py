@@ -128,9 +128,9 @@ class Saver:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        last = state["last_saved"]  # the folder may be gone, or on a machine that was lost
+        last = int(state["last_saved"])  # the folder may be gone, or on a machine that was lost
         self.last_saved = last if last >= 0 and self.folder(last).is_dir() else -1
-        self.scores = dict(state["scores"])
+        self.scores = {int(step): float(score) for step, score in state["scores"]}
         self.frequency.restore(state["frequency"])
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.catalog import register_models
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
@@ -21,10 +21,12 @@ from pentad.core.types import Row
 from pentad.data.sft import SftDataset, open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import build_engine
+from pentad.rl.bounds import Bounds
 from pentad.rl.losses import SftLoss
 from pentad.runtime.lead import Lead
 from pentad.telemetry.log import announced
 from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.recovery import Identity, RecoverHandler
@@ -116,7 +118,12 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         saver = run.saver(learner)
         recover = run.recovery({"default": learner}, [saver])
         recover.add("dataloader_info", "data", Identity(data.state))
-        checkpoint = run.resume(recover, lambda infos: check_data(config, data, infos))
+        held_out = HeldOut(valid, learner, run.frequency(config.evaluator)) if valid else None
+        if held_out is not None:
+            recover.add("evaluator_info", "frequency", held_out.frequency)
+        bounds = bounds_of(config)
+        recover.add("stats_logger_info", "bounds", bounds)
+        checkpoint = run.resume(recover, lambda found: check_data(config, data, found, recover))
         recover.prepare()
         trained = 0 if checkpoint is None else checkpoint.step + 1
         run.started(
@@ -125,17 +132,31 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
             device=str(lead.device),
             layout=str(layout),
         )
-        held_out = HeldOut(valid, learner) if valid else None
         with stop_flag() as stop, watch_alone(lead, run):
             return train(
-                lead, run, learner, data, held_out, trained, num_steps, size, stop, saver, recover
+                lead,
+                run,
+                learner,
+                data,
+                held_out,
+                bounds,
+                trained,
+                num_steps,
+                size,
+                stop,
+                saver,
+                recover,
             )
 
 
-def check_data(config: Config, data: SftDataset, infos: Mapping[str, Any]) -> None:
+def check_data(
+    config: Config, data: SftDataset, checkpoint: Checkpoint, recover: RecoverHandler
+) -> None:
     """UserError if the next rows are not those that would have come."""
+    with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
+        known = dict(recover.infos["dataloader_info"]["data"])
     if "train_dataset" not in config.recover.allow:
-        data.check_state(infos["dataloader_info"]["data"])
+        data.check_state(known)
 
 
 def watch_alone(lead: Lead, run: OpenRun) -> AbstractContextManager[None]:
@@ -177,6 +198,7 @@ class HeldOut:
 
     data: SftDataset
     learner: Learner
+    frequency: Frequency
 
     def evaluate(self, version: int) -> dict[str, float | int]:
         started = time.monotonic()
@@ -200,6 +222,7 @@ def train(
     learner: Learner,
     data: SftDataset,
     held_out: HeldOut | None,
+    bounds: Bounds,
     trained: int,
     num_steps: int,
     size: int,
@@ -208,10 +231,6 @@ def train(
     recover: RecoverHandler,
 ) -> RunSummary:
     loss = SftLoss()
-    is_due = run.frequency(run.config.evaluator)
-    recover.add("evaluator_info", "frequency", is_due)
-    bounds = bounds_of(run.config)
-    recover.add("stats_logger_info", "bounds", bounds)
 
     def evaluate(version: int) -> None:
         assert held_out is not None
@@ -235,7 +254,7 @@ def train(
             trained = step + 1
             if result.skipped:
                 log.warning("step %d: nothing was updated: %s", step + 1, result.reason)
-            if held_out and (is_due.is_due(step + 1) or step + 1 == num_steps):
+            if held_out and (held_out.frequency.is_due(step + 1) or step + 1 == num_steps):
                 with timer.phase("evaluate"):
                     evaluate(step + 1)
             sentence = bounds.past([result])

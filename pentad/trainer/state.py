@@ -68,13 +68,16 @@ class RunState:
         )
 
     def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
-        """Goes on from a snapshot. Ready groups that are older than the budget promises are, like
-        all that were under way, sampled anew."""
+        """Goes on from a snapshot, in the place of whatever was here. Ready groups that are older
+        than the budget promises are, like all that were under way, sampled anew. LookupError,
+        TypeError or ValueError, and no change, for what `progress` would not give."""
+        if snapshot["groups_per_batch"] != self.ledger.groups_per_batch:
+            raise ValueError(f"a batch has {snapshot['groups_per_batch']} groups")
         batches = {entry["gid"]: entry["batch"] for entry in snapshot["live"]}
-        for group in groups:
-            if batches[group.gid] - group.min_version <= self.budget.max_staleness:
-                self.store.put(group)
-        self.ledger = Ledger.restore(snapshot, self.store.groups)
+        oldest = self.budget.max_staleness
+        kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
+        self.ledger = Ledger.restore(snapshot, kept)
+        self.store.groups = kept
         self.budget.trained = self.budget.published = trained
 
     def request_stop(self, reason: str) -> None:
