@@ -4,7 +4,9 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+from process_state import process_restored
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -15,3 +17,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before():
+    """A test neither finds what others set for the process nor leaves anything."""
+    with process_restored():
+        yield

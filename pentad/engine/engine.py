@@ -50,7 +50,7 @@ from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
 from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
-from pentad.runtime.environment import set_deterministic_environment
+from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
 from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import FolderPlan, save_folder
@@ -149,8 +149,7 @@ class Engine:
         self.source_folder = source_folder
         self.tokenizer_folder = tokenizer_folder
         if settings.deterministic:
-            set_deterministic_environment()
-            torch.use_deterministic_algorithms(True)
+            make_deterministic()
         self.pipeline = held.pipeline
         self.passes: Passes = (
             WholePasses(held.parts[0], settings, meshes)

@@ -128,17 +128,15 @@ class Compiling:
     """Says that blocks are being compiled, which happens in the middle of a pass and takes long."""
 
     def __init__(self) -> None:
-        self.is_watching = False
         self.since = 0.0
         self.num_graphs = 0
         self.seconds = 0.0
         """Spent since the last report."""
 
     def watch(self) -> None:
-        if not self.is_watching:
-            from torch._dynamo.callback import callback_handler  # slow to import, and not for all
+        from torch._dynamo.callback import callback_handler  # slow to import, and not for all
 
-            self.is_watching = True
+        if self._begin not in callback_handler.start_callbacks:  # a reset of dynamo removes them
             callback_handler.register_start_callback(self._begin)
             callback_handler.register_end_callback(self._end)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -14,11 +15,32 @@ DETERMINISTIC = {
 """What bitwise repeatable runs need besides torch's own switch."""
 
 
-def set_deterministic_environment() -> None:
+def make_deterministic() -> None:
     """In a process that nobody started as a rank; before its first product on a GPU and its first
     compilation, when they are read. What the user set stays: torch refuses what does not do."""
+    import torch  # not in a process that only starts ranks
+
     for name, value in DETERMINISTIC.items():
         os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def determinism_restored() -> Iterator[None]:
+    """Undoes `make_deterministic` at the end: later runs of this process have settings of their
+    own, and the ranks they start inherit its environment."""
+    import torch
+
+    before = {name: os.environ.get(name) for name in DETERMINISTIC}
+    mode = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warns)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
 
 
 def rank_environment(

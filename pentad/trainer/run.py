@@ -41,6 +41,7 @@ from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
+from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.manifest import describe_start
@@ -319,6 +320,7 @@ def open_run(
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))
+        stack.enter_context(determinism_restored())
         stack.enter_context(logged_end())
         stack.enter_context(stop_early())
         log_start(config, notes, warnings, num_steps)

@@ -1,12 +1,16 @@
 """Whole SFT runs on CPU."""
 
+import os
 import signal
 
 import pytest
+import torch
 import torch.distributed as dist
 from run_lab import steps_of, values_of
 
 from pentad.core.errors import RunError, UserError
+from pentad.engine.engine import Engine
+from pentad.runtime.environment import DETERMINISTIC
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 
@@ -91,6 +95,25 @@ def test_memory_options_change_where_things_lie_and_no_number(lab, no_process_gr
     log = (same.records / "log.txt").read_text()
     assert log.count("ac_debug: layer") >= 2 and "aten.mm.default" in log
     assert "ac_debug" not in (plain.records / "log.txt").read_text()
+
+
+def test_a_deterministic_run_leaves_the_process_as_it_was(lab, monkeypatch):
+    for name in DETERMINISTIC:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    before, during, plain = dict(os.environ), [], Engine.end_step
+
+    def end_step(engine):
+        during.append((torch.are_deterministic_algorithms_enabled(), dict(os.environ)))
+        return plain(engine)
+
+    monkeypatch.setattr(Engine, "end_step", end_step)
+    lab.sft("actor.archon.use_deterministic_algorithms=true", "total_train_steps=1")
+    [(is_deterministic, environment)] = during
+    assert is_deterministic and environment == {**DETERMINISTIC, **before}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert dict(os.environ) == before, "or ranks of the next run would inherit it"
 
 
 def test_what_needs_a_gpu_is_refused_before_anything_is_made(lab):

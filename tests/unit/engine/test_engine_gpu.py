@@ -25,7 +25,6 @@ MIXTURE = WIDE | {
 @pytest.fixture(autouse=True)
 def clean():
     yield
-    torch.use_deterministic_algorithms(False)
     if dist.is_initialized():
         dist.destroy_process_group()
 

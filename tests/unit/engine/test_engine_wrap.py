@@ -186,13 +186,10 @@ def test_bf16_compute_stays_near_fp32(no_process_group):
 
 
 def test_deterministic_mode_is_torchs_own_refusal():
-    try:
-        engine = make_engine(deterministic=True)
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert not train(engine, make_rows()).skipped
-    finally:
-        torch.use_deterministic_algorithms(False)
+    engine = make_engine(deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not train(engine, make_rows()).skipped
 
 
 def test_compiled_blocks_share_one_graph_over_layers_and_lengths(monkeypatch):

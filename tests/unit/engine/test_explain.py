@@ -72,8 +72,6 @@ def test_every_phase_is_named(monkeypatch):
 def deterministic(monkeypatch):
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
         monkeypatch.delenv(name, raising=False)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Varying(PolicyLoss):

@@ -1,0 +1,96 @@
+"""What tests set for a whole process, and how it becomes again what it was before them."""
+
+import logging
+import os
+import signal
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+HANDLED = [
+    getattr(signal, f"SIG{name}")
+    for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "PIPE", "ALRM", "TERM", "CHLD", "XFSZ")
+]
+
+
+@contextmanager
+def process_restored():
+    """Pytest itself restores the filters of warnings."""
+    with ExitStack() as stack:
+        for part in (environment, folder, signals, loggers, torch_settings):
+            stack.enter_context(part())
+        yield
+
+
+@contextmanager
+def environment():
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    for name in (before.keys() | after.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif before[name] != after.get(name):
+            os.environ[name] = before[name]
+
+
+@contextmanager
+def folder():
+    before = Path.cwd()
+    yield
+    os.chdir(before)
+
+
+@contextmanager
+def signals():
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def loggers():
+    """The root and ours; one that a test made first becomes a new one."""
+    before = {logger.name: logger_state(logger) for logger in our_loggers()}
+    new = (logging.NOTSET, True, False, [], [])
+    yield
+    for logger in our_loggers():
+        state = before.get(logger.name, new)
+        if logger_state(logger) != state:
+            level, logger.propagate, logger.disabled, filters, handlers = state
+            logger.setLevel(level)
+            logger.filters[:] = filters
+            logger.handlers[:] = [*handlers, *filter(is_of_pytest, logger.handlers)]
+
+
+def our_loggers():
+    known = logging.root.manager.loggerDict
+    ours = [known[name] for name in known if name.startswith("pentad")]
+    return [logging.root, *(one for one in ours if isinstance(one, logging.Logger))]
+
+
+def logger_state(logger):
+    handlers = [one for one in logger.handlers if not is_of_pytest(one)]
+    return logger.level, logger.propagate, logger.disabled, logger.filters[:], handlers
+
+
+def is_of_pytest(handler):
+    return type(handler).__module__.startswith("_pytest")
+
+
+@contextmanager
+def torch_settings():
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    has_gradients = torch.is_grad_enabled()
+    mode = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(has_gradients)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if torch.are_deterministic_algorithms_enabled() != mode:
+        torch.use_deterministic_algorithms(mode, warn_only=warns)
