@@ -89,6 +89,23 @@ class Infra:
     num_failed_recovers: int | None = about(
         "recovery checkpoints that failed since the last good one", "attempts", varies=True
     )
+    last_uploaded_step: int | None = about(
+        "the last step whose recovery checkpoint is whole in the store, as far as known; this and "
+        "the next three are null without checkpoint.remote_uri",
+        "steps",
+        varies=True,
+    )
+    waiting_upload_step: int | None = about(
+        "the newest committed one that the store does not have yet; null: it has all",
+        "steps",
+        varies=True,
+    )
+    num_failed_uploads: int | None = about(
+        "uploads that failed after all retries, in this start of the run", "attempts", varies=True
+    )
+    uploaded_gb: float | None = about(
+        "sent to the store and acknowledged, in this start of the run", "GB", varies=True
+    )
     active_nodes: int | None = about("machines at work", "nodes")
     ep_world_size: int | None = about("ranks that share the experts", "ranks")
 

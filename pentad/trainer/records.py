@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pentad.checkpoint.tiers import Tiers
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
@@ -137,12 +138,13 @@ class StepRecorder:
                 active_nodes=1,
                 ep_world_size=self.layout.ep,
                 async_ckpt_commit_ms=saver.commit_ms,
-                last_saved_step=saver.last_saved + 1 if saver.last_saved >= 0 else None,
+                last_saved_step=_counted(saver.last_saved),
                 num_failed_saves=saver.num_failed,
-                last_recover_step=recover.last_saved + 1 if recover.last_saved >= 0 else None,
+                last_recover_step=_counted(recover.last_saved),
                 recover_stall_ms=recover.stall_ms,
                 recover_commit_ms=recover.commit_ms,
                 num_failed_recovers=recover.num_failed if recover.is_on else None,
+                **_uploads(recover.tiers),
             ),
             **more,
         )
@@ -198,6 +200,24 @@ class StepRecorder:
             critic_loss=sum(one.loss for one in critic) / len(critic) if critic else None,
             critic_grad_norm=max(one.grad_norm for one in critic) if critic else None,
         )
+
+
+def _counted(step: int | None) -> int | None:
+    """A step that is counted from 0, as records count it; None for none."""
+    return None if step is None or step < 0 else step + 1
+
+
+def _uploads(tiers: Tiers) -> dict[str, Any]:
+    """Fields of `Infra`; none where there is no store."""
+    if tiers.remote is None:
+        return {}
+    status = tiers.status()
+    return {
+        "last_uploaded_step": _counted(status.last_step),
+        "waiting_upload_step": _counted(status.waiting_step),
+        "num_failed_uploads": status.num_failures,
+        "uploaded_gb": _gb(status.num_bytes),
+    }
 
 
 def _balance(layers: Sequence[LayerBalance]) -> Kernel | None:

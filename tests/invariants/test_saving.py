@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import saver
+from pentad.trainer.frequency import Frequency
 from pentad.weights import hf
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
@@ -128,6 +130,29 @@ def test_records_say_how_exports_were_written(lab):
         assert infra[-1]["last_saved_step"] == (3 if not is_beside else 2)  # one is under way
         start = (summary.records / "manifest.json").read_text()
         assert f'"saver_mode": "{"async" if is_beside else "sync"}"' in start
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_exports_come_every_so_many_epochs(lab, mode):
+    every = ("saver.freq_epochs=2", "train_dataset.batch_size=32", f"saver.mode={mode}")
+    lab.sft(*every, "total_train_epochs=5", "trial_name=epochs")  # of two steps
+    assert exports_of(lab, "epochs").keys() == {3, 7, 9}, "and at the end"
+
+
+def test_exports_come_every_so_many_seconds_also_across_a_restart(lab, monkeypatch):
+    now = [0.0]
+
+    def pass_time(self, record, *args, plain=Recorder.step):
+        now[0] += 10
+        return plain(self, record, *args)
+
+    monkeypatch.setattr(Recorder, "step", pass_time)
+    monkeypatch.setattr("pentad.trainer.run.Frequency", partial(Frequency, clock=lambda: now[0]))
+    every = ("saver.freq_secs=25", "saver.mode=sync", "trial_name=seconds")
+    lab.sft(*every, "total_train_steps=5")
+    assert exports_of(lab, "seconds").keys() == {3, 4}, "after 30 s and at the end"
+    lab.sft(*every, "total_train_steps=8")
+    assert exports_of(lab, "seconds").keys() == {3, 4, 6, 7}, "30 s after the first"
 
 
 def test_a_host_without_room_for_a_copy_saves_while_training_waits(lab, monkeypatch, capsys):

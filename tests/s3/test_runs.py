@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from pentad.checkpoint.s3 import Store
+from pentad.checkpoint.tiers import Tiers
 from pentad.core.remote import Remote
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
+from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.sft import run_sft
-
-pytest.importorskip("pentad.trainer.recovery", reason="runs do not save recovery checkpoints yet")
 
 
 @pytest.fixture
@@ -52,5 +53,46 @@ def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_happened(sft, remo
     store = Store(Remote(f"{remote.uri}/me/sums/one", endpoint_url=remote.endpoint_url))
     committed = sorted(key for key in store.sizes("recover_info/") if key.endswith("/COMMIT"))
     assert committed[-1] == "recover_info/globalstep4/COMMIT"
+    infra = [record["infra"] for record in read_lines(resumed.records / "steps.jsonl")]
+    assert infra[0]["last_uploaded_step"] == 3, "it was fetched"
+    assert read_lines(whole.records / "steps.jsonl")[-1]["infra"]["last_uploaded_step"] is None
     log = (resumed.records / "log.txt").read_text()
     assert "fetched s3://" in log and "globalstep2" in log
+
+
+def test_records_say_what_waits_what_is_uploaded_and_what_failed(
+    sft, remote, tmp_path, monkeypatch
+):
+    """Somebody else commits the step of the first checkpoint in the store; the second is whole."""
+    store = Store(Remote(f"{remote.uri}/me/sums/one", endpoint_url=remote.endpoint_url))
+    plain_step, plain_commit, tiers = Recorder.step, Tiers.after_commit, []
+
+    def wait_for(ready):
+        end = time.monotonic() + 60
+        while not (tiers and ready(tiers[0].status())):
+            assert time.monotonic() < end, tiers
+            time.sleep(0.02)
+
+    def step(self, record, *args):
+        found = plain_step(self, record, *args)
+        if record.step == 1:
+            store.put("recover_info/globalstep1/COMMIT", b"another\n")
+        elif record.step == 3:
+            wait_for(lambda status: status.num_failures)
+        elif record.step == 5:
+            wait_for(lambda status: status.last_step == 3)
+        return found
+
+    def after_commit(self, checkpoint):
+        tiers.append(self)
+        plain_commit(self, checkpoint)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    monkeypatch.setattr(Tiers, "after_commit", after_commit)
+    summary = sft(tmp_path / "one", 6, "saver.mode=sync")
+    names = ("last_uploaded_step", "waiting_upload_step", "num_failed_uploads")
+    infra = [record["infra"] for record in read_lines(summary.records / "steps.jsonl")]
+    found = [tuple(one[name] for name in names) for one in infra]
+    assert found[0] == (None, None, 0) and infra[0]["uploaded_gb"] == 0
+    assert found[3] == (None, 2, 1)
+    assert found[5] == (4, None, 1) and infra[5]["uploaded_gb"] > 1e-6
