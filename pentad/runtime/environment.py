@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 DETERMINISTIC = {
@@ -69,3 +69,10 @@ def rank_environment(
         "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed must be in its log
     }
     return {**defaults, **base, **own}
+
+
+def visible_devices(devices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for GPUs that are numbered as this process counts them."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = own.split(",") if own else [str(n) for n in range(max(devices, default=-1) + 1)]
+    return ",".join(names[device] for device in devices)

@@ -19,6 +19,7 @@ from typing import TypeVar
 import pentad
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure
+from pentad.runtime.environment import visible_devices
 from pentad.samplers.wire import Wire
 
 STOP_PATIENCE_S = 15.0
@@ -151,15 +152,8 @@ def check_installed(python: str, module: str, wanted: str | None) -> None:
 def server_environment(devices: Sequence[int], **own: str) -> dict[str, str]:
     """Ours without the paths of our packages; models are folders, nothing is looked up."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    seen = {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
+    seen = {"CUDA_VISIBLE_DEVICES": visible_devices(devices)} if devices else {}
     return {**kept, "HF_HUB_OFFLINE": "1", **seen, **own}
-
-
-def visible(devices: Sequence[int]) -> str:
-    """Device numbers as this process counts them, as the machine counts them."""
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = own.split(",") if own else [str(n) for n in range(max(devices) + 1)]
-    return ",".join(names[device] for device in devices)
 
 
 def free_port() -> int:

@@ -28,7 +28,7 @@ BODY_GRACE_S = 5.0
 """The application answers 408 first."""
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """What has to be known of one."""
 
     address: str
@@ -49,7 +49,7 @@ class Connections:
 
     def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
-        self.of_client: dict[str, dict[Connection, None]] = {}
+        self.of_client: dict[str, dict[ClientConnection, None]] = {}
         """Address -> its connections, the oldest first."""
         self.most = max(1, free_files() - RESERVED_FILES)
         self.patience_s: dict[Phase, float] = {
@@ -59,13 +59,13 @@ class Connections:
             "closing": limits.write_timeout_s,
         }
 
-    def __iter__(self) -> Iterator[Connection]:
+    def __iter__(self) -> Iterator[ClientConnection]:
         return iter([one for held in self.of_client.values() for one in held])
 
     def __len__(self) -> int:
         return sum(map(len, self.of_client.values()))
 
-    def admit(self, new: Connection) -> bool:
+    def admit(self, new: ClientConnection) -> bool:
         """Adds it. Where there are too many, the oldest that has not sent a whole request makes
         room; False if there is none."""
         own = self.of_client.setdefault(new.address, {})
@@ -81,7 +81,7 @@ class Connections:
         own[new] = None
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ClientConnection) -> None:
         own = self.of_client.get(connection.address, {})
         own.pop(connection, None)
         if not own:

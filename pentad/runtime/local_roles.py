@@ -1,0 +1,97 @@
+"""Role processes on this machine: each a session of its own that ends with its starter."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+from pentad.runtime.environment import visible_devices
+from pentad.runtime.process import RankProcess
+from pentad.runtime.report import describe_exit, tail
+from pentad.runtime.role_host import job_of
+from pentad.runtime.roles import RoleSpec
+
+COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
+TOLD_LINES = 6
+OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+class LocalProcess:
+    """One role process of this machine, and the port it was given."""
+
+    def __init__(self, spec: RoleSpec, token: str) -> None:
+        """In the main thread: the process ends with the thread that started it."""
+        self.name = spec.name
+        self.generation = spec.generation
+        self.token = token
+        self.log = spec.log
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            tempfile.TemporaryFile("w+") as job,
+            spec.log.open("ab") as log,
+        ):
+            self.address: tuple[str, int] = listening.getsockname()[:2]
+            more = {"parent": os.getpid(), "listen_fd": listening.fileno()}
+            json.dump(job_of(spec, token, **more), job)
+            job.seek(0)
+            popen = subprocess.Popen(
+                COMMAND,
+                env=environment_of(spec),
+                stdin=job,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
+        self.process = RankProcess(popen)
+        if spec.cores:
+            os.sched_setaffinity(self.process.pid, spec.cores)
+        self.has_ended = False
+
+    def poll(self) -> str | None:
+        code = self.process.code
+        if code is None:
+            return None
+        told = " | ".join(tail(self.log, TOLD_LINES))
+        return describe_exit(code) + (f"; the last lines of {self.log}: {told}" if told else "")
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.poll()  # its code is gone with it
+            self.process.end()
+
+    def stacks(self) -> None:
+        self.process.send(signal.SIGUSR1)
+
+
+class LocalRuntime:
+    """Starts role processes here; one token for all of them."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(32)
+        self.processes: list[LocalProcess] = []
+
+    async def start(self, spec: RoleSpec) -> LocalProcess:
+        process = LocalProcess(spec, self.token)
+        self.processes = [one for one in self.processes if not one.has_ended]
+        self.processes.append(process)
+        return process
+
+    async def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def environment_of(spec: RoleSpec) -> dict[str, str]:
+    """Ours without its rank, with the GPUs of the spec and no other; prints are written at once."""
+    ours = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    own = {"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices), "PYTHONUNBUFFERED": "1"}
+    return {**ours, **own, **spec.environment}

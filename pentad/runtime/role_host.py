@@ -1,0 +1,140 @@
+"""The process of one role: `python -m pentad.runtime.role_host`, its job as JSON on standard input.
+
+It listens before anything heavy is imported, makes the object of its target in a thread, and serves
+the object's async methods to whoever knows the token. It beats with the object's stats, and ends
+with its parent, or when nobody is connected any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from pentad.core.errors import RunError, UserError
+from pentad.runtime.roles import BEAT_S, CONNECT_S, RoleSpec
+from pentad.runtime.wire import Listener
+from pentad.runtime.worker import FAILED, die_with_parent, load_target
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[str, Any], None]
+"""Pushes an event to all who are connected; from the event loop's thread."""
+
+
+class Hosted(Protocol):
+    """What a target makes: its public coroutine methods are served."""
+
+    def stats(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+def job_of(spec: RoleSpec, token: str, **more: Any) -> dict[str, Any]:
+    """What the process of a spec reads; `more`: parent and listen_fd, where it has them."""
+    return asdict(spec) | {"log": str(spec.log), "token": token, "path": sys.path, **more}
+
+
+class RoleHost:
+    """Serves one object from the moment there is a socket; calls wait until it is made."""
+
+    def __init__(self, job: Mapping[str, Any], sock: socket.socket) -> None:
+        self.job = job
+        self.listener = Listener(sock, job["token"], job["generation"], self._serve)
+        self.making: asyncio.Future[Hosted] | None = None
+
+    async def run(self, connect_s: float = CONNECT_S) -> int:
+        """Until the last connection is gone, or SIGTERM; the exit code."""
+        loop = asyncio.get_running_loop()
+        await self.listener.open()
+        # Of its own: the loop does not wait for this thread when it ends.
+        self.making = loop.run_in_executor(ThreadPoolExecutor(1), self._make)
+        alone = asyncio.create_task(self._wait_alone(connect_s))
+        loop.add_signal_handler(signal.SIGTERM, alone.cancel)
+        beating = asyncio.create_task(self._beat())
+        try:
+            await asyncio.wait([alone])
+            if not self.making.done() or self.making.exception() is not None:
+                return FAILED
+            await self.making.result().close()
+            return 0
+        finally:
+            beating.cancel()
+            await self.listener.close()
+
+    async def _wait_alone(self, connect_s: float) -> None:
+        try:
+            async with asyncio.timeout(connect_s):
+                await self.listener.had_any.wait()
+        except TimeoutError:
+            log.error("nobody connected within %g s", connect_s)
+            return
+        await self.listener.wait_alone()
+
+    def _make(self) -> Hosted:
+        target: Any = load_target(self.job["target"])
+        made: Hosted = target(self.job["payload"], self.emit)
+        return made
+
+    def emit(self, event: str, value: Any) -> None:
+        for connection in self.listener.connections:
+            connection.emit(event, value)
+
+    async def _beat(self) -> None:
+        """A beat that the other end has not taken yet is not followed by another."""
+        while True:
+            made = self.making
+            assert made is not None
+            stats = made.result().stats() if made.done() and not made.exception() else {}
+            for connection in self.listener.connections:
+                if not connection.is_behind:
+                    connection.emit("beat", stats)
+            await asyncio.sleep(BEAT_S)
+
+    async def _serve(self, method: str, arguments: dict[str, Any]) -> Any:
+        assert self.making is not None
+        try:
+            hosted = await asyncio.shield(self.making)
+        except (RunError, UserError):
+            raise
+        except Exception as error:
+            raise RunError(f"{self.job['name']} could not be made: {error!r}") from error
+        serving = None if method.startswith("_") else getattr(hosted, method, None)
+        if not inspect.iscoroutinefunction(serving):
+            raise RunError(f"{self.job['name']} has no method {method}")
+        return await serving(**arguments)
+
+
+def main() -> int:
+    job = json.load(sys.stdin)
+    if job.get("parent") is not None:
+        die_with_parent(job["parent"])
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+    sys.path += [folder for folder in job["path"] if folder not in sys.path]
+    sock = socket.socket(fileno=job["listen_fd"])
+    sock.setblocking(False)
+    try:
+        return asyncio.run(RoleHost(job, sock).run())
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads may still be making what nobody waits for

@@ -1,0 +1,117 @@
+"""Roles of a run as processes: what one is started with, and what a runtime promises.
+
+A runtime starts processes that run `role_host`, on this machine or elsewhere. Whoever asked for one
+connects to it, and ends it with its runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pentad.core.failures import InfraFailure
+from pentad.runtime import wire
+
+BEAT_S = 0.5
+"""How often a role process shows that it runs, with its stats."""
+PATIENCE_S = 30.0
+"""Silence after which a role process counts as hanging."""
+CONNECT_S = 120.0
+"""How long a process may take to start before it answers."""
+LAST_WORDS_S = 2.0
+"""A process that does not answer any more is given so long to end, and to say why."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One process of a run. Example: RoleSpec(name="rollout-0", target="pkg.module:build", ...)."""
+
+    name: str
+    """Of the role and its number, such as rollout-0."""
+    target: str
+    """The function "module:function" that makes what is served, called as target(payload, emit)."""
+    payload: Any
+    """A JSON value."""
+    log: Path
+    """What it prints is appended here."""
+    generation: int = 0
+    """Counts the starts of this role: what an earlier process of it says is refused."""
+    num_gpus: float = 0
+    devices: tuple[int, ...] = ()
+    """GPUs by the numbers this process has for them; a runtime that places by itself takes
+    `num_gpus`."""
+    cores: tuple[int, ...] = ()
+    """CPU cores it is kept on; none given: any."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables set over the inherited ones."""
+
+
+class RoleProcess(Protocol):
+    """A process that was started for a spec."""
+
+    name: str
+    address: tuple[str, int]
+    generation: int
+    token: str
+
+    def poll(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it and everything it started, at once; returns when it is gone."""
+        ...
+
+    def stacks(self) -> None:
+        """Has it write the stacks of its threads to its log."""
+        ...
+
+
+class Runtime(Protocol):
+    """Starts processes; `close` ends every one it started."""
+
+    async def start(self, spec: RoleSpec) -> RoleProcess: ...
+
+    async def close(self) -> None: ...
+
+
+async def connect(
+    process: RoleProcess,
+    on_event: wire.OnEvent | None = None,
+    *,
+    patience_s: float = PATIENCE_S,
+    timeout_s: float = CONNECT_S,
+) -> wire.Connection:
+    """A connection to the process, as soon as it answers. Raises InfraFailure if it ends first."""
+    joining = asyncio.ensure_future(
+        wire.connect(
+            process.name,
+            process.address,
+            process.token,
+            process.generation,
+            on_event=on_event,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
+    )
+    ending = asyncio.ensure_future(_wait_ended(process))
+    try:
+        await asyncio.wait([joining, ending], return_when=asyncio.FIRST_COMPLETED)
+        if joining.done() and joining.exception() is not None:
+            await asyncio.wait([ending], timeout=LAST_WORDS_S)  # its end says more
+        if ending.done():
+            raise InfraFailure(f"{process.name} {ending.result()}")
+        return joining.result()
+    finally:
+        joining.cancel()
+        ending.cancel()
+
+
+async def _wait_ended(process: RoleProcess) -> str:
+    while (ended := process.poll()) is None:
+        await asyncio.sleep(POLL_S)
+    return ended

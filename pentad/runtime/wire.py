@@ -1,0 +1,511 @@
+"""Frames between the processes of a run: JSON and raw arrays over TCP, many calls in flight.
+
+A frame is three sizes, a table of arrays (JSON), items (JSON) and the bytes of the arrays; nothing
+in it is unpickled or run. Both ends prove that they know one token before the first frame. Every
+frame carries the generation of its sender, and one of another generation is refused. Calls made in
+one turn of the event loop travel in one frame, and the other end starts all of them before any of
+them goes on. Sizes, calls under way, unread answers and silence are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import json
+import logging
+import math
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import numpy as np
+
+from pentad.core.errors import Interrupted, Problem, RunError, Transient, UserError
+from pentad.core.failures import DataFailure, InfraFailure
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"PENTAD1\n"
+NONCE = 32
+SIZES = struct.Struct("!IIQ")
+"""Bytes of the table, of the items and of the arrays."""
+MAX_FRAME_BYTES = 1 << 28
+MAX_CALLS = 1 << 16
+"""Under way at once on one connection; also unsent items, before the peer counts as dead."""
+HANDSHAKE_S = 10.0
+MAX_STRANGERS = 32
+"""Connections that have not proven the token yet; further ones are closed at once."""
+STALL_S = 60.0
+"""A peer that takes nothing of a frame for so long is given up."""
+CLOSE_S = 1.0
+ALIGN = 8
+ARRAY = "__array__"
+
+Serve = Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
+"""Answers a call: method and arguments to a JSON value with arrays."""
+OnEvent = Callable[[str, Any], None]
+
+
+class BadFrame(Exception):
+    """What came is no frame."""
+
+
+# Frames.
+
+
+def pack(generation: int, items: list[dict[str, Any]]) -> list[bytes | memoryview]:
+    """The parts of a frame; numpy arrays may stand anywhere in the items."""
+    arrays: list[np.ndarray] = []
+
+    def convert(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind not in "biuf":
+                raise TypeError(f"arrays of {value.dtype} do not travel")
+            arrays.append(np.asarray(value, order="C"))
+            return {ARRAY: len(arrays) - 1}
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} does not travel")
+
+    text = json.dumps(items, default=convert, separators=(",", ":")).encode()
+    table = json.dumps([generation, [[a.dtype.str, a.shape] for a in arrays]]).encode()
+    data: list[bytes | memoryview] = []
+    for array in arrays:
+        data += [array.reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGN)]
+    size = sum(len(part) for part in data)
+    return [SIZES.pack(len(table), len(text), size), table, text, *data]
+
+
+def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, Any]]]:
+    """The generation and the items of a frame. Raises BadFrame."""
+    try:
+        generation, shapes = json.loads(table)
+        arrays, end = [], 0
+        for name, shape in shapes:
+            dtype = np.dtype(name)
+            if dtype.kind not in "biuf" or any(not isinstance(n, int) or n < 0 for n in shape):
+                raise BadFrame("holds something else than arrays of numbers")
+            count = math.prod(shape)
+            arrays.append(np.frombuffer(data, dtype, count, end).reshape(shape))
+            end += count * dtype.itemsize
+            end += -end % ALIGN
+        if end != len(data):
+            raise BadFrame(f"has {len(data)} bytes of arrays where its table says {end}")
+
+        def revive(value: dict[str, Any]) -> Any:
+            return arrays[value[ARRAY]] if ARRAY in value else value
+
+        items = json.loads(text, object_hook=revive)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise BadFrame(f"cannot be read ({type(error).__name__})") from error
+    is_form = isinstance(items, list) and all(isinstance(item, dict) for item in items)
+    if not is_form or not isinstance(generation, int):
+        raise BadFrame("holds something else than items")
+    return generation, items
+
+
+async def read_frame(
+    reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES
+) -> tuple[int, list[dict[str, Any]]]:
+    sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
+    if sum(sizes) > max_bytes:
+        raise BadFrame(f"has {sum(sizes)} bytes, and {max_bytes} are allowed")
+    return unpack(*[await reader.readexactly(size) for size in sizes])
+
+
+# Errors.
+
+PLAIN: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (RunError, Transient, Interrupted, InfraFailure)
+}
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """An error as a JSON value from which `revive_error` makes the like."""
+    if isinstance(error, UserError):
+        told = [
+            [p.where, p.rule, p.remedy] if isinstance(p, Problem) else p for p in error.problems
+        ]
+        return {"kind": "UserError", "problems": told}
+    if isinstance(error, DataFailure):
+        told = [error.reason, error.detail]
+        return {"kind": "DataFailure", "told": told, "is_final": error.is_final}
+    name = type(error).__name__
+    return {"kind": name, "text": str(error)}
+
+
+def revive_error(where: str, told: Mapping[str, Any]) -> Exception:
+    kind = str(told.get("kind"))
+    if kind == "UserError":
+        return UserError([p if isinstance(p, str) else Problem(*p) for p in told["problems"]])
+    if kind == "DataFailure":
+        return DataFailure(*told["told"], is_final=bool(told["is_final"]))
+    text = str(told.get("text"))
+    return PLAIN[kind](text) if kind in PLAIN else RunError(f"{where} failed: {kind}: {text}")
+
+
+# Connections.
+
+
+class Connection:
+    """One end of an open connection; both ends may call, if they serve.
+
+    Once it is lost, calls under way and later ones raise InfraFailure with the reason.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        generation: int,
+        *,
+        serve: Serve | None = None,
+        on_event: OnEvent | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        """`name` of the other end. `patience_s`: longest silence, where the other end beats."""
+        self.name = name
+        self.reader = reader
+        self.writer = writer
+        self.generation = generation
+        self.serve = serve
+        self.on_event = on_event
+        self.patience_s = patience_s
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why there is no connection any more, once there is none."""
+        self.heard_at = time.monotonic()
+        self.numbers = itertools.count()
+        self.pending: dict[int, asyncio.Future[Any]] = {}
+        self.running: dict[int, asyncio.Task[None]] = {}
+        """Calls of the other end that are answered here."""
+        self.outbox: list[dict[str, Any]] = []
+        self.has_mail = asyncio.Event()
+        self.tasks = [asyncio.create_task(work()) for work in (self._read, self._write)]
+        if patience_s is not None:
+            self.tasks.append(asyncio.create_task(self._listen(patience_s)))
+
+    async def call(self, method: str, /, **arguments: Any) -> Any:
+        """What the other end's method returns. Cancelled here, it is cancelled there."""
+        self._check_open()
+        number = next(self.numbers)
+        future = self.pending[number] = asyncio.get_running_loop().create_future()
+        self._post({"call": number, "method": method, "arguments": arguments})
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if number in self.pending and not self.lost.done():
+                self._post({"cancel": number})
+            raise
+        finally:
+            self.pending.pop(number, None)
+
+    def emit(self, event: str, value: Any) -> None:
+        """Pushes an event; nothing happens where the connection is lost."""
+        if not self.lost.done():
+            self._post({"event": event, "value": value})
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the other end has not taken yet what was sent to it."""
+        return bool(self.outbox)
+
+    async def close(self, why: str = "it was closed here") -> None:
+        self._lose(why)
+        await asyncio.gather(*self.tasks, *self.running.values(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.writer.wait_closed()
+        except (OSError, EOFError, TimeoutError):  # it ended first, or does not read
+            self.writer.transport.abort()
+
+    def _check_open(self) -> None:
+        if self.lost.done():
+            raise InfraFailure(self._sentence())
+
+    def _sentence(self) -> str:
+        return f"{self.name}: the connection is lost: {self.lost.result()}"
+
+    def _post(self, item: dict[str, Any]) -> None:
+        if len(self.outbox) >= MAX_CALLS:
+            self._lose(f"it has left {len(self.outbox)} messages unread")
+            return
+        self.outbox.append(item)
+        self.has_mail.set()
+
+    def _lose(self, why: str) -> None:
+        if self.lost.done():
+            return
+        self.lost.set_result(why)
+        own = asyncio.current_task()
+        for task in [*self.tasks, *self.running.values()]:
+            if task is not own:
+                task.cancel()
+        for future in self.pending.values():
+            if not future.done():
+                future.set_exception(InfraFailure(self._sentence()))
+        self.outbox.clear()
+        self.writer.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self.has_mail.wait()
+                self.has_mail.clear()
+                await asyncio.sleep(0)  # whoever is ready to call does so before the frame is made
+                while self.outbox:
+                    self.writer.writelines(self._next_frame())
+                    async with asyncio.timeout(STALL_S):
+                        await self.writer.drain()
+        except TimeoutError:
+            self._lose(f"it has taken nothing for {STALL_S:g} s")
+            self.writer.transport.abort()
+        except OSError as error:
+            self._lose(str(error) or type(error).__name__)
+
+    def _next_frame(self) -> list[bytes | memoryview]:
+        """Of all that waits, or of as much as a frame may hold. What cannot travel fails alone."""
+        items, self.outbox = self.outbox, []
+        try:
+            parts = pack(self.generation, items)
+            size = sum(len(part) for part in parts)
+            if size <= MAX_FRAME_BYTES:
+                return parts
+            reason = f"a message of {size} bytes is longer than the {MAX_FRAME_BYTES} allowed"
+        except (TypeError, ValueError) as error:
+            reason = str(error)
+        if len(items) > 1:
+            half = len(items) // 2
+            self.outbox = items[:half]
+            parts = self._next_frame()
+            self.outbox += items[half:]
+            return parts
+        return self._refuse(items[0], reason)
+
+    def _refuse(self, item: dict[str, Any], reason: str) -> list[bytes | memoryview]:
+        """In place of an item that cannot be sent: its caller hears why."""
+        if "answer" in item:
+            told = describe_error(RunError(f"the answer cannot be sent: {reason}"))
+            return pack(self.generation, [{"error": item["answer"], "told": told}])
+        future = self.pending.get(item.get("call", -1))
+        if future is not None and not future.done():
+            future.set_exception(RunError(f"{self.name}: {item['method']}: {reason}"))
+        else:
+            log.warning("%s: an event is not sent: %s", self.name, reason)
+        return pack(self.generation, [])
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                generation, items = await read_frame(self.reader)
+                self.heard_at = time.monotonic()
+                if generation != self.generation:
+                    await self._refuse_generation(generation, items)
+                    return
+                for item in items:
+                    self._take(item)
+        except BadFrame as error:
+            self._lose(f"a message {error}")
+        except (OSError, EOFError) as error:
+            is_end = isinstance(error, EOFError)
+            self._lose("the other end is gone" if is_end else str(error) or type(error).__name__)
+
+    async def _refuse_generation(self, generation: int, items: list[dict[str, Any]]) -> None:
+        why = f"a message of generation {generation} is refused: this end has {self.generation}"
+        told = describe_error(InfraFailure(why))
+        answers = [{"error": item["call"], "told": told} for item in items if "call" in item]
+        if answers:  # as the other end would have it, so that its caller hears the reason
+            self.writer.writelines(pack(generation, answers))
+        self._lose(why)
+
+    def _take(self, item: dict[str, Any]) -> None:
+        try:
+            if "call" in item:
+                self._start(item["call"], str(item["method"]), dict(item["arguments"]))
+            elif "cancel" in item:
+                if task := self.running.get(item["cancel"]):
+                    task.cancel()
+            elif "event" in item:
+                if self.on_event is not None:
+                    self.on_event(str(item["event"]), item["value"])
+            else:
+                self._settle(item)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadFrame(f"has an item that is none ({type(error).__name__})") from error
+
+    def _settle(self, item: dict[str, Any]) -> None:
+        future = self.pending.get(item["answer"] if "answer" in item else item["error"])
+        if future is None or future.done():  # cancelled meanwhile
+            return
+        if "answer" in item:
+            future.set_result(item["value"])
+        else:
+            future.set_exception(revive_error(self.name, item["told"]))
+
+    def _start(self, number: int, method: str, arguments: dict[str, Any]) -> None:
+        if number in self.running:
+            raise BadFrame(f"gives the number {number} to two calls")
+        if self.serve is None or len(self.running) >= MAX_CALLS:
+            rule = "serves no calls" if self.serve is None else f"has {MAX_CALLS} calls under way"
+            told = describe_error(InfraFailure(f"{method} is refused: this end {rule}"))
+            self._post({"error": number, "told": told})
+            return
+        task = asyncio.create_task(self._answer(number, self.serve, method, arguments))
+        self.running[number] = task
+        task.add_done_callback(lambda _: self.running.pop(number, None))
+
+    async def _answer(
+        self, number: int, serve: Serve, method: str, arguments: dict[str, Any]
+    ) -> None:
+        try:
+            self._post({"answer": number, "value": await serve(method, arguments)})
+        except asyncio.CancelledError:
+            if not self.lost.done():
+                self._post({"error": number, "told": describe_error(InfraFailure("cancelled"))})
+            raise
+        except Exception as error:
+            if type(error).__name__ not in PLAIN and not isinstance(error, UserError | DataFailure):
+                log.exception(
+                    "%s failed", method
+                )  # a fault of ours: where it is stands in this log
+            if not self.lost.done():
+                self._post({"error": number, "told": describe_error(error)})
+
+    async def _listen(self, patience_s: float) -> None:
+        while True:
+            left_s = self.heard_at + patience_s - time.monotonic()
+            if left_s <= 0:
+                self._lose(f"nothing was heard of it for {patience_s:g} s")
+                return
+            await asyncio.sleep(left_s)
+
+
+# Both ends meet.
+
+
+def proof(token: str, side: bytes, theirs: bytes, ours: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + theirs + ours, hashlib.sha256)
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """So that the end of the other machine is noticed."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+
+
+async def connect(
+    name: str,
+    address: tuple[str, int],
+    token: str,
+    generation: int,
+    *,
+    serve: Serve | None = None,
+    on_event: OnEvent | None = None,
+    patience_s: float | None = None,
+    timeout_s: float = HANDSHAKE_S,
+) -> Connection:
+    """Raises InfraFailure where nobody listens, or not the one who knows the token."""
+    host, port = address
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                keep_alive(writer)
+                greeting = await reader.readexactly(len(MAGIC) + NONCE)
+                theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
+                if greeting[: len(MAGIC)] != MAGIC:
+                    raise InfraFailure(f"{name}: what listens at {host}:{port} is none of ours")
+                writer.write(MAGIC + ours + proof(token, b"client", theirs, ours))
+                answer = await reader.readexactly(hashlib.sha256().digest_size)
+                if not hmac.compare_digest(answer, proof(token, b"server", ours, theirs)):
+                    raise InfraFailure(f"{name}: {host}:{port} does not know the token of this run")
+            except BaseException:
+                writer.transport.abort()
+                raise
+    except TimeoutError:
+        raise InfraFailure(f"{name}: {host}:{port} did not answer in {timeout_s:g} s") from None
+    except (OSError, EOFError) as error:
+        told = str(error) if isinstance(error, OSError) else "it ended the connection"
+        raise InfraFailure(f"{name}: no connection to {host}:{port} ({told})") from error
+    return Connection(
+        name, reader, writer, generation, serve=serve, on_event=on_event, patience_s=patience_s
+    )
+
+
+class Listener:
+    """The serving end: accepts who knows the token, and keeps the connections."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        token: str,
+        generation: int,
+        serve: Serve,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        """`sock` is bound and listens."""
+        self.sock = sock
+        self.token = token
+        self.generation = generation
+        self.serve = serve
+        self.on_event = on_event
+        self.num_strangers = 0
+        self.connections: set[Connection] = set()
+        self.had_any = asyncio.Event()
+        self.server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        self.server = await asyncio.start_server(self._accept, sock=self.sock)
+
+    async def wait_alone(self) -> None:
+        """Until somebody was connected and nobody is any more."""
+        await self.had_any.wait()
+        while self.connections:
+            await asyncio.wait([one.lost for one in self.connections])
+
+    async def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        for connection in list(self.connections):
+            await connection.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.num_strangers >= MAX_STRANGERS:
+            writer.transport.abort()
+            return
+        self.num_strangers += 1
+        peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await self._prove(reader, writer)
+        except (InfraFailure, OSError, EOFError, TimeoutError) as error:
+            log.warning("%s is refused: %s", peer, error or "it proved nothing in time")
+            writer.transport.abort()
+            return
+        finally:
+            self.num_strangers -= 1
+        name = f"the caller at {peer}"
+        connection = Connection(
+            name, reader, writer, self.generation, serve=self.serve, on_event=self.on_event
+        )
+        self.connections.add(connection)
+        connection.lost.add_done_callback(lambda _: self.connections.discard(connection))
+        self.had_any.set()
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        keep_alive(writer)
+        ours = secrets.token_bytes(NONCE)
+        writer.write(MAGIC + ours)
+        size = len(MAGIC) + NONCE + hashlib.sha256().digest_size
+        answer = await reader.readexactly(size)
+        theirs, given = answer[len(MAGIC) : len(MAGIC) + NONCE], answer[len(MAGIC) + NONCE :]
+        if not hmac.compare_digest(given, proof(self.token, b"client", ours, theirs)):
+            raise InfraFailure("it does not know the token of this run")
+        writer.write(proof(self.token, b"server", theirs, ours))
