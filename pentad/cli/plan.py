@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.config.derived import allocation_of, samples
-from pentad.config.rules.layout import count_devices, layout_notes
+from pentad.config.derived import allocation_of, as_run, count_devices, samples
+from pentad.config.rules.layout import layout_notes
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.rules.start import unbuilt_problems
@@ -74,7 +74,7 @@ def refusals(config: Config) -> list[str]:
 
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:
     """Who stands where, of a run whose memory is not known."""
-    allocation = allocation_of(config).as_run()
+    allocation = as_run(config, allocation_of(config), count_devices(config))
     rows = [(c.role, str(c), list(allocation.devices(c))) for c in allocation]
     if as_json:
         parts = [dict(zip(("role", "component", "devices"), row, strict=True)) for row in rows]

@@ -9,6 +9,7 @@ from pentad.config.schema import ArchonConfig, Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
+from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 
 
@@ -61,6 +62,47 @@ def are_apart(config: Config) -> bool | None:
     if not (allocation and rollout and actor):
         return None
     return not allocation.shares_devices(rollout, actor)
+
+
+def count_devices(config: Config) -> int | None:
+    """Devices of the cluster; None on a machine without GPUs, where processes share the cores."""
+    per_node = config.cluster.n_gpus_per_node
+    if per_node is None:
+        try:
+            per_node = len(find_gpus())
+        except GpuQueryError:  # `doctor` tells; a run finds out when it asks for the device
+            return None
+    return config.cluster.n_nodes * per_node or None
+
+
+def is_one_process(config: Config, num_devices: int | None) -> bool:
+    """Whether scheduler, trainer and sampler are threads of one process; `num_devices` is what
+    the machines have, None without GPUs."""
+    if config.scheduler.processes != "auto":
+        return config.scheduler.processes == "one"
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    actor = allocation and allocation.find("actor")
+    if not (rollout and actor) or rollout.backend != "embedded":
+        return False
+    if rollout.world > 1 or actor.world > 1 or config.cluster.n_nodes > 1:
+        return False
+    if config.scheduler.type == "ray" or config.cluster.share_gpus:
+        return False
+    return not are_apart(config) or num_devices is None or num_devices < 2
+
+
+def as_run(config: Config, allocation: Allocation, num_devices: int | None) -> Allocation:
+    """Where components stand in a run: an embedded sampler that + joins to the actor is on the
+    actor's devices all the same where both are one process, or where they may share GPUs and
+    there are not enough (+ then lets the two overlap in time)."""
+    rollout = allocation.find("rollout")
+    if rollout is None or rollout.backend != "embedded":
+        return allocation
+    lacks = num_devices is not None and allocation.num_devices > num_devices
+    if is_one_process(config, num_devices) or (config.cluster.share_gpus and lacks):
+        return allocation.joined("rollout", "actor")
+    return allocation
 
 
 def num_running(config: Config) -> int:

@@ -119,11 +119,18 @@ class ClusterConfig(Section):
     """Machines the run may use."""
     n_gpus_per_node: Count | None = None
     """Devices on each machine. null: as many as are found (one on a machine without a GPU)."""
+    share_gpus: bool = False
+    """Lets rollout and training that + gives devices of their own share them, each in its own
+    process, where there are not enough for both: hybrid and async on one GPU."""
 
 
 class SchedulerConfig(Section):
     type: Literal["local", "ray", "slurm"] = "local"
     """Who starts the processes: this machine, a Ray cluster, or Slurm."""
+    processes: Literal["auto", "one", "separate"] = "auto"
+    """Whether scheduler, trainer and sampler are one process or several. auto: one where one rank
+    trains, one embedded sampler samples, both on this machine, and they share a device or there
+    are not two; else several."""
 
 
 class ResourceConfig(Section):

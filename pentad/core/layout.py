@@ -216,16 +216,14 @@ class Allocation:
     def shares_devices(self, first: Component, second: Component) -> bool:
         return any(first in group and second in group for group in self.groups)
 
-    def as_run(self) -> Allocation:
-        """Where components stand in a run: the one embedded sampler lives in the process of rank 0
-        and on its device, whether | or + joins it to the actor (+ lets the two overlap in time)."""
-        rollout, actor = self.find("rollout"), self.find("actor")
-        is_apart = rollout and actor and not self.shares_devices(rollout, actor)
-        if not (rollout and is_apart and rollout.backend == "embedded" and rollout.world == 1):
+    def joined(self, first: str, second: str) -> Allocation:
+        """With the first role on the devices of the second."""
+        moved, host = self.find(first), self.find(second)
+        if not moved or not host or self.shares_devices(moved, host):
             return self
-        rest = [tuple(part for part in group if part != rollout) for group in self.groups]
+        rest = [tuple(part for part in group if part != moved) for group in self.groups]
         return Allocation(
-            tuple((rollout, *group) if actor in group else group for group in rest if group)
+            tuple((moved, *group) if host in group else group for group in rest if group)
         )
 
     def __str__(self) -> str:

@@ -10,8 +10,10 @@ import math
 from pentad.config.catalog import dims_of
 from pentad.config.derived import (
     allocation_of,
+    as_run,
     checkpoint_root,
     compute_bytes,
+    count_devices,
     is_recoverable,
     is_saved_within,
     num_checkpoints,
@@ -84,7 +86,7 @@ def build_plan(
     own processes have `in_use_bytes` of the host's memory already."""
     assert config.actor.path is not None, "checked before"
     dims = dims_of(config.actor.path)
-    allocation = allocation_of(config).as_run()
+    allocation = as_run(config, allocation_of(config), count_devices(config))
     batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
     found = placed_components(config, allocation, dims)
     trainers = [

@@ -12,13 +12,15 @@ from typing import Any
 
 from pentad.config.derived import (
     allocation_of,
+    as_run,
     component_of,
+    count_devices,
     known_dims,
     parsed_allocation,
     rows_per_step,
 )
 from pentad.config.resolve import replaced
-from pentad.config.rules.layout import count_devices, layout_problems, placed_components
+from pentad.config.rules.layout import layout_problems, placed_components
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
@@ -163,7 +165,7 @@ def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
         allocation = _with_actor(config, component)
         changes: Changes = {"allocation_mode": str(allocation)}
-        needed = allocation.as_run().num_devices
+        needed = as_run(config, allocation, count_devices(config)).num_devices
         if per_node is not None and needed > nodes * per_node:
             changes["cluster.n_nodes"] = -(-needed // per_node)
         yield changes

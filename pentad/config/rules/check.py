@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pentad.config.catalog import dims_of
-from pentad.config.derived import known_dims, problems_of, samples
+from pentad.config.derived import count_devices, known_dims, problems_of, samples
 from pentad.config.rules import (
     algorithm,
     checkpoint,
@@ -17,7 +17,7 @@ from pentad.config.rules import (
     resume,
     sampling,
 )
-from pentad.config.rules.layout import count_devices, layout_problems
+from pentad.config.rules.layout import layout_problems
 from pentad.config.rules.rule import Command, ConfigRule, listed
 from pentad.config.rules.start import cache_problems, device_problems, process_problems
 from pentad.config.schema import Config

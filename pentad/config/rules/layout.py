@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pentad.config.derived import known_dims, parsed_allocation, read_allocation, rows_per_step
+from pentad.config.derived import (
+    as_run,
+    known_dims,
+    parsed_allocation,
+    read_allocation,
+    rows_per_step,
+)
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
@@ -22,7 +28,6 @@ from pentad.core.fit import (
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors
-from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.stages import (
     default_stages_per_rank,
     is_interleaved,
@@ -74,17 +79,6 @@ def layout_problems(
     return problems
 
 
-def count_devices(config: Config) -> int | None:
-    """Devices of the cluster; None on a machine without GPUs, where processes share the cores."""
-    per_node = config.cluster.n_gpus_per_node
-    if per_node is None:
-        try:
-            per_node = len(find_gpus())
-        except GpuQueryError:  # `doctor` tells; a run finds out when it asks for the device
-            return None
-    return config.cluster.n_nodes * per_node or None
-
-
 def placed_components(
     config: Config, allocation: Allocation, dims: ModelDims | None
 ) -> list[Placed]:
@@ -112,7 +106,7 @@ def placed_components(
 def cluster_size(
     config: Config, allocation: Allocation, num_devices: int | None
 ) -> Iterator[Problem]:
-    allocation = allocation.as_run()
+    allocation = as_run(config, allocation, num_devices)
     needed = allocation.num_devices
     if num_devices is None or needed <= num_devices:
         return
@@ -125,7 +119,15 @@ def cluster_size(
         f"has {num_devices}"
     )
     remedy = f"set cluster.n_nodes={-(-needed // per_node)}, or make the axes smaller"
+    joined = allocation.joined("rollout", "actor")
+    if joined != allocation and joined.num_devices <= num_devices and not _has_servers(joined):
+        remedy += "; cluster.share_gpus=true lets rollout and training share theirs"
     yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
+
+
+def _has_servers(allocation: Allocation) -> bool:
+    rollout = allocation.find("rollout")
+    return rollout is not None and rollout.backend != "embedded"
 
 
 def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:
@@ -313,10 +315,10 @@ def layout_notes(
     written = parsed_allocation(config)
     if written is None:
         return []
-    allocation = written.as_run()
+    allocation = as_run(config, written, num_devices)
     notes = []
     if allocation != written:
-        rule = "samples in the process of rank 0, on its device: the two share its memory"
+        rule = "samples on the devices that train: the two share their memory"
         notes.append(f"allocation_mode = {config.allocation_mode}: embedded {rule}")
     if num_devices is not None and allocation.num_devices < num_devices:
         used = allocation.num_devices

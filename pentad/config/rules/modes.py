@@ -52,6 +52,36 @@ def resource_agrees_with_the_allocation(config: Config) -> list[Problem]:
     return found
 
 
+@RULES.add("scheduler.processes", "scheduler.type", "allocation_mode", "cluster")
+def one_process_holds_one_of_each(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    if config.scheduler.processes != "one" or allocation is None:
+        return None
+    wide = [str(part) for part in allocation if part.world > 1]
+    found = {
+        f"{' and '.join(wide)} has a process for each device": bool(wide),
+        f"cluster.n_nodes = {config.cluster.n_nodes} has at least as many": (
+            config.cluster.n_nodes > 1
+        ),
+        "scheduler.type = ray starts samplers as actors": config.scheduler.type == "ray",
+        "cluster.share_gpus = true is for two processes on one GPU": config.cluster.share_gpus,
+    }
+    rules = [rule for rule, holds in found.items() if holds]
+    if not rules:
+        return None
+    return Problem("scheduler.processes = one", "; ".join(rules), "leave it at auto")
+
+
+@RULES.add("cluster.share_gpus", "allocation_mode")
+def embedded_samplers_share_gpus(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    if not config.cluster.share_gpus or not rollout or rollout.backend == "embedded":
+        return None
+    rule = f"{rollout} takes its part of a GPU by | and rollout.server.gpu_memory_share"
+    return Problem("cluster.share_gpus = true", rule, "leave it out, or use embedded")
+
+
 @RULES.add("strict", "allocation_mode")
 def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
     allocation = parsed_allocation(config)

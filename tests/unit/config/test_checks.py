@@ -46,6 +46,20 @@ APART = ["allocation_mode=embedded:d1+archon:d1"]
 CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
 BROKEN = [
     (
+        "one_process_holds_one_of_each",
+        "plan",
+        ["scheduler.processes=one", "allocation_mode=embedded:d2+archon:d1"],
+        "scheduler.processes = one",
+        "embedded:d2 has a process for each device",
+    ),
+    (
+        "embedded_samplers_share_gpus",
+        "plan",
+        ["cluster.share_gpus=true", "allocation_mode=vllm:d1+archon:d1"],
+        "cluster.share_gpus = true",
+        "rollout.server.gpu_memory_share",
+    ),
+    (
         "allowed_keys_are_keys",
         "train",
         ["recover.allow=[actor.optimizer.lrr]"],

@@ -1,6 +1,6 @@
 import pytest
 
-from pentad.config.derived import num_running
+from pentad.config.derived import is_one_process, num_running
 from pentad.config.load import dump_config, load_config
 from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
 from pentad.planner.prepare import prepare
@@ -220,3 +220,22 @@ def test_a_column_of_text_takes_the_place_of_messages_and_stays_in_the_template(
 )
 def test_a_sampler_decodes_what_it_is_given_at_once(overrides, expected):
     assert num_running(resolved(*overrides)[0]) == expected
+
+
+def test_one_process_where_one_is_enough():
+    apart, shared = "allocation_mode=embedded:d1+archon:d1", "allocation_mode=embedded:d1|archon:d1"
+    cases = {
+        (shared,): {None: True, 1: True, 2: True},
+        (apart,): {None: True, 1: True, 2: False},
+        (apart, "cluster.share_gpus=true"): {None: False, 1: False},
+        (apart, "scheduler.type=ray"): {None: False},
+        (apart, "scheduler.processes=separate"): {None: False, 1: False},
+        (apart, "scheduler.processes=one"): {2: True},
+        ("allocation_mode=embedded:d2+archon:d1",): {None: False, 1: False},
+        ("allocation_mode=embedded:d1|archon:d2",): {None: False, 2: False},
+        ("allocation_mode=vllm:d1|archon:d1",): {None: False},
+        (shared, "cluster.n_nodes=2"): {None: False},
+    }
+    for words, expected in cases.items():
+        config, _ = resolved(*words)
+        assert {n: is_one_process(config, n) for n in expected} == expected, words

@@ -223,15 +223,17 @@ def test_a_critic_and_a_reference_are_counted():
 
 
 def test_an_embedded_sampler_is_drawn_where_it_runs():
-    """Whatever joins the two: it lives in the process of rank 0."""
+    """With + on a device of its own, unless there is none and the two may share."""
     keys = ("actor.path=Qwen/Qwen3-0.6B", "rollout.kv_cache_gb=3", "max_staleness=0")
-    apart = plan_of(*keys, "allocation_mode=embedded:d1+archon:d2")
+    keys += ("allocation_mode=embedded:d1+archon:d2",)
+    assert plan_of(*keys, "cluster.n_gpus_per_node=3").allocation.num_devices == 3
+    apart = plan_of(*keys, "cluster.n_gpus_per_node=2", "cluster.share_gpus=true")
     assert apart.allocation.num_devices == 2 and apart.config.mode == "hybrid"
     assert list(apart.samplers[0].devices) == [0] and not apart.samplers[0].is_alone
     backward = apart.trainers[0].phases[0]["backward"]
     assert backward.device["kv cache"] == 3 * GIB
     assert backward.lead_bytes == 3 * GIB + apart.samplers[0].weights_bytes
-    one = prepare(None, [*keys, "cluster.n_gpus_per_node=1", "mode=hybrid"], "plan", 80)[0]
+    one = prepare(None, [*keys[:-1], "cluster.n_gpus_per_node=1", "mode=hybrid"], "plan", 80)[0]
     assert one.allocation_mode == "embedded:d1+archon:d1"  # it runs on one device
 
 

@@ -280,8 +280,9 @@ def test_notes_tell_what_is_lawful_and_odd():
         "archon:t16: t16 spans nodes of 8 devices, which is slow",
         "archon:t16: each kv head is held 4 times (t*c = 16)",
     ]
-    config = config_of("allocation_mode=embedded:d1+archon:d8", "gconfig.n_samples=4", *keys)
-    shared, note = layout_notes(config, DENSE)
-    assert "samples in the process of rank 0, on its device" in shared
+    keys += ["allocation_mode=embedded:d1+archon:d8", "cluster.share_gpus=true"]
+    config = config_of("gconfig.n_samples=4", *keys)
+    shared, note = layout_notes(config, DENSE, 8)
+    assert "samples on the devices that train" in shared
     assert "a step has 4 samples for d * n_mbs = 8" in note
     assert layout_notes(config_of("actor.path=Qwen3-8B"), DENSE) == []
