@@ -38,6 +38,8 @@ class ExecutorSettings:
     """Most tokens of a sample, prompt included."""
     max_sampled_tokens: int | None = None
     """Most tokens sampled in one sample, over all its turns."""
+    needs_reward: bool = True
+    """Whether a sample without a reward is of no use."""
     deadline_s: float = 600.0
     """A group's workflow that takes longer is cancelled and its requests are aborted."""
     max_retries: int = 2
@@ -168,7 +170,8 @@ class Executor:
 
     async def _scored(self, group: Group) -> Group:
         if self.reward is None:
-            if any(sample.reward is None for sample in group.samples):
+            is_scored = all(sample.reward is not None for sample in group.samples)
+            if self.settings.needs_reward and not is_scored:
                 rule = "none is set, and the workflow gave its samples no reward"
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
             return group

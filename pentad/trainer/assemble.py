@@ -14,17 +14,14 @@ import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import snapshot_on_host
-from pentad.config.rules.algorithm import longest_sample, sample_limit
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
 from pentad.core.roles import Learner, Sampler
-from pentad.core.seeds import derive_seed
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
 from pentad.data.store import GroupStore, unpack_groups
-from pentad.engine.engine import build_engine
 from pentad.rewards.scorer import RewardScorer
 from pentad.rl.bounds import Bounds
 from pentad.rl.shaping import has_signal
@@ -32,10 +29,11 @@ from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.runtime.lead import Lead
 from pentad.sync.publisher import Publisher, take_snapshot
-from pentad.telemetry.log import NOTICE, announced
+from pentad.telemetry.log import announced
 from pentad.trainer.budget import Budget
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
+from pentad.trainer.learners import build_learner, build_update, load_tags, size_of
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.probing import Prober
@@ -55,19 +53,17 @@ from pentad.trainer.saver import rescue
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
-from pentad.trainer.start import Role, backend_of, start_run, weights_folder
+from pentad.trainer.start import Role, start_run
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
 from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     bounds_of,
     compute_dtype,
-    engine_settings,
     eval_params,
     executor_settings,
     sampling_params,
 )
-from pentad.trainer.update import BatchUpdate
 from pentad.trainer.watchdog import Watchdog
 
 __all__ = ["run_sft", "run_train"]
@@ -128,6 +124,7 @@ class Assembly:
         self.lead = lead
         self.device = lead.device
         self.num_steps = num_steps
+        self.size = size_of(config, checked, num_steps)
         self.params = sampling_params(config, checked.tokenizer)
         self.placement = Placement(
             is_shared=config.mode == "colocate",
@@ -136,8 +133,8 @@ class Assembly:
             offload_rollout=bool(config.offload_rollout),
         )
         with announced(log, "making the model"):
-            self.learner = self._engine("actor")
-            self.critic = self._engine("critic") if checked.algorithm.needs_critic else None
+            self.learner = self._learner("actor")
+            self.critic = self._learner("critic") if checked.algorithm.needs_critic else None
         self.samplers: dict[str, Sampler] = {}
         self.turnstile = Turnstile(self.placement, [])
         self.publisher = Publisher([])
@@ -160,15 +157,7 @@ class Assembly:
         """Tags of the checkpoint that the config takes from elsewhere now."""
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
-        self.update = BatchUpdate(
-            self.learner,
-            checked.algorithm,
-            critic=self.critic,
-            max_new_tokens=sample_limit(config),
-            num_updates=config.updates_per_batch,
-            compute_advantages=config.compute_advantages_and_returns,
-            seed=config.seed,
-        )
+        self.update = build_update(config, checked.algorithm, self.learner, self.critic)
 
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:
@@ -320,17 +309,8 @@ class Assembly:
 
     def _load_tags(self) -> None:
         saved = self.recover.counters.get("default", {"tags": ()})["tags"]
-        needed = set(self.checked.algorithm.needs_tags) - (set(saved) - self.other_tags)
-        if "ref" in needed and self.config.ref.path:
-            self.learner.load_tag("ref", self.config.ref.path)
-        elif "ref" in needed:
-            self.learner.save_tag("ref")
-            if self.trained:
-                text = "the reference is the actor as it is after step %d"
-                log.info(text, self.trained, extra=NOTICE)
-        if "teacher" in needed:
-            assert self.config.teacher.path is not None, "checked with the config"
-            self.learner.load_tag("teacher", self.config.teacher.path)
+        has = set(saved) - self.other_tags
+        load_tags(self.learner, self.config, self.checked.algorithm, has, self.trained)
 
     def _scheduler(
         self, reward: RewardScorer | None, evaluator: Evaluator | None, stack: AsyncExitStack
@@ -412,38 +392,8 @@ class Assembly:
         self.open.recorder.step(record, trained.groups)
         self.recover.commit()
 
-    def _engine(self, role: Role) -> Learner:
-        is_critic = role == "critic"
-        model = self.config.critic if is_critic else self.config.actor
-        path = model.path or self.config.actor.path
-        assert path is not None, "checked with the config"
-        weights = weights_folder(self.config, role)
-        layout = layout_of(self.config, role)
-        context = self.checked.dims.max_position
-        longest = max(self.checked.stream.lengths(), default=context)
-        settings = engine_settings(
-            model,
-            self.device,
-            pp=layout.pp,
-            world=layout.world,
-            temperature=self.params.temperature,
-            total_steps=self.num_steps * self.config.updates_per_batch,
-            max_row_tokens=longest_sample(self.config, longest, context),
-            strict=self.config.strict and not is_critic,
-        )
-        return self.lead.build(
-            role,
-            build_engine,
-            path,
-            settings,
-            layout=layout,
-            value_head=is_critic,
-            init_from_scratch=weights is None,
-            seed=derive_seed(self.config.seed, "critic") if is_critic else self.config.seed,
-            tokenizer_folder=path,
-            weights=weights,
-            backend=backend_of(self.config, role),
-        )
+    def _learner(self, role: Role) -> Learner:
+        return self.lead.build(role, build_learner, self.config, role, self.size)
 
     def _executor(
         self,

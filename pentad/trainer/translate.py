@@ -148,6 +148,7 @@ def executor_settings(
         vocab_size=dims.vocab_size,
         max_total_tokens=dims.max_position,
         max_sampled_tokens=config.gconfig.max_sampled_tokens if purpose == "train" else None,
+        needs_reward=purpose != "train" or not config.algorithm.facts.needs_teacher,
     )
 
 

@@ -17,7 +17,7 @@ from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.runtime import lead as runtime_lead
 from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank
-from pentad.trainer import assemble, sft
+from pentad.trainer import assemble, learners, sft
 from pentad.trainer.ranks import run_over_ranks, run_rank
 
 CPU = torch.device("cpu")
@@ -173,9 +173,9 @@ DEEDS = {f.__name__: f for f in (stop_reading, use_tags, keep_two, call_within, 
 # Ranks that fail.
 
 
-def bad_build(*args, harm, **kwargs):
+def bad_build(*args, harm, make, **kwargs):
     rank, deed = harm
-    engine = build_engine(*args, **kwargs)
+    engine = make(*args, **kwargs)
     end_step = engine.end_step
 
     def end():
@@ -189,9 +189,9 @@ def bad_build(*args, harm, **kwargs):
 
 def harmed(lead, config, notes, fresh, *, command):
     rank, deed = config.experiment_name.split("-")
-    build = partial(bad_build, harm=(int(rank), deed))
-    module = {"sft": sft, "train": assemble}[command]
-    module.build_engine = build
+    harm = (int(rank), deed)
+    sft.build_engine = partial(bad_build, harm=harm, make=build_engine)
+    assemble.build_learner = partial(bad_build, harm=harm, make=learners.build_learner)
     return RUNS[command](lead, config, notes, fresh)
 
 

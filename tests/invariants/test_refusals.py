@@ -14,7 +14,7 @@ from pentad.core.errors import RunError, UserError
 from pentad.core.settings import EngineSettings, into
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import assemble
+from pentad.trainer import assemble, learners
 
 
 def test_a_folder_of_another_config_is_left_alone(lab):
@@ -167,7 +167,7 @@ def test_sigterm_saves_and_says_so(task, tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_signal_before_the_first_step_is_answered_with_a_sentence(lab, monkeypatch, command):
-    build = assemble.build_engine
+    build = learners.build_engine
 
     def interrupted(*args, **kwargs):
         signal.raise_signal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def test_a_signal_before_the_first_step_is_answered_with_a_sentence(lab, monkeyp
     assert "the run ended: stopped by SIGTERM" in log.read_text()
 
 
-MODULES = {"train": "assemble", "sft": "sft"}
+MODULES = {"train": "learners", "sft": "sft"}
 
 
 def test_a_signal_during_the_baseline_stops_an_rl_run_with_a_sentence(lab, task, monkeypatch):

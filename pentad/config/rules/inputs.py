@@ -130,12 +130,16 @@ def _data_path(key: str, path: str) -> Problem | None:
     return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
 
 
-@RULES.add("reward.fn", "algorithm.name", "rollout.workflow", commands=("train",))
+@RULES.add("reward.fn", "algorithm.name", "rollout.workflow", "valid_dataset", commands=("train",))
 def answers_are_scored(config: Config) -> Problem | None:
     """A workflow may bring rewards of its own; the executor sees to it that it does."""
     is_own = config.rollout.workflow != "single_turn"
-    if config.reward.functions or config.algorithm.facts.needs_teacher or is_own:
+    if config.reward.functions or is_own:
         return None
+    if config.algorithm.facts.needs_teacher:
+        rule = "is not set, and without it the answers to valid_dataset have no score"
+        problem = Problem("reward.fn", rule, "name it, or leave valid_dataset out")
+        return None if config.valid_dataset is None else problem
     remedy = "name a built-in reward or give package.module:function"
     return Problem("reward.fn", f"is not set, and {config.algorithm.name} needs rewards", remedy)
 

@@ -1,0 +1,106 @@
+"""The learners of an RL run, made from its config: engines by role, weight tags, the update.
+
+Everything here follows from the config and two numbers that only the data tell, so that whoever
+trains a batch again makes the same learners.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from pentad.config.rules.algorithm import longest_sample, sample_limit
+from pentad.config.schema import Config
+from pentad.core.algorithms import AlgorithmSettings
+from pentad.core.roles import Learner
+from pentad.core.seeds import derive_seed
+from pentad.engine.engine import build_engine
+from pentad.telemetry.log import NOTICE
+from pentad.trainer.preflight import Checked
+from pentad.trainer.ranks import layout_of
+from pentad.trainer.start import Role, backend_of, weights_folder
+from pentad.trainer.translate import engine_settings
+from pentad.trainer.update import BatchUpdate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSize:
+    """What engines depend on besides the config."""
+
+    num_steps: int
+    """Of the whole run; the learning rate may follow it."""
+    max_row_tokens: int
+    """The longest sequence the run can meet: no microbatch is smaller."""
+
+
+def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
+    context = checked.dims.max_position
+    longest = max(checked.stream.lengths(), default=context)
+    return RunSize(num_steps, longest_sample(config, longest, context))
+
+
+def build_learner(config: Config, role: Role, size: RunSize, *, device: torch.device) -> Learner:
+    """The same call on every rank of the role's layout."""
+    is_critic = role == "critic"
+    model = config.critic if is_critic else config.actor
+    path = model.path or config.actor.path
+    assert path is not None, "checked with the config"
+    weights, layout = weights_folder(config, role), layout_of(config, role)
+    settings = engine_settings(
+        model,
+        device,
+        pp=layout.pp,
+        world=layout.world,
+        temperature=config.gconfig.temperature,
+        total_steps=size.num_steps * config.updates_per_batch,
+        max_row_tokens=size.max_row_tokens,
+        strict=config.strict and not is_critic,
+    )
+    return build_engine(
+        path,
+        settings,
+        device=device,
+        layout=layout,
+        value_head=is_critic,
+        init_from_scratch=weights is None,
+        seed=derive_seed(config.seed, "critic") if is_critic else config.seed,
+        tokenizer_folder=path,
+        weights=weights,
+        backend=backend_of(config, role),
+    )
+
+
+def build_update(
+    config: Config, algorithm: AlgorithmSettings, learner: Learner, critic: Learner | None
+) -> BatchUpdate:
+    return BatchUpdate(
+        learner,
+        algorithm,
+        critic=critic,
+        max_new_tokens=sample_limit(config),
+        num_updates=config.updates_per_batch,
+        compute_advantages=config.compute_advantages_and_returns,
+        seed=config.seed,
+    )
+
+
+def load_tags(
+    learner: Learner, config: Config, algorithm: AlgorithmSettings, has: Collection[str], step: int
+) -> None:
+    """The frozen weights that the algorithm needs and the learner does not have yet, after `step`
+    steps."""
+    needed = set(algorithm.needs_tags) - set(has)
+    if "ref" in needed and config.ref.path:
+        learner.load_tag("ref", config.ref.path)
+    elif "ref" in needed:
+        learner.save_tag("ref")
+        if step:
+            log.info("the reference is the actor as it is after step %d", step, extra=NOTICE)
+    if "teacher" in needed:
+        assert config.teacher.path is not None, "checked with the config"
+        learner.load_tag("teacher", config.teacher.path)
