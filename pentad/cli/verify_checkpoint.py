@@ -202,7 +202,7 @@ def summary(found: Found) -> dict[str, Any]:
         "files": len(manifest.files),
         "ranks": ranks_of(manifest),
         "tensors": {role: len(tensors) for role, tensors in tensors_of(manifest).items()},
-        "has_groups": any(Path(path).name == "groups.npz" for path in manifest.files),
+        "has_groups": any(Path(path).name == "groups.bin" for path in manifest.files),
     }
 
 
@@ -261,7 +261,7 @@ def _rows(manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
         sizes = [e.size for path, e in manifest.files.items() if path.startswith(f"{part}/")]
         name = visible(part)
         if part == INFO:
-            has_groups = any(Path(path).name == "groups.npz" for path in manifest.files)
+            has_groups = any(Path(path).name == "groups.bin" for path in manifest.files)
             name += ", ready groups" if has_groups else ""
         counts = str(ranks.get(part, "")), str(len(tensors[part]) if part in tensors else "")
         yield name, *counts, _size(sum(sizes))

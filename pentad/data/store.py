@@ -1,121 +1,212 @@
 """The store: where the samples of ready groups lie until they are trained, by gid.
 
-The ledger holds states and no payload, the store payload and no states. `put` replaces what it has
-of a gid unless that is of a later attempt: a zombie never overwrites its successor.
-
-In a checkpoint, groups are one .npz file (numpy's, no pickle). Its array `meta` holds JSON: for
-every group gid, attempt and samples, and for every sample its plain fields and the pieces of the
-other arrays that are its own. A prompt is not in it: it follows from the gid and the data.
+The ledger holds states and no payload, the store payload and no states. Of a gid the store has one
+attempt, the latest that was put: a zombie never overwrites its successor, and putting an attempt
+again changes nothing. Another process opens the same store from its address, which is JSON.
 """
 
 from __future__ import annotations
 
-import io
-import json
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Protocol
 
 from pentad.core.errors import RunError
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Group, Prompt
+from pentad.data.packing import (
+    Buffer,
+    Columns,
+    add_column,
+    pack_column,
+    pack_groups,
+    unpack_column,
+    unpack_groups,
+)
 
-PLAIN = ("finish", "text", "given_text", "turns", "reward", "reward_parts")
-ARRAYS = ("ids", "mask", "rollout_logprobs", "versions", "routes")
-COLUMN = "columns/"
+PromptOf = Callable[[int], Prompt]
+Address = dict[str, Any]
+
+NUM_LOOKS = 5
+"""How often a group is looked up again when it was replaced between two looks."""
 
 
-class GroupStore:
-    """Keeps the groups themselves: what is got is what was put, not a copy."""
+class GroupStore(Protocol):
+    address: Address
+
+    def put(self, group: Group) -> None:
+        """Keeps the group under its gid, whole or not at all; ignored if this or a later attempt is
+        already here."""
+        ...
+
+    def get(self, gids: Iterable[int]) -> list[Group]:
+        """The groups in this order, with all columns written so far; RunError if one is not here.
+        What the caller does to them does not change what another process gets."""
+        ...
+
+    def write(self, gid: int, attempt: int, columns: Columns) -> bool:
+        """Adds columns to the group. False, and no change, if this attempt is not here."""
+        ...
+
+    def delete(self, gids: Iterable[int]) -> None:
+        """Forgets the groups; nothing happens for one that is not here."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use of it; who made the store removes all that is in it."""
+        ...
+
+
+class MemoryStore:
+    """Keeps the groups themselves, for the one process: what is got is what was put, not a copy."""
+
+    address: Address = {"kind": "memory"}
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
 
     def put(self, group: Group) -> None:
-        """Keeps the group under its gid; ignored if a later attempt is already here."""
         held = self.groups.get(group.gid)
-        if held is None or held.attempt <= group.attempt:
+        if held is None or held.attempt < group.attempt:
             self.groups[group.gid] = group
 
-    def get(self, gid: int) -> Group:
-        if gid not in self.groups:
-            raise RunError(f"the samples of group {gid} are not in the store")
-        return self.groups[gid]
+    def get(self, gids: Iterable[int]) -> list[Group]:
+        return [self.groups.get(gid) or _missing(gid) for gid in gids]
 
-    def delete(self, gid: int) -> None:
-        """Forgets the group; nothing happens if it is not here."""
-        self.groups.pop(gid, None)
+    def write(self, gid: int, attempt: int, columns: Columns) -> bool:
+        group = self.groups.get(gid)
+        if group is None or group.attempt != attempt:
+            return False
+        for name, arrays in columns.items():
+            add_column(group, name, arrays)
+        return True
 
+    def delete(self, gids: Iterable[int]) -> None:
+        for gid in gids:
+            self.groups.pop(gid, None)
 
-def pack_groups(groups: Sequence[Group]) -> bytes:
-    """The groups without their prompts; RunError for what is no plain value."""
-    parts: dict[str, list[np.ndarray]] = {}
-    """Arrays alike in name, type and shape lie end to end, in the order of the samples."""
-    meta = []
-    for group in groups:
-        samples = []
-        for sample in group.samples:
-            own = {}
-            for name, array in _arrays_of(sample):
-                if array.dtype.hasobject:
-                    raise RunError(
-                        f"group {group.gid} cannot be kept in a file: {name} has objects"
-                    )
-                key = f"{name} {array.dtype.str} {array.shape[1:]}"
-                own[name] = [key, len(array)]
-                parts.setdefault(key, []).append(array)
-            samples.append({name: getattr(sample, name) for name in PLAIN} | {"arrays": own})
-        meta.append({"gid": group.gid, "attempt": group.attempt, "samples": samples})
-    try:
-        text = json.dumps({"keys": list(parts), "groups": meta}, default=_plain)
-    except (TypeError, ValueError) as error:
-        raise RunError(f"groups cannot be kept in a file: {error}") from error
-    joined = {str(i): np.concatenate(arrays) for i, arrays in enumerate(parts.values())}
-    file = io.BytesIO()
-    np.savez(file, meta=np.frombuffer(text.encode(), np.uint8), **joined)  # type: ignore[arg-type]
-    return file.getvalue()
+    def close(self) -> None:
+        self.groups.clear()
 
 
-def unpack_groups(data: bytes, prompt_of: Callable[[int], Prompt]) -> Iterator[Group]:
-    """The groups that were packed, with the prompts of their gids; ValueError, TypeError or
-    LookupError for anything that `pack_groups` would not give."""
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            meta = json.loads(file["meta"].tobytes())
-            arrays = {key: file[str(i)] for i, key in enumerate(meta["keys"])}
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"the groups cannot be read: {error}") from error
-    at = dict.fromkeys(arrays, 0)
+class Blobs(Protocol):
+    """Bytes under keys, which several processes share. A blob appears whole or not at all."""
 
-    def take(key: str, length: int) -> np.ndarray:
-        at[key] += length
-        return arrays[key][at[key] - length : at[key]].copy()
+    address: Address
 
-    for group in meta["groups"]:
-        samples = []
-        for saved in group["samples"]:
-            own = {name: take(*place) for name, place in saved["arrays"].items()}
-            columns = {
-                n.removeprefix(COLUMN): own.pop(n) for n in list(own) if n.startswith(COLUMN)
-            }
-            plain = {name: saved[name] for name in PLAIN} | {
-                "turns": tuple((role, words) for role, words in saved["turns"])
-            }
-            samples.append(Sample(**own, **plain, columns=columns))  # type: ignore[arg-type]
-        yield Group(prompt_of(group["gid"]), samples, group["attempt"])
+    def keys(self, gids: Iterable[int]) -> list[str]:
+        """All that is here of these groups."""
+        ...
+
+    def put(self, key: str, data: Sequence[Buffer]) -> None:
+        """Writes the pieces one after the other, in place of what is there."""
+        ...
+
+    def get(self, keys: Sequence[str]) -> list[Any | None]:
+        """A buffer for each; None for one that is not here."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def describe(self, key: str) -> str:
+        """Where it is, for people."""
+        ...
 
 
-def _arrays_of(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
-    for name in ARRAYS:
-        if (array := getattr(sample, name)) is not None:
-            yield name, array
-    for name, column in sample.columns.items():
-        yield COLUMN + name, np.asarray(column)
+class BlobStore:
+    """A store over shared bytes. Each attempt of a group, and each column that a scorer wrote for
+    it, is a blob of its own, so that writers in several processes never change one thing:
+    `gid.attempt` and `gid.attempt.column`. The highest attempt that is there is the group's."""
+
+    def __init__(self, blobs: Blobs, prompt_of: PromptOf) -> None:
+        self.blobs = blobs
+        self.prompt_of = prompt_of
+        self.address = blobs.address
+
+    def put(self, group: Group) -> None:
+        held = self.blobs.keys([group.gid])
+        if any(int(key.split(".")[1]) >= group.attempt for key in held):
+            return
+        self.blobs.put(f"{group.gid}.{group.attempt}", pack_groups([group]))
+        self.blobs.delete(held)
+
+    def get(self, gids: Iterable[int]) -> list[Group]:
+        gids = list(gids)
+        found: dict[int, Group] = {}
+        for _ in range(NUM_LOOKS):
+            missing = [gid for gid in gids if gid not in found]
+            if not missing:
+                break
+            found |= {group.gid: group for group in self._look(missing)}
+        return [found.get(gid) or _missing(gid) for gid in gids]
+
+    def write(self, gid: int, attempt: int, columns: Columns) -> bool:
+        base = f"{gid}.{attempt}"
+        if base not in self.blobs.keys([gid]):
+            return False
+        keys = [f"{base}.{name}" for name in columns]
+        for key, arrays in zip(keys, columns.values(), strict=True):
+            self.blobs.put(key, pack_column(arrays))
+        if base not in self.blobs.keys([gid]):  # deleted or replaced meanwhile
+            self.blobs.delete(keys)
+            return False
+        return True
+
+    def delete(self, gids: Iterable[int]) -> None:
+        self.blobs.delete(self.blobs.keys(gids))
+
+    def close(self) -> None:
+        self.blobs.close()
+
+    def _look(self, gids: Sequence[int]) -> Iterator[Group]:
+        """Those of the groups that are here, each of its latest attempt."""
+        latest: dict[str, tuple[int, list[str]]] = {}
+        for key in self.blobs.keys(gids):
+            gid, number, *column = key.split(".", 2)
+            attempt = int(number)
+            if gid not in latest or attempt > latest[gid][0]:
+                latest[gid] = attempt, []
+            if attempt == latest[gid][0]:
+                latest[gid][1].extend(column)
+        keys = [
+            key
+            for gid, (attempt, columns) in latest.items()
+            for key in (f"{gid}.{attempt}", *(f"{gid}.{attempt}.{name}" for name in columns))
+        ]
+        blobs = dict(zip(keys, self.blobs.get(keys), strict=True))
+        for gid, (attempt, columns) in latest.items():
+            base = f"{gid}.{attempt}"
+            if blobs[base] is None:
+                continue
+            with self._reading(base):
+                (group,) = unpack_groups(blobs[base], self.prompt_of)
+            for name in columns:
+                if (data := blobs[f"{base}.{name}"]) is not None:
+                    with self._reading(f"{base}.{name}"):
+                        add_column(group, name, unpack_column(data))
+            yield group
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, LookupError) as error:
+            raise RunError(f"{self.blobs.describe(key)} cannot be read: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of numpy, which a reward may return."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is no plain value")
+KINDS = {"files": "pentad.data.file_blobs"}
+"""Kind of an address -> the module whose `open_blobs` opens it; imported only when it is chosen."""
+
+
+def open_store(address: Mapping[str, Any], prompt_of: PromptOf) -> GroupStore:
+    """The store that another process made."""
+    kind = address["kind"]
+    if kind not in KINDS:
+        raise RunError(f"store {kind} cannot be opened by another process than the one it is in")
+    return BlobStore(import_module(KINDS[kind]).open_blobs(address), prompt_of)
+
+
+def _missing(gid: int) -> Group:
+    raise RunError(f"the samples of group {gid} are not in the store")

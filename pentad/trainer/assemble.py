@@ -21,7 +21,8 @@ from pentad.core.errors import RunError
 from pentad.core.roles import Learner, Sampler
 from pentad.core.types import Group, SamplingParams
 from pentad.data.ledger import Ledger
-from pentad.data.store import GroupStore, unpack_groups
+from pentad.data.packing import unpack_groups
+from pentad.data.store import MemoryStore
 from pentad.rewards.scorer import RewardScorer
 from pentad.rl.bounds import Bounds
 from pentad.rl.shaping import has_signal
@@ -140,7 +141,7 @@ class Assembly:
         self.publisher = Publisher([])
         self.state = RunState(
             Ledger(config.train_dataset.batch_size),
-            GroupStore(),
+            MemoryStore(),
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
         self.thread = LearnerThread()
@@ -286,7 +287,7 @@ class Assembly:
                 stream.check_state(known)
             data = None if is_forced else self.recover.ready
             with reading(place / GROUPS):
-                groups = [] if data is None else list(unpack_groups(data, stream.prompt))
+                groups = [] if data is None else list(unpack_groups(bytearray(data), stream.prompt))
             with reading(place / "dataloader_info.json"):
                 self.state.resume(info["ledger"], groups, checkpoint.step + 1)
 

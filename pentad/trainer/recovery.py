@@ -38,7 +38,7 @@ from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Learner
-from pentad.data.store import pack_groups
+from pentad.data.packing import pack_groups
 from pentad.runtime.lead import on_all_ranks
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 FAILED_S = 10.0
 """How long a run that failed waits for checkpoints that are on their way."""
-GROUPS = "groups.npz"
+GROUPS = "groups.bin"
 INFOS = (
     *("step_info", "saver_info", "evaluator_info"),
     *("stats_logger_info", "checkpoint_info", "dataloader_info"),
@@ -356,8 +356,9 @@ class RecoverHandler:
             infos[file][name] = part.state()
         if point.progress is not None:
             infos["dataloader_info"]["ledger"] = point.progress.ledger
-            if point.progress.ready:
-                yield self._file(point.step, GROUPS, pack_groups(point.progress.ready))
+            if point.progress.gids:
+                data = b"".join(pack_groups(point.progress.ready))
+                yield self._file(point.step, GROUPS, data)
         for name, info in infos.items():
             yield self._file(point.step, f"{name}.json", json.dumps(info, indent=1).encode())
 

@@ -35,8 +35,14 @@ class DataProgress:
 
     ledger: dict[str, Any]
     """Its snapshot."""
-    ready: tuple[Group, ...]
+    gids: tuple[int, ...]
     """The groups it has samples of."""
+    store: GroupStore
+
+    @property
+    def ready(self) -> list[Group]:
+        """These groups; until the next step is trained they are in the store."""
+        return self.store.get(self.gids)
 
 
 @dataclass(slots=True)
@@ -63,9 +69,7 @@ class RunState:
 
     def progress(self) -> DataProgress:
         gids = [*self.ledger.gids_in("ready"), *self.ledger.gids_in("leased")]
-        return DataProgress(
-            self.ledger.snapshot(), tuple(self.store.get(gid) for gid in sorted(gids))
-        )
+        return DataProgress(self.ledger.snapshot(), tuple(sorted(gids)), self.store)
 
     def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
         """Goes on from a snapshot, in the place of whatever was here. Ready groups that are older
@@ -76,8 +80,11 @@ class RunState:
         batches = {entry["gid"]: entry["batch"] for entry in snapshot["live"]}
         oldest = self.budget.max_staleness
         kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
-        self.ledger = Ledger.restore(snapshot, kept)
-        self.store.groups = kept
+        restored = Ledger.restore(snapshot, kept)
+        self.store.delete(self.progress().gids)
+        self.ledger = restored
+        for group in kept.values():
+            self.store.put(group)
         self.budget.trained = self.budget.published = trained
 
     def request_stop(self, reason: str) -> None:

@@ -163,8 +163,7 @@ class TrainPump:
             result = await self.thread.run(self.update.finish)
         gids = [group.gid for group in groups]
         self.state.ledger.ack(gids)
-        for gid in gids:
-            self.state.store.delete(gid)
+        self.state.store.delete(gids)
         funnel, progress = self.state.ledger.funnel(), self.state.progress()
         trained = TrainedBatch(batch, groups, result, funnel, timer, progress)
         self.on_trained(trained)
@@ -185,7 +184,7 @@ class TrainPump:
                 )
             if not ledger.are_ready(batch, awaited):
                 return
-            groups = [self.state.store.get(gid) for gid in ledger.lease(batch, slots)]
+            groups = self.state.store.get(ledger.lease(batch, slots))
             for group in groups:
                 self._check_lag(batch, group)
             yield groups

@@ -2,15 +2,14 @@
 set aside, and the one before it is used."""
 
 import hashlib
-import io
 import json
 
-import numpy as np
 import pytest
 from run_lab import steps_of
 
 from pentad.checkpoint.folders import FileEntry, Manifest, PieceEntry, commit_marker
 from pentad.core.errors import UserError
+from pentad.data.packing import pack_arrays
 
 WORDS = (
     *("recover.freq_steps=1", "recover.keep_last=50", "saver.mode=sync"),
@@ -63,9 +62,7 @@ def having(*path, **changes):
 
 
 def packed(meta):
-    file = io.BytesIO()
-    np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8))
-    return file.getvalue()
+    return b"".join(pack_arrays(meta, {}))
 
 
 COUNTERS = "default/recover_checkpoint/globalstep{step}/counters.json"
@@ -93,10 +90,10 @@ OF_RL = [
     ("dataloader_info.json", having("ledger", next_gid=None)),
     ("dataloader_info.json", having("ledger", groups_per_batch=5)),
     ("dataloader_info.json", having("ledger", live=[{"gid": 3}])),
-    ("groups.npz", b"no zip"),
-    ("groups.npz", packed({"keys": []})),
-    ("groups.npz", packed({"keys": [], "groups": [{"gid": "x", "samples": []}]})),
-    ("groups.npz", packed({"keys": ["missing"], "groups": []})),
+    ("groups.bin", b"no groups"),
+    ("groups.bin", packed([{}])),
+    ("groups.bin", packed([{"gid": "x", "samples": []}])),
+    ("groups.bin", packed([{"gid": 1, "samples": [{"arrays": {"ids": ["missing", 3]}}]}])),
 ]
 
 

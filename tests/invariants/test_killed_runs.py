@@ -218,13 +218,13 @@ def test_off_policy_every_group_is_trained_once_whenever_the_run_is_killed(task,
     draw = random.Random(len(mode))
     begun = time.monotonic()
     process = lab.start(mode)
-    while not newest_file(lab.checkpoints(mode), "groups.npz").exists():
+    while not newest_file(lab.checkpoints(mode), "groups.bin").exists():
         assert process.is_alive(), lab.log(mode).read_text()
         time.sleep(0.02)
     seconds = time.monotonic() - begun
     process.kill(), process.join()
     time.sleep(1.0)  # its writer may just commit another
-    waiting = newest_file(lab.checkpoints(mode), "groups.npz")
+    waiting = newest_file(lab.checkpoints(mode), "groups.bin")
     if is_cut := waiting.exists():  # unless a later one has none
         waiting.write_bytes(waiting.read_bytes()[:-1])
     lab.run_killed(mode, [draw.uniform(0.3, 1.5) * seconds for _ in range(max(1, NUM_KILLS // 10))])

@@ -22,7 +22,7 @@ from pentad.checkpoint.job import (
 )
 
 Runner = Callable[[Job], dict[str, Any]]
-INFOS = ("step_info.json", "saver_info.json", "dataloader_info.json", "groups.npz")
+INFOS = ("step_info.json", "saver_info.json", "dataloader_info.json", "groups.bin")
 
 
 def memory_of(data: bytes) -> Memory:

@@ -25,7 +25,7 @@ DATA = {
     "metadata": "default/recover_checkpoint/globalstep2/.metadata",
     "critic": "critic/recover_checkpoint/globalstep2/__0_0.distcp",
     "info": "recover_info/globalstep2/dataloader_info.json",
-    "groups": "recover_info/globalstep2/groups.npz",
+    "groups": "recover_info/globalstep2/groups.bin",
 }
 MARKS = {
     "manifest": "recover_info/globalstep2/manifest.json",

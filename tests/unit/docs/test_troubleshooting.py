@@ -20,7 +20,7 @@ from pentad.core.roles import Installed
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Generation, Row
 from pentad.data.ledger import Ledger
-from pentad.data.store import GroupStore
+from pentad.data.store import MemoryStore
 from pentad.data.toy import write_byte_model, write_model
 from pentad.engine.engine import build_engine
 from pentad.planner.plan import build_plan, choose_device
@@ -169,7 +169,7 @@ def hold_the_loop():
 def stall(caplog):
     now = [0.0]
     ledger = Ledger(2)
-    state = RunState(ledger, GroupStore(), Budget(2, max_staleness=0, num_batches=9))
+    state = RunState(ledger, MemoryStore(), Budget(2, max_staleness=0, num_batches=9))
     for _ in range(2):
         ledger.start(ledger.admit(0))
     state.waiting["train"] = "groups 0 to 1 of batch 0"
@@ -194,7 +194,7 @@ def empty_batch(rejection=None):
 
     ledger = Ledger(4)
     pump = RolloutPump(
-        RunState(ledger, GroupStore(), Budget(4, max_staleness=0, num_batches=9)),
+        RunState(ledger, MemoryStore(), Budget(4, max_staleness=0, num_batches=9)),
         SimpleNamespace(prompt=lambda gid: gid, row_of=lambda gid: f"data/train.jsonl:{gid + 1}"),
         SimpleNamespace(rollout=rollout),
         SimpleNamespace(is_on_policy=True),

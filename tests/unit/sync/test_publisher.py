@@ -10,7 +10,7 @@ import torch
 from pentad.core.errors import RunError
 from pentad.core.roles import Installed
 from pentad.data.ledger import Ledger
-from pentad.data.store import GroupStore
+from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.trainer.budget import Budget
@@ -107,7 +107,7 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
     """A snapshot is a whole model: a pump that remembers its last one holds two at the next."""
 
     async def publish_one():
-        state = RunState(Ledger(1), GroupStore(), Budget(1, max_staleness=0, num_batches=9))
+        state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=0, num_batches=9))
         placement = Placement(is_shared=True, max_staleness=0)
         turnstile = Turnstile(placement, [])
         pump = PublishPump(state, Publisher([Receiver()]), None, placement, turnstile)

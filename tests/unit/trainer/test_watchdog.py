@@ -6,7 +6,7 @@ import pytest
 
 from pentad.core.errors import RunError
 from pentad.data.ledger import Ledger
-from pentad.data.store import GroupStore
+from pentad.data.store import MemoryStore
 from pentad.runtime.rank import pulse
 from pentad.trainer.budget import Budget
 from pentad.trainer.state import RunState
@@ -29,7 +29,7 @@ class Clock:
 
 def make(**more):
     clock = Clock()
-    state = RunState(Ledger(2), GroupStore(), Budget(2, max_staleness=0, num_batches=9))
+    state = RunState(Ledger(2), MemoryStore(), Budget(2, max_staleness=0, num_batches=9))
     watchdog = Watchdog(state, warn_s=60, abort_s=600, clock=clock, **more)
     watchdog.look()
     return watchdog, state, clock

@@ -1,6 +1,5 @@
-"""The store gives back what was put, and no older attempt replaces a newer one."""
+"""What is packed comes back with every field, and what was changed on the way is refused."""
 
-import io
 from dataclasses import fields
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
-from pentad.data.store import GroupStore, pack_groups, unpack_groups
+from pentad.data.packing import pack_column, pack_groups, unpack_column, unpack_groups
 
 
 def make_group(gid=17, attempt=0, num_samples=2, reward=0.5):
@@ -30,34 +29,6 @@ def make_group(gid=17, attempt=0, num_samples=2, reward=0.5):
     return Group(Prompt(gid, (5, 9), fields, "6*7=", 2), samples, attempt)
 
 
-@pytest.fixture
-def store():
-    return GroupStore()
-
-
-def test_what_was_put_is_got_back(store):
-    group = make_group()
-    store.put(group)
-    assert store.get(17) is group
-
-
-def test_deletion_is_quiet(store):
-    for gid in (30, 2, 11):
-        store.put(make_group(gid))
-    store.delete(11)
-    store.delete(11)
-    with pytest.raises(RunError, match="the samples of group 11 are not in"):
-        store.get(11)
-
-
-def test_an_older_attempt_never_replaces_a_newer_one(store):
-    store.put(make_group(attempt=1, reward=1.0))
-    store.put(make_group(attempt=0, reward=0.0))
-    assert store.get(17).samples[0].reward == 1.0
-    store.put(make_group(attempt=2, reward=2.0))
-    assert store.get(17).samples[0].reward == 2.0
-
-
 def same(left, right):
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and np.array_equal(left, right)
@@ -66,17 +37,22 @@ def same(left, right):
     return type(left) is type(right) and left == right
 
 
+def packed(*groups):
+    return b"".join(pack_groups(groups))
+
+
 def test_groups_come_back_from_bytes_with_every_field():
     one, two, three = make_group(3, attempt=2), make_group(17, num_samples=1), make_group(40)
-    one.samples[0].given_text = "other \ud800"
+    one.samples[0].given_text = one.samples[0].text = "other \ud800"
     one.samples[1].turns = (("assistant", "a"), ("tool", "b"))
     one.samples[1].columns = {}
     two.samples[0].routes = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
     two.samples[0].finish, two.samples[0].reward = "length", None
     three.samples[0].ids = three.samples[0].ids[:0]
-    three.samples[1].columns["odd"] = np.ones(4)
+    three.samples[1].text = ""
+    three.samples[1].columns["odd"] = np.ones(8)[::2]
     groups = [one, two, three]
-    again = list(unpack_groups(pack_groups(groups), {g.gid: g.prompt for g in groups}.get))
+    again = list(unpack_groups(packed(*groups), {g.gid: g.prompt for g in groups}.get))
     assert [g.attempt for g in again] == [2, 0, 0]
     for old, new in zip(groups, again, strict=True):
         assert new.prompt is old.prompt
@@ -85,7 +61,7 @@ def test_groups_come_back_from_bytes_with_every_field():
                 assert same(getattr(left, field.name), getattr(right, field.name)), field.name
 
 
-def test_what_only_a_pickle_could_keep_is_refused_and_none_is_read():
+def test_what_only_a_pickle_could_keep_is_refused():
     group = make_group()
     group.samples[0].columns["objects"] = np.array([{"a": 1}], dtype=object)
     with pytest.raises(RunError, match="group 17 cannot be kept in a file: columns/objects"):
@@ -94,7 +70,22 @@ def test_what_only_a_pickle_could_keep_is_refused_and_none_is_read():
     group.samples[0].reward_parts = {"x": np.float32(0.5), "y": b"z"}
     with pytest.raises(RunError, match="bytes is no plain value"):
         pack_groups([group])
-    file = io.BytesIO()
-    np.savez(file, meta=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        list(unpack_groups(file.getvalue(), lambda gid: None))
+
+
+def test_bytes_that_are_cut_or_changed_give_a_sentence_wherever_it_is():
+    whole = packed(make_group())
+    prompt = make_group().prompt
+    for end in (0, 10, 40, 100, len(whole) - 1):
+        with pytest.raises(ValueError, match="^it"):
+            list(unpack_groups(whole[:end], lambda gid: prompt))
+    for place in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[place] ^= 0x10
+        with pytest.raises(ValueError, match="^it"):
+            list(unpack_groups(changed, lambda gid: prompt))
+
+
+def test_a_column_comes_back_split_by_samples():
+    arrays = [np.arange(3, dtype=np.float32), np.zeros(0, np.float32), np.ones(2, np.float32)]
+    again = unpack_column(b"".join(pack_column(arrays)))
+    assert all(same(a, b) for a, b in zip(arrays, again, strict=True))

@@ -1,0 +1,165 @@
+"""Groups and columns as bytes: a JSON header and the raw arrays after it, which a reader can map.
+
+    magic (16 bytes) | header bytes | bytes in all | crc32 of all the rest | header | arrays
+
+Arrays begin at multiples of ALIGN. No pickle. A prompt is not in it: it follows from the gid and
+the data. Bytes that are cut short or changed are a ValueError, never other numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pentad.core.errors import RunError
+from pentad.core.types import Group, Prompt, Sample
+
+MAGIC = b"pentad groups 1\n"
+SIZES = struct.Struct("<16sQQ")
+CRC = struct.Struct("<I")
+START = SIZES.size + CRC.size
+ALIGN = 64
+
+PLAIN = ("finish", "given_text", "turns", "reward", "reward_parts")
+ARRAYS = ("ids", "mask", "rollout_logprobs", "versions", "routes")
+TEXT = "text"
+"""Bytes among the arrays: JSON is slow with long texts."""
+COLUMN = "columns/"
+
+Buffer = bytes | memoryview
+Columns = Mapping[str, Sequence[np.ndarray]]
+"""Name -> one token-aligned array a sample."""
+
+
+def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
+    """The groups without their prompts, as pieces to be written one after the other; RunError for
+    what is no plain value."""
+    parts: dict[str, list[np.ndarray]] = {}
+    """Arrays alike in name, type and shape lie end to end, in the order of the samples."""
+    meta = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            own = {}
+            for name, array in _arrays_of(sample):
+                if array.dtype.hasobject:
+                    raise RunError(
+                        f"group {group.gid} cannot be kept in a file: {name} has objects"
+                    )
+                key = f"{name} {array.dtype.str} {array.shape[1:]}"
+                own[name] = [key, len(array)]
+                parts.setdefault(key, []).append(array)
+            samples.append({name: getattr(sample, name) for name in PLAIN} | {"arrays": own})
+        meta.append({"gid": group.gid, "attempt": group.attempt, "samples": samples})
+    joined = {key: np.concatenate(arrays) for key, arrays in parts.items()}
+    return pack_arrays(meta, joined)
+
+
+def unpack_groups(data: Any, prompt_of: Callable[[int], Prompt]) -> Iterator[Group]:
+    """The groups that were packed, with the prompts of their gids; ValueError, TypeError or
+    LookupError for anything that `pack_groups` would not give. Arrays are views of the buffer."""
+    meta, arrays = unpack_arrays(data)
+    at = dict.fromkeys(arrays, 0)
+
+    def take(key: str, length: int) -> np.ndarray:
+        at[key] += length
+        return arrays[key][at[key] - length : at[key]]
+
+    for group in meta:
+        samples = []
+        for saved in group["samples"]:
+            own = {name: take(*place) for name, place in saved["arrays"].items()}
+            columns = {
+                n.removeprefix(COLUMN): own.pop(n) for n in list(own) if n.startswith(COLUMN)
+            }
+            plain = {name: saved[name] for name in PLAIN} | {
+                "turns": tuple((role, words) for role, words in saved["turns"]),
+                TEXT: own.pop(TEXT).tobytes().decode("utf-8", "surrogatepass"),
+            }
+            samples.append(Sample(**own, **plain, columns=columns))  # type: ignore[arg-type]
+        yield Group(prompt_of(group["gid"]), samples, group["attempt"])
+
+
+def pack_column(arrays: Sequence[np.ndarray]) -> list[Buffer]:
+    """One column of all samples of a group."""
+    return pack_arrays([len(array) for array in arrays], {"": np.concatenate(arrays)})
+
+
+def unpack_column(data: Any) -> list[np.ndarray]:
+    lengths, arrays = unpack_arrays(data)
+    return np.split(arrays[""], np.cumsum(lengths)[:-1])
+
+
+def add_column(group: Group, name: str, arrays: Sequence[np.ndarray]) -> None:
+    """RunError unless there is one value a token of every sample."""
+    ours, wanted = [len(array) for array in arrays], [len(s.ids) for s in group.samples]
+    if ours != wanted:
+        raise RunError(
+            f"column {name} of group {group.gid} has {ours} values, its samples {wanted} tokens"
+        )
+    for sample, array in zip(group.samples, arrays, strict=True):
+        sample.columns[name] = array
+
+
+def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
+    """A JSON value and named arrays; RunError for what is no plain value."""
+    described = [[key, a.dtype.str, a.shape] for key, a in arrays.items()]
+    try:
+        header = json.dumps([described, meta], default=_plain).encode()
+    except (TypeError, ValueError) as error:
+        raise RunError(f"groups cannot be kept in a file: {error}") from error
+    header += b" " * (-(START + len(header)) % ALIGN)
+    body: list[Buffer] = [header]
+    for array in arrays.values():
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        body += [flat.data, bytes(-flat.nbytes % ALIGN)]
+    sizes = SIZES.pack(MAGIC, len(header), START + sum(map(len, body)))
+    return [sizes, CRC.pack(_crc([sizes, *body])), *body]
+
+
+def unpack_arrays(data: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    view = memoryview(data)
+    if len(view) < START or view[: len(MAGIC)] != MAGIC:
+        raise ValueError("it is no file of groups")
+    _, length, size = SIZES.unpack_from(view)
+    if len(view) != size:
+        raise ValueError(f"it has {len(view)} bytes of {size}")
+    if (_crc([view[: SIZES.size], view[START:]]),) != CRC.unpack_from(view, SIZES.size):
+        raise ValueError("its bytes have changed since they were written")
+    at = START + length
+    described, meta = json.loads(bytes(view[START:at]))
+    arrays = {}
+    for key, dtype, shape in described:
+        count = math.prod(shape)
+        arrays[key] = np.frombuffer(data, dtype, count, at).reshape(shape)
+        at += arrays[key].nbytes + -arrays[key].nbytes % ALIGN
+    return meta, arrays
+
+
+def _crc(pieces: Sequence[Buffer]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _arrays_of(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
+    yield TEXT, np.frombuffer(sample.text.encode("utf-8", "surrogatepass"), np.uint8)
+    for name in ARRAYS:
+        if (array := getattr(sample, name)) is not None:
+            yield name, array
+    for name, column in sample.columns.items():
+        yield COLUMN + name, np.asarray(column)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, which a reward may return."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no plain value")
