@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pentad.core.errors import Problem, RunError, UserError, first_cause
@@ -24,6 +24,12 @@ from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
 from pentad.rollout.workflows import Context, OwnPrompts, Workflow, contained
 
 log = logging.getLogger(__name__)
+
+Hold = Callable[[float | None], None]
+"""Says within how many seconds the next sign of the group is due; None: at no time."""
+
+LEASE_GRACE_S = 30.0
+"""How long a workflow may take to end after it was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +100,19 @@ class Executor:
         self.shown: set[str] = set()
         """Errors of workflows, by kind and place, whose traceback is in the log."""
 
-    async def rollout(self, prompt: Prompt, attempt: int) -> Group:
+    async def rollout(
+        self, prompt: Prompt, attempt: int, hold: Hold = lambda seconds: None
+    ) -> Group:
         """One group from its prompt, sampled anew after a data failure.
 
-        Raises DataFailure (drop it) or InfraFailure (stop)."""
+        Every try renews the lease; rewards have limits of their own. Raises DataFailure (drop it)
+        or InfraFailure (stop)."""
         for retry in range(self.settings.max_retries + 1):
             key = f"{attempt}.{retry}" if retry else attempt  # seeds of its own each time
             try:
-                samples = await self._on_some_replica(prompt, replace(self.context, attempt=key))
+                context = replace(self.context, attempt=key)
+                samples = await self._on_some_replica(prompt, context, hold)
+                hold(None)
                 return await self._scored(Group(prompt, samples, attempt))
             except DataFailure as failure:
                 if failure.is_final or retry == self.settings.max_retries:
@@ -113,10 +124,12 @@ class Executor:
         """Ends what looks after suspect replicas. The samplers belong to the caller."""
         self.fleet.close()
 
-    async def _on_some_replica(self, prompt: Prompt, context: Context) -> list[Sample]:
+    async def _on_some_replica(self, prompt: Prompt, context: Context, hold: Hold) -> list[Sample]:
         """Tries again, with the same seeds, after a failure of the machinery."""
         causes: list[str] = []
         while len(causes) <= self.settings.max_infra_retries:
+            patience_s = self.settings.replica_patience_s
+            hold(patience_s + self.settings.deadline_s + LEASE_GRACE_S)
             replica = await self.fleet.pick(prompt, context.num_samples)
             try:
                 samples = await self._on(replica, prompt, context)

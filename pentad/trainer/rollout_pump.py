@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 
 from pentad.core.errors import RunError, Transient
 from pentad.core.failures import DataFailure, InfraFailure
@@ -22,6 +23,9 @@ MAX_DRAWS_PER_SLOT = 50
 
 MIN_ALIKE = 4
 """Groups of small batches that fail alike before it is more than chance."""
+
+MAX_LEASES = 3
+"""Attempts of a group that may come to no end before it is dropped."""
 
 REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
 """What it means that a finished group was turned down."""
@@ -138,11 +142,15 @@ class RolloutPump:
             raise RunError(f"the first {num} groups failed alike, the last ({where}): {failure}")
 
     async def _roll(self, gid: int) -> None:
-        """One group from prompt to ready, or dropped with its reason."""
+        """One group from prompt to ready, or dropped with its reason. What comes of an attempt
+        whose lease ended is ignored: the group has another by then."""
         ledger = self.state.ledger
+        attempt = ledger.start(gid)
+        lease = Lease(partial(self._expire, gid, attempt, asyncio.current_task()))
         try:
-            attempt = ledger.start(gid)
-            group = await self.executor.rollout(self.stream.prompt(gid), attempt)
+            group = await self.executor.rollout(self.stream.prompt(gid), attempt, lease.hold)
+            if lease.has_ended:
+                return
             self.num_scored += 1
             reason = self.reject(group)
             if reason is None:
@@ -152,13 +160,55 @@ class RolloutPump:
                 self.last_failures[reason] = REJECTIONS.get(reason, "")
                 ledger.drop(gid, reason)
         except (DataFailure, RejectedPrompt) as failure:
+            if lease.has_ended:
+                return
             log.warning("group %d dropped: %s", gid, failure)
             self.last_failures[failure.reason] = f"the last: {failure}"
             ledger.drop(gid, failure.reason)
             if isinstance(failure, DataFailure) and not failure.is_final:
                 self._stop_if_all_fail(gid, failure)
         except InfraFailure as failure:
-            raise Transient(f"group {gid} could not be generated: {failure}") from failure
+            if not lease.has_ended:
+                raise Transient(f"group {gid} could not be generated: {failure}") from failure
         finally:
-            self.running -= 1
-            self.state.changed.notify()
+            if not lease.has_ended:
+                lease.hold(None)
+                self._leave()
+
+    def _expire(self, gid: int, attempt: int, task: asyncio.Task[None]) -> None:
+        """The group gave no sign in time: it is planned again, with seeds of its own."""
+        text = f"attempt {attempt} gave no sign within its lease, in the workflow or its sampler"
+        log.warning("group %d: %s", gid, text)
+        if attempt + 1 < MAX_LEASES:
+            self.state.ledger.fail(gid, attempt)
+            self.planned.append(gid)
+        else:
+            self.last_failures["deadline"] = f"the last: {text}"
+            self.state.ledger.drop(gid, "deadline")
+        task.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        self.running -= 1
+        self.state.changed.notify()
+
+
+class Lease:
+    """The time within which a running group must give a sign."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+        self.has_ended = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def hold(self, seconds: float | None) -> None:
+        """Renews it; None: there is no limit for now."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None
+        if seconds is not None and not self.has_ended:
+            self.timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.has_ended = True
+        self.end()

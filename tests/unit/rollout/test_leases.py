@@ -1,0 +1,109 @@
+"""A group that gives no sign is planned again; what its old attempt brings later is ignored."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pentad.core.types import Prompt, SamplingParams
+from pentad.data.ledger import Ledger
+from pentad.data.store import MemoryStore
+from pentad.rollout import executor as executor_file
+from pentad.rollout.executor import Executor, ExecutorSettings
+from pentad.rollout.workflows import SingleTurn
+from pentad.trainer.budget import Budget
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.rollout_pump import MAX_LEASES, RolloutPump
+from pentad.trainer.state import RunState
+
+
+class Stubborn(SingleTurn):
+    """Hangs in the attempts that are named, whatever the executor cancels; then goes on."""
+
+    def __init__(self, hanging: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.hanging = hanging
+        self.late: list[tuple[int, int]] = []
+
+    async def run(self, prompt, sampler, context):
+        key = prompt.gid, context.attempt
+        while key in self.hanging:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if key in self.late:  # the second time it obeys, and brings its samples
+                    break
+                self.late.append(key)
+        return await super().run(prompt, sampler, context)
+
+
+class Always:
+    async def score(self, group):
+        for i, sample in enumerate(group.samples):
+            sample.reward = float(i)
+        return group
+
+
+def fill(samplers, tokenizer, workflow, monkeypatch):
+    """One batch of two groups; the state of the run when it is ready."""
+    monkeypatch.setattr(executor_file, "LEASE_GRACE_S", 0.05)
+    settings = ExecutorSettings(
+        params=SamplingParams(max_new_tokens=8),
+        num_samples=2,
+        run_seed=5,
+        vocab_size=40,
+        deadline_s=0.1,
+        replica_patience_s=0.05,
+    )
+    executor = Executor(samplers, workflow, Always(), settings, tokenizer)
+    state = RunState(Ledger(2), MemoryStore(), Budget(2, max_staleness=1, num_batches=1))
+    stream = SimpleNamespace(
+        prompt=lambda gid: Prompt(gid, (1, 2, gid), {}), row_of=lambda gid: f"row {gid}"
+    )
+    placement = Placement(is_shared=False, max_staleness=1)
+    turnstile = Turnstile(placement, [])
+    pump = RolloutPump(state, stream, executor, placement, turnstile, lambda group: None)
+
+    async def run():
+        filling = asyncio.create_task(pump.run())
+        async with asyncio.timeout(30):
+            await state.changed.until(lambda: state.ledger.are_ready(0))
+            await asyncio.sleep(0.1)  # late ones may come
+            state.request_stop("it is enough")
+            await filling
+        executor.close()
+
+    asyncio.run(run())
+    return state, pump
+
+
+@pytest.fixture
+def samplers(scripted):
+    return {"r0": scripted(lambda request, i: [int(request.seeds[i]) % 40, 2, 3])}
+
+
+def test_a_group_without_a_sign_gets_a_fresh_attempt(
+    samplers, plain_tokenizer, monkeypatch, caplog
+):
+    workflow = Stubborn({(0, 0)})
+    state, pump = fill(samplers, plain_tokenizer, workflow, monkeypatch)
+    assert workflow.late == [(0, 0)]
+    assert "group 0: attempt 0 gave no sign within its lease" in caplog.text
+    zero, one = state.store.get([0, 1])
+    assert (zero.attempt, one.attempt) == (1, 0)
+    assert state.ledger.funnel().dropped == {}
+    assert pump.running == 0
+
+
+def test_a_group_that_never_gives_one_is_dropped_and_replaced(
+    samplers, plain_tokenizer, monkeypatch
+):
+    workflow = Stubborn({(1, attempt) for attempt in range(MAX_LEASES)})
+    state, pump = fill(samplers, plain_tokenizer, workflow, monkeypatch)
+    assert workflow.late == [(1, attempt) for attempt in range(MAX_LEASES)]
+    funnel = state.ledger.funnel()
+    assert (funnel.drawn, funnel.dropped, funnel.in_flight) == (3, {"deadline": 1}, 2)
+    assert [group.gid for group in state.store.get([0, 2])] == [0, 2]
+    assert np.array_equal(sorted(state.store.groups), [0, 2])
+    assert "gave no sign" in pump.last_failures["deadline"]
