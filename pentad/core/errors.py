@@ -46,6 +46,10 @@ class Transient(RunError):
     checkpoint, the run may go on."""
 
 
+class Crashed(Transient):
+    """An exception of the code on a rank: it may pass, but not if it comes again."""
+
+
 class Interrupted(RunError):
     """A run that its user ended by ctrl-C, with what became of it."""
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pentad.core.errors import Interrupted, Problem, RunError, Transient, UserError
+from pentad.core.errors import Crashed, Interrupted, Problem, RunError, Transient, UserError
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.process import RankProcess
 from pentad.runtime.rank import Board, Rank, name_rank, rank_from_environment
@@ -307,8 +307,10 @@ class RankGroup:
             return RunError(cause.message)  # it is no rank's own trouble
         sentence = f"{name_rank(cause.rank, self.world, cause.step)}: {cause.message}"
         shown = "\n".join(f"    {line}" for line in cause.lines)
-        may_pass = cause.kind != "run" or cause.is_consequence
-        kind = Transient if may_pass else RunError
+        if cause.is_consequence:
+            kind: type[RunError] = Transient
+        else:
+            kind = {"run": RunError, "bug": Crashed}.get(cause.kind, Transient)
         if cause.kind == "run" or not shown:
             return kind(f"{sentence}\nIts log is {self.log(cause.rank)}")
         return kind(f"{sentence}\n{shown}\nIts log is {self.log(cause.rank)}")
@@ -356,7 +358,9 @@ class RankGroup:
         when = "before the first step" if step is None else f"in step {step}"
         halted = [f"{n}" for n, process in enumerate(self.processes) if process.is_stopped]
         why = f"; held up by SIGSTOP: rank {', '.join(halted)} of {self.world}" if halted else ""
-        lost = "what was trained since the last save is lost" if step else "nothing was trained"
+        lost = "nothing was trained since its start"
+        if step is not None:
+            lost = "what was trained since the last save is lost"
         kind = Interrupted if number == signal.SIGINT else RunError
         return kind(f"stopped by a second {name} {when}; {lost}{why}")
 

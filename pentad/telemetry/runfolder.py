@@ -7,15 +7,14 @@ the caller does not take for the run's and, unless the run resumes, a folder tha
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.lock import NAME, FolderLock
 from pentad.telemetry.manifest import build_manifest, write_json
 from pentad.telemetry.steps import read_lines
 
@@ -37,7 +36,8 @@ FILES = {
     "telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
-    "run.lock": "Held by the running program, so that no second one writes here; empty otherwise.",
+    "run.lock": "Held by the running program, which it names with machine and time, so that no "
+    "second one writes here; empty otherwise.",
     "earlier/": "Records of former runs of this name that were started anew with --fresh; their "
     "exports are in earlier/ of the checkpoint folder, under the same number.",
     "README.md": "This explanation.",
@@ -65,7 +65,7 @@ class RunFolder:
     """An open run folder. Holds the lock until it is closed or the process ends."""
 
     def __init__(
-        self, path: Path, lock: int, manifest: dict[str, Any], current: dict[str, Any]
+        self, path: Path, lock: FolderLock, manifest: dict[str, Any], current: dict[str, Any]
     ) -> None:
         self.path = path
         self.manifest = manifest
@@ -81,12 +81,7 @@ class RunFolder:
     def check_there(self) -> None:
         """RunError if this is no longer the folder that was opened: somebody deleted or moved it,
         and another program may have taken its place."""
-        own = os.fstat(self._lock)
-        try:
-            found = (self.path / "run.lock").stat()
-        except (FileNotFoundError, NotADirectoryError):
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+        if not self._lock.is_there():
             raise RunError(
                 f"run folder = {self.path}: was deleted or replaced while the run went on, so its "
                 "records are lost"
@@ -105,10 +100,7 @@ class RunFolder:
         write_json(self.file("manifest.json"), self.manifest)
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.ftruncate(self._lock, 0)
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
 
 def run_path(fileroot: str, experiment_name: str, trial_name: str, user: str | None = None) -> Path:
@@ -139,10 +131,11 @@ def open_run_folder(
     folder for each role. `fresh`: what is there, models too, is moved to earlier/ first. `resumes`:
     steps that are there are continued; `has_checkpoint` says that models without records are those
     of a run that can be continued."""
-    lock = _take_lock(path)
     try:
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        lock = FolderLock(path, f"run folder = {path}")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
         if fresh:
             set_aside([path] if exports is None else [exports, path])
         manifest = _read_manifest(path)
@@ -159,10 +152,10 @@ def open_run_folder(
         manifest = manifest or {**current, "starts": []}
         write_json(path / "manifest.json", manifest)
     except OSError as error:
-        os.close(lock)
+        lock.close()
         raise _unwritable(path, error) from error
     except BaseException:
-        os.close(lock)
+        lock.close()
         raise
     folder = RunFolder(path, lock, manifest, current)
     folder.changes = changes
@@ -176,23 +169,6 @@ def readme(checkpoints: str) -> str:
 def file_table() -> str:
     rows = [f"| `{name}` | {meaning} |" for name, meaning in FILES.items()]
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
-
-
-def _take_lock(path: Path) -> int:
-    where = f"run folder = {path}"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        remedy = "wait for it, or choose another trial_name"
-        raise UserError(Problem(where, f"another program runs in it ({holder})", remedy)) from error
-    return lock
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
@@ -243,7 +219,7 @@ def set_aside(roots: Sequence[Path]) -> list[Path]:
     targets = []
     for root in roots:
         entries = list(root.iterdir()) if root.exists() else []
-        old = [entry for entry in entries if entry.name not in ("run.lock", EARLIER)]
+        old = [entry for entry in entries if entry.name not in (NAME, EARLIER)]
         if old:
             target = root / EARLIER / f"{number:03d}"
             target.mkdir(parents=True)

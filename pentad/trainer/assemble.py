@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
-from pentad.trainer.recovery import GROUPS, Identity
+from pentad.trainer.recovery import GROUPS, Identity, save_after_failure
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run import (
     OpenRun,
@@ -48,9 +49,9 @@ from pentad.trainer.run import (
     count_steps,
     open_run,
     repeat_warnings,
+    standing,
 )
 from pentad.trainer.samplers import open_samplers
-from pentad.trainer.saver import rescue
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.sft import run_sft
@@ -182,13 +183,14 @@ class Assembly:
     def _rescue(self) -> None:
         """Saves and records what was trained before a failure, as far as that can be had."""
         update, late = self.update, self.unrecorded
-        if late is not None and late.batch == update.num_done - 1 and not update.num_moved:
+        is_whole = not (update.num_moved or self.lead.is_torn)
+        if late is not None and late.batch == update.num_done - 1 and is_whole:
             try:
                 self._after_step(late)
             except Exception as error:  # the first failure is the one to be raised
                 log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
-        self.recover.rescue(update.num_done, num_moved=update.num_moved)
-        rescue(self.savers, update.num_done, num_moved=update.num_moved)
+        parts = self.lead, self.recover, self.savers
+        save_after_failure(*parts, update.num_done, update.num_moved)
 
     @property
     def trained(self) -> int:
@@ -208,7 +210,7 @@ class Assembly:
         """Everything but the last save; signals are noted in `stepping` from the first step on."""
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self.thread.close(self.config.stall_abort_s))
-            with stop_task_early():
+            with stop_task_early(partial(standing, self.config)):
                 await self._open_samplers(stack)
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,10 +39,10 @@ from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Learner
 from pentad.data.packing import pack_groups
-from pentad.runtime.lead import on_all_ranks
+from pentad.runtime.lead import Lead, on_all_ranks
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
-from pentad.trainer.saver import MAX_WAIT_STEPS
+from pentad.trainer.saver import MAX_WAIT_STEPS, Saver, rescue
 from pentad.trainer.state import DataProgress
 
 log = logging.getLogger(__name__)
@@ -400,9 +400,9 @@ class RecoverHandler:
             good,
         )
 
-    def rescue(self, num_done: int, *, num_moved: int = 0) -> None:
+    def rescue(self, num_done: int, num_moved: int) -> None:
         """After a failure: commits what was trained, if it can be had; the failure is raised
-        anyway. `num_moved` are updates of a further step that are in the weights too."""
+        anyway."""
         if self.point is None or self.point.step != num_done - 1 or num_moved:
             return
         try:
@@ -412,3 +412,20 @@ class RecoverHandler:
             return
         if self.last_saved == self.point.step and self.is_on:
             log.info("%s", self.next_start, extra=NOTICE)
+
+
+def save_after_failure(
+    lead: Lead, recover: RecoverHandler, savers: Sequence[Saver], num_done: int, num_moved: int = 0
+) -> None:
+    """Saves what was trained, unless a rank is gone, without which no save can succeed; the
+    failure is raised anyway. `num_moved` are updates of a further step that are in the weights."""
+    if not num_done:
+        return
+    saves: list[Callable[[int, int], None]] = [recover.rescue]
+    for save in saves + [partial(rescue, saver) for saver in savers]:
+        if lead.is_torn:
+            last = recover.next_start or "there is no recovery checkpoint"
+            text = "after the failure: the ranks do not answer any more, so nothing is saved; %s"
+            log.warning(text, last)
+            return
+        save(num_done, num_moved)

@@ -2,12 +2,15 @@
 
 Over several ranks the launcher starts new ones. A run in one process is started again by the
 command line, in place of the present program: what a failure leaves in a process is not known.
+An exception of the code that comes twice at the same step is not waited out: the run ends with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +18,11 @@ from typing import NoReturn
 
 from pentad.checkpoint.folders import find_checkpoints
 from pentad.config.schema import Config
-from pentad.core.errors import RunError, Transient, UserError
+from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.runtime.rank import rank_from_environment
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import run_path
+from pentad.telemetry.steps import read_lines
 from pentad.trainer.preflight import AGAIN
 from pentad.trainer.run import checkpoint_path
 
@@ -31,16 +35,18 @@ class Retries:
     used: int = 0
     step: int = -1
     """The last step that was committed when the last try began."""
+    crash: str = ""
+    """Stands for the exception and the step that ended the try before; empty: something else."""
 
     @classmethod
     def of_this_program(cls, config: Config) -> Retries:
-        used, _, step = os.environ.get(AGAIN, "").partition(":")
-        if used:
-            return cls(config, int(used), int(step))
+        if known := os.environ.get(AGAIN):
+            used, step, crash = known.split(":")
+            return cls(config, int(used), int(step), crash)
         return cls(config, step=newest_step(config))
 
     def __str__(self) -> str:
-        return f"{self.used}:{self.step}"
+        return f"{self.used}:{self.step}:{self.crash}"
 
     def take(self, error: Exception) -> bool:
         """Whether to start again, which it says with the reason."""
@@ -48,18 +54,33 @@ class Retries:
         self.used, self.step = 0 if newest > self.step else self.used, newest
         if not recover.is_on or self.used >= recover.retries:
             return False
+        before, self.crash = self.crash, crash_of(self.config, error)
         self.used += 1
         place = f"after step {newest + 1}" if newest >= 0 else "from the beginning"
+        next_ = (
+            f"it is started again {place} (try {self.used} of recover.retries = {recover.retries} "
+            "without a step gained)"
+        )
+        if is_loop := bool(self.crash) and self.crash == before:
+            next_ = "the try before ended at the same step in the same way: it is not started again"
         with log_to(run_path_of(self.config) / "log.txt"):
-            log.warning(
-                "the run failed: %s; it is started again %s (try %d of recover.retries = %d "
-                "without a step gained)",
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
-                place,
-                self.used,
-                recover.retries,
-            )
-        return True
+            log.warning("the run failed: %s; %s", first_line(error), next_)
+        return not is_loop
+
+
+def first_line(error: Exception) -> str:
+    text, name = str(error).partition("\n")[0], type(error).__name__
+    return text if text and isinstance(error, RunError | UserError) else f"{name}: {text}"
+
+
+def crash_of(config: Config, error: Exception) -> str:
+    """Stands for an exception of the code and the step it came in; empty for other failures."""
+    if isinstance(error, RunError | UserError) and not isinstance(error, Crashed):
+        return ""
+    lines = read_lines(run_path_of(config) / "steps.jsonl")
+    step = max((line["step"] for line in lines), default=0) + 1
+    words = re.sub(r"^rank \d+ of \d+|0x[0-9a-f]+", "", first_line(error))
+    return hashlib.blake2b(f"{step} {words}".encode(), digest_size=8).hexdigest()
 
 
 def run_path_of(config: Config) -> Path:

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
+from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
 from pentad.core.sizes import PROCESS_BYTES, export_bytes
@@ -240,6 +241,16 @@ def checkpoint_path(config: Config) -> Path:
     return root / config.user / config.experiment_name / config.trial_name
 
 
+def standing(config: Config) -> str:
+    """What there is of a run before it does a step, in words."""
+    found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
+    if found:
+        step = found[0].step + 1
+        return f"the run stands after step {step}, and goes on there when it is started again"
+    is_far = config.recover.is_on and config.checkpoint.remote_uri is not None
+    return "nothing was trained" + (" since it was started" if is_far else "")
+
+
 def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
     """The differences to an earlier start that do not matter, in words; UserError for others."""
     values = config.model_dump(mode="json")
@@ -262,10 +273,16 @@ def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
 
 def sweep_all(root: Path) -> None:
     """Removes what a killed run left; UserError where that cannot be."""
-    try:
+    with writing_checkpoints(root):
         swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
         for left in [*swept, *sweep_uncommitted(root)]:
             log.info("%s: removed what a killed run left", left)
+
+
+@contextmanager
+def writing_checkpoints(root: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         remedy = "make it writable, with free space, or set checkpoint.local_dir"
@@ -273,32 +290,44 @@ def sweep_all(root: Path) -> None:
 
 
 @contextmanager
+def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
+    """No other run writes there. In `fileroot` that follows from the lock of the run folder."""
+    if config.checkpoint.local_dir is None:
+        yield
+        return
+    with writing_checkpoints(root):
+        lock = FolderLock(root, f"checkpoint folder = {root}")
+    with closing(lock):
+        yield
+
+
+@contextmanager
 def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
     """The run folder, ours until the end; raises UserError where it is not to be had."""
     values, root = config.model_dump(mode="json"), checkpoint_path(config)
-    folder = open_run_folder(
-        run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
-        config=values,
-        config_yaml=dump_config(config),
-        config_digest=digest_of_config(values),
-        seed=config.seed,
-        fresh=fresh,
-        exports=root,
-        accept=partial(accept_config, config),
-        resumes=config.recover.is_on,
-        has_checkpoint=bool(find_checkpoints(root, report=log.info)),
-    )
-    if fresh and (remote := remote_of(config)) is not None:
-        from pentad.checkpoint.fetch import give_up
-        from pentad.checkpoint.s3 import Store
+    with ExitStack() as stack:
+        stack.enter_context(locked_checkpoints(config, root))
+        folder = open_run_folder(
+            run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
+            config=values,
+            config_yaml=dump_config(config),
+            config_digest=digest_of_config(values),
+            seed=config.seed,
+            fresh=fresh,
+            exports=root,
+            accept=partial(accept_config, config),
+            resumes=config.recover.is_on,
+            has_checkpoint=bool(find_checkpoints(root, report=log.info)),
+        )
+        stack.enter_context(closing(folder))
+        if fresh and (remote := remote_of(config)) is not None:
+            from pentad.checkpoint.fetch import give_up
+            from pentad.checkpoint.s3 import Store
 
-        give_up(Store(remote))
-    try:
+            give_up(Store(remote))
         with log_to(folder.file("log.txt")):
             sweep_all(root)
         yield folder
-    finally:
-        folder.close()
 
 
 @contextmanager
@@ -322,7 +351,7 @@ def open_run(
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(determinism_restored())
         stack.enter_context(logged_end())
-        stack.enter_context(stop_early())
+        stack.enter_context(stop_early(partial(standing, config)))
         log_start(config, notes, warnings, num_steps)
         telemetry = config.telemetry
         sinks = build_sinks(

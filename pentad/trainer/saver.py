@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,19 +267,13 @@ def outdated(
     return [step for step in present if step not in kept]
 
 
-def rescue(savers: Sequence[Saver], num_done: int, *, num_moved: int = 0) -> None:
-    """After a failure: exports what was trained, if it can be had; the failure is raised anyway.
-
-    `num_moved` are updates of a further step that are in the weights too.
-    """
-    if not num_done:
+def rescue(saver: Saver, num_done: int, num_moved: int) -> None:
+    """After a failure: exports what was trained, if it can be had; the failure is raised anyway."""
+    try:
+        folder = saver.finish(num_done - 1)
+    except Exception as error:  # the first failure is the one to be raised
+        log.warning("after the failure: the model is not saved: %s", error)
         return
-    for saver in savers:
-        try:
-            folder = saver.finish(num_done - 1)
-        except Exception as error:  # the first failure is the one to be raised
-            log.warning("after the failure: the model is not saved: %s", error)
-            continue
-        more = f", and {num_moved} updates of step {num_done + 1}" if num_moved else ""
-        told = f"what was trained before the failure ({num_done} steps{more}) is saved in {folder}"
-        log.info("%s", told, extra=NOTICE)
+    more = f", and {num_moved} updates of step {num_done + 1}" if num_moved else ""
+    told = f"what was trained before the failure ({num_done} steps{more}) is saved in {folder}"
+    log.info("%s", told, extra=NOTICE)

@@ -29,9 +29,9 @@ from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
-from pentad.trainer.recovery import Identity, RecoverHandler
+from pentad.trainer.recovery import Identity, RecoverHandler, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
-from pentad.trainer.saver import Saver, rescue
+from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
 from pentad.trainer.start import (
     backend_of,
@@ -273,8 +273,7 @@ def train(
         name, next_start = stop.reason, recover.next_start
         raise cut_short(name, trained + 1, saver.good, next_start) from None
     except Exception:
-        recover.rescue(trained)
-        rescue([saver], trained)
+        save_after_failure(lead, recover, [saver], trained)
         raise
     stop.check_complete(trained, num_steps, folder, next_start=recover.next_start)
     assert folder is not None, "a complete run has steps"

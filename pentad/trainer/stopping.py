@@ -55,8 +55,12 @@ class AskedEarly(KeyboardInterrupt):
     """Asked to stop where no step is under way. No plain exception, which somebody might catch."""
 
 
+Standing = Callable[[], str]
+"""What there is of a run that ends before it does a step, in words."""
+
+
 @contextmanager
-def stop_early() -> Iterator[None]:
+def stop_early(standing: Standing) -> Iterator[None]:
     """Until the first step, where others hear: a signal ends the run at once, with a sentence."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -66,11 +70,11 @@ def stop_early() -> Iterator[None]:
         with hearing(stop):
             yield
     except AskedEarly as asked:
-        raise too_early(str(asked)) from None
+        raise too_early(str(asked), standing) from None
 
 
-def too_early(reason: str) -> RunError:
-    return stopped(reason, "before the first step; nothing was trained")
+def too_early(reason: str, standing: Standing) -> RunError:
+    return stopped(reason, f"before the first step; {standing()}")
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def stop_task_early() -> Iterator[None]:
+def stop_task_early(standing: Standing) -> Iterator[None]:
     """As `stop_early`, on an event loop: the task that is here is cancelled, and tidies up."""
     task = asyncio.current_task()
     assert task is not None, "called from a task"
@@ -134,4 +138,4 @@ def stop_task_early() -> Iterator[None]:
         if not reasons:
             raise
         task.uncancel()
-        raise too_early(reasons[0]) from None
+        raise too_early(reasons[0], standing) from None

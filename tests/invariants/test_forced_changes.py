@@ -1,12 +1,14 @@
 """Keys that `recover.allow` forces on a run that goes on: they hold from there, or are refused."""
 
 import errno
+from contextlib import closing
 
 import pytest
 from run_lab import steps_of
 from test_saving import exports_of
 
 from pentad.core.errors import UserError
+from pentad.core.lock import FolderLock
 
 ONE, TWO = "total_train_steps=1", "total_train_steps=2"
 
@@ -65,3 +67,15 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(lab,
         lab.train(ONE, trial="stuck")
     monkeypatch.undo()
     lab.train(ONE, trial="stuck")
+
+
+def test_checkpoints_that_another_run_writes_are_left_alone(lab, tmp_path):
+    """Under the same names, with records in another place."""
+    disk = f"checkpoint.local_dir={tmp_path / 'disk'}"
+    root = lab.train(ONE, disk, trial="shared").model.parents[1]
+    with (
+        closing(FolderLock(root, "")),
+        pytest.raises(UserError, match=f"checkpoint folder = {root}: another program runs in it"),
+    ):
+        lab.train(ONE, disk, f"fileroot={tmp_path / 'other'}", trial="shared")
+    assert [record["step"] for record in steps_of(lab.train(TWO, disk, trial="shared"))] == [1, 2]

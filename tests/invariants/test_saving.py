@@ -18,6 +18,7 @@ from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.runtime.lead import Lead
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import saver
@@ -340,6 +341,29 @@ def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             run(f"trial_name=broken-{name}")
         assert exports_of(lab, f"broken-{name}").keys() == {0}
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
+    lab, monkeypatch, capsys, command
+):
+    plain = Lead.report
+
+    def report(self, step):
+        if step == 3:
+            self.is_torn = True
+            raise RuntimeError("Connection closed by peer")
+        plain(self, step)
+
+    monkeypatch.setattr(Lead, "report", report)
+    often = ("recover.freq_steps=1", "saver.mode=sync", "trial_name=torn")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        getattr(lab, command)(*often)
+    said = capsys.readouterr().err
+    words = "the ranks do not answer any more, so nothing is saved; started again, the run goes on"
+    assert said.count(f"after the failure: {words} after step 2") == 1
+    assert said.count("after the failure") == 1 and "could not be saved" not in said
+    assert not list(lab.fileroot.rglob("epoch*"))
 
 
 def test_weights_of_no_step_are_not_exported(lab, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """How a run of one process ends: by ctrl-C, by a second one, by a hang; and what is shown."""
 
+import asyncio
+import json
 import os
 import re
 import signal
@@ -9,6 +11,7 @@ import time
 
 import pytest
 
+from pentad.core.errors import RunError
 from pentad.telemetry.steps import read_lines
 
 PROGRAM = """\
@@ -138,3 +141,62 @@ def test_a_learner_that_hangs_ends_the_run(task, tmp_path, command):
     doing = {"train": "the update of step 2 is under way", "sft": "a call of the learner"}
     assert doing[command] in last and "Traceback" not in text
     assert run.exports[0].name.endswith("globalstep0")
+
+
+def test_a_resumed_run_that_is_stopped_before_its_first_step_says_where_it_stands(lab, monkeypatch):
+    """Both where the run is a task of an event loop and where it is none."""
+
+    async def stop_soon(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    def stop_now(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    words = r"stopped by SIGTERM before the first step; "
+    for run in (lab.train, lab.sft):
+        name = f"trial_name={run.__name__}"
+        with monkeypatch.context() as patch, pytest.raises(RunError, match=words + "nothing was"):
+            patch.setattr("pentad.trainer.assemble.run_selftest", stop_soon)
+            patch.setattr("pentad.trainer.sft.check_packing", stop_now)
+            run(name)
+        run(name, "total_train_steps=2")
+        stands = "the run stands after step 2, and goes on there when it is started again"
+        with monkeypatch.context() as patch, pytest.raises(RunError, match=words + stands):
+            patch.setattr("pentad.trainer.assemble.run_selftest", stop_soon)
+            patch.setattr("pentad.trainer.sft.check_packing", stop_now)
+            run(name, "total_train_steps=3")
+
+
+BROKEN = """\
+import sys
+from pentad.engine.engine import Engine
+
+plain = Engine.end_step
+
+def end_step(self):
+    if self.num_steps == 2:
+        raise ZeroDivisionError("a defect")
+    return plain(self)
+
+Engine.end_step = end_step
+from pentad.cli.main import main
+main()
+"""
+
+
+def test_an_exception_that_comes_again_at_its_step_ends_the_run(task, tmp_path):
+    words = [
+        *("sft", f"fileroot={tmp_path}", "user=me", f"actor.path={task / 'model'}"),
+        *("actor.init_from_scratch=true", f"train_dataset.path={task / 'sft.jsonl'}"),
+        *("train_dataset.batch_size=4", "recover.freq_steps=1", "recover.retries=5"),
+        "saver.mode=sync",
+    ]
+    done = subprocess.run([sys.executable, "-c", BROKEN, *words], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    starts = json.loads((tmp_path / "logs/me/default/trial-0/manifest.json").read_text())["starts"]
+    assert len(starts) == 2
+    assert "it is started again after step 2 (try 1 of recover.retries = 5" in done.stderr
+    last = "the run failed: ZeroDivisionError: a defect; the try before ended at the same step in"
+    assert f"{last} the same way: it is not started again" in done.stderr

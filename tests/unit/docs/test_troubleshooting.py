@@ -6,6 +6,7 @@ import logging
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from pentad.cli.recipe import read_recipe
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
 from pentad.config.rules.resume import judge_changes
 from pentad.core.errors import RunError, UserError
 from pentad.core.failures import DataFailure
@@ -35,7 +38,9 @@ from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.budget import Budget
 from pentad.trainer.preflight import check_train
+from pentad.trainer.retries import Retries, run_path_of
 from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.run import standing
 from pentad.trainer.selftest import FLOAT32, run_selftest
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag, stop_early
@@ -45,6 +50,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)
 """A bullet of the page that is one code span quotes the program."""
 CLUSTER = ["actor.path=Qwen/Qwen3-30B-A3B", "cluster.n_nodes=4", "cluster.n_gpus_per_node=8"]
+NOON = "2026-03-01T12:00:00+00:00"
 START = "started again, the run goes on after step 3"
 EXPORT = "runs/checkpoints/me/exp/trial-0/default/epoch0epochstep2globalstep2"
 ZERO_BUBBLE = [
@@ -102,7 +108,7 @@ def folders():
 
     first = open_folder()
     (busy,) = refusal(open_folder)
-    yield re.sub(r"process \d+ on \S+(?=\))", "process 4711 on host", busy)
+    yield re.sub(r"process \d+ on \S+ since \S+(?=\))", f"process 4711 on host since {NOON}", busy)
     first.file("steps.jsonl").write_text('{"step": 250}\n')
     first.close()
     yield from refusal(open_folder)
@@ -147,6 +153,7 @@ def failures(caplog):
     yield f"{name_rank(1, 2, 3)}: {describe_hang('does not run', 3, 1812.0, is_stopped=True)}"
     yield end(lambda: StopFlag("SIGTERM").check_complete(3, 10, Path(EXPORT), next_start=START))
     yield end(stop_before_steps)
+    yield crash_twice(caplog)
     yield hold_the_loop()
     yield end(lambda: asyncio.run(publish_to_a_forgetful_sampler()))
     yield end(lambda: asyncio.run(selftest(shift=-0.25, shift_alone=0.0)))
@@ -155,8 +162,20 @@ def failures(caplog):
 
 
 def stop_before_steps():
-    with stop_early():
+    with stop_early(partial(standing, config_here())):
         signal.raise_signal(signal.SIGTERM)
+
+
+def config_here():
+    return resolve(read_config(None, ["actor.path=model", "fileroot=here"]).config)[0]
+
+
+def crash_twice(caplog):
+    config = config_here()
+    run_path_of(config).mkdir(parents=True)
+    tries = Retries(config)
+    assert [tries.take(ZeroDivisionError("division by zero")) for _ in range(2)] == [True, False]
+    return caplog.messages[-1]
 
 
 def hold_the_loop():

@@ -232,7 +232,7 @@ def test_a_led_run_that_is_cut_short_says_so_and_who_held_it_up(tmp_path, number
     kind = "Interrupted" if number == signal.SIGINT else "RunError"
     said = f"{kind}: stopped by a second {number.name} before the first step; "
     assert main.returncode == 1 and out.startswith(said)
-    assert out.endswith("nothing was trained; held up by SIGSTOP: rank 1 of 2\n")
+    assert out.endswith("since its start; held up by SIGSTOP: rank 1 of 2\n")
     assert not any(map(is_alive, pids))
 
 

@@ -1,9 +1,13 @@
 """One run, one config, one program a folder; every file in it is explained."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -182,6 +186,50 @@ def test_a_second_program_is_refused_and_the_lock_ends_with_its_holder(tmp_path)
         other.wait()
         other.stdin.close(), other.stdout.close()
     open_folder(tmp_path).close()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_holder_on_another_machine_is_gone_when_it_does_not_touch_its_lock(
+    tmp_path, monkeypatch, lives
+):
+    """As on a file system whose locks do not reach other machines."""
+    monkeypatch.setattr("pentad.core.lock.BEAT_S", 0.05)
+    monkeypatch.setattr("pentad.core.lock.SILENCE_S", 1.0)
+    file = tmp_path / "run.lock"
+    file.write_text("process 7 on elsewhere since 2026-01-01T00:00:00+00:00\n")
+    over = threading.Event()
+
+    def touch():
+        while lives and not over.wait(0.1):
+            file.touch()
+
+    other = threading.Thread(target=touch)
+    other.start()
+    try:
+        if lives:
+            with pytest.raises(UserError, match="runs in it .process 7 on elsewhere since 2026-01"):
+                open_folder(tmp_path)
+        else:
+            open_folder(tmp_path).close()
+            assert file.read_text() == ""
+    finally:
+        over.set()
+        other.join()
+
+
+def test_the_holder_touches_its_lock_and_a_dead_one_here_is_taken_over_at_once(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pentad.core.lock.BEAT_S", 0.05)
+    file = tmp_path / "run.lock"
+    file.write_text(f"process 99999999 on {os.uname().nodename} since 2026-01-01T00:00:00+00:00\n")
+    with closing(open_folder(tmp_path)):
+        assert f"process {os.getpid()} on {os.uname().nodename} since 2" in file.read_text()
+        os.utime(file, (0, 0))
+        end = time.monotonic() + 30
+        while file.stat().st_mtime == 0:
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
 
 def test_an_unwritable_folder_is_refused():

@@ -8,7 +8,7 @@ import pytest
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
-from pentad.core.errors import Interrupted, RunError, Transient, UserError
+from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserError
 from pentad.trainer import retries
 from pentad.trainer.preflight import AGAIN
 from pentad.trainer.retries import Retries, start_again
@@ -41,6 +41,32 @@ def test_tries_are_counted_until_a_checkpoint_is_gained(config, newest, caplog):
     )
 
 
+def test_the_same_exception_at_the_same_step_twice_is_final_and_a_lost_process_is_not(
+    config, newest, caplog, tmp_path, monkeypatch
+):
+    steps = tmp_path / "logs/me/default/trial-0/steps.jsonl"
+    steps.write_text('{"step": 4}\n')
+    lost = Transient("rank 1 of 2, step 5: was ended by signal 9")
+    tries = Retries(config, step=3)
+    assert [tries.take(lost) for _ in range(2)] == [True, True]
+    tries = Retries(config, step=3)
+    assert tries.take(Crashed("rank 1 of 2, step 5: ValueError: at 0x7f01\nits log"))
+    assert not tries.take(Crashed("rank 0 of 2, step 5: ValueError: at 0x7f99\nits log"))
+    assert caplog.messages[-1] == (
+        "the run failed: rank 0 of 2, step 5: ValueError: at 0x7f99; the try before ended at the "
+        "same step in the same way: it is not started again"
+    )
+    for other in (lost, Crashed("rank 0 of 2, step 5: KeyError: 3")):
+        tries = Retries(config, step=3)
+        assert tries.take(Crashed("rank 0 of 2, step 5: ValueError: x")) and tries.take(other)
+    tries = Retries(config, step=3)
+    assert tries.take(ValueError("x"))
+    steps.write_text('{"step": 4}\n{"step": 5}\n')
+    assert tries.take(ValueError("x")), "it came a step further"
+    monkeypatch.setenv(AGAIN, str(tries))
+    assert not Retries.of_this_program(config).take(ValueError("x")), "known to the next program"
+
+
 def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
     config, newest, monkeypatch
 ):
@@ -52,7 +78,7 @@ def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
     assert begun == []
     for error in (Transient("a sampler is gone"), ZeroDivisionError(), ValueError("bug")):
         start_again(config, error)
-    assert begun == ["1:3", "2:3"], "and not for ever"
+    assert [one.split(":")[:2] for one in begun] == [["1", "3"], ["2", "3"]], "and not for ever"
     newest.step = -1
     monkeypatch.setenv(AGAIN, "")
     start_again(config, Transient("before the first checkpoint"))

@@ -1,0 +1,103 @@
+"""The lock of a folder: one program writes in it, on whichever machine.
+
+The operating system's lock ends with its holder. Where it does not reach other machines the file
+tells: it names its holder, who touches it every BEAT_S. A holder on another machine whose file
+stands still for SILENCE_S is gone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+from pentad.core.errors import Problem, UserError
+
+log = logging.getLogger(__name__)
+
+NAME = "run.lock"
+BEAT_S = 5.0
+SILENCE_S = 20.0
+HOLDER = re.compile(r"process (\d+) on (\S+) since ")
+
+
+class FolderLock:
+    """Held until it is closed or the process ends."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        """Makes the folder. UserError about `where` if another program has the lock; OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / NAME
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip()
+            if not self._is_free(holder):
+                remedy = "wait for it, or choose another trial_name"
+                rule = f"another program runs in it ({holder or 'unknown'})"
+                raise UserError(Problem(where, rule, remedy))
+            since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            text = f"process {os.getpid()} on {os.uname().nodename} since {since}\n"
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, text.encode(), 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._closing = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="folder-lock", daemon=True)
+        self._beating.start()
+
+    def is_there(self) -> bool:
+        """Whether the file in the folder is the one that is held."""
+        own = os.fstat(self._fd)
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._beating.join()
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+
+    def _is_free(self, holder: str) -> bool:
+        known = HOLDER.match(holder)
+        is_here = known is not None and known[2] == os.uname().nodename
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            if is_here and known is not None:  # a file system without locks
+                return not Path(f"/proc/{known[1]}").exists()
+        return known is None or is_here or not self._is_touched(holder)
+
+    def _is_touched(self, holder: str) -> bool:
+        """Whether a holder on another machine lives."""
+        text = "%s names %s: it is gone if it does not touch the file for %g s"
+        log.info(text, self.path, holder, SILENCE_S)
+        before, end = self._touched_at(), time.monotonic() + SILENCE_S
+        while time.monotonic() < end:
+            time.sleep(BEAT_S / 5)
+            if self._touched_at() != before:
+                return True
+        return False
+
+    def _touched_at(self) -> int:
+        with self.path.open("rb") as file:  # opened anew: network file systems look again then
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            try:
+                os.utime(self._fd)
+            except OSError as error:  # a full or lost disk is reported by whoever writes there
+                log.debug("%s: %s", self.path, error)
