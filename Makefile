@@ -31,7 +31,7 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	@status=0; trap 'exit 130' INT; export OMP_NUM_THREADS=1; \
-	$(BIN)/python -m pytest -n 2 -m "not dist" --ignore $(WITH_MEGATRON) || status=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist" --ignore $(WITH_MEGATRON) || status=$$?; \
 	$(BIN)/python -m pytest -m dist || status=$$?; \
 	exit $$status
 endif

@@ -19,6 +19,12 @@ settings.register_profile("any machine", deadline=None)  # a busy machine is no 
 settings.load_profile("any machine")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """The distributed part alone does not import all other tests."""
+    is_other = config.option.markexpr == "dist" and collection_path.suffix == ".py"
+    return True if is_other and "mark.dist" not in collection_path.read_text() else None
+
+
 @pytest.fixture(autouse=True)
 def process_as_before():
     """A test neither finds what others set for the process nor leaves anything."""

@@ -20,6 +20,8 @@ from typing import Any
 SIZE = 8
 START_S, CASE_S = 180.0, 60.0
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit/engine")]
+IMPORTED = ("checkpoint_cases", "compiled_cases", "hf_cases", "run_cases", "strict_cases")
+"""What cases import, once for all workers: most of a short case would be the import."""
 
 
 def serve(rank: int, pipe: multiprocessing.connection.Connection) -> None:
@@ -64,8 +66,9 @@ class Pool:
 
     def start(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "pentad.engine.engine"])
+        context.set_forkserver_preload(["torch.distributed.fsdp", "transformers", *IMPORTED])
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)

@@ -14,9 +14,7 @@ STEPS = {
     "hf_cases": hf_cases.train_step,
 }
 CASES = {
-    "sharded": ("parity_cases", {"model": "dense"}, Layout(dp_shard=2), "selective"),
     "context parallel": ("parity_cases", {"model": "biased"}, Layout(cp=2), "full"),
-    "tensor parallel": ("parity_cases", {"model": "dense"}, Layout(tp=2), "none"),
     "experts, by operation": ("parity_cases", {"model": "moe"}, Layout(tp=2, ep=2), "selective"),
     "experts, full": ("parity_cases", {"model": "shared"}, Layout(dp_shard=2, ep=2), "full"),
     "experts, cut": ("parity_cases", {"model": "moe"}, Layout(tp=2, etp=2), "none"),

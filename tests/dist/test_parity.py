@@ -70,7 +70,6 @@ DENSE = [
     Layout(tp=2),
     Layout(cp=2),
     Layout(dp_shard=3),
-    Layout(dp_shard=4),
     Layout(dp_replicate=2, dp_shard=2),
     Layout(tp=4),
     Layout(cp=4),
@@ -80,9 +79,6 @@ DENSE = [
     Layout(dp_replicate=2, cp=2),
     Layout(cp=2, tp=2),
     Layout(dp_shard=2, cp=2, tp=2),
-    Layout(dp_replicate=2, cp=2, tp=2),
-    Layout(dp_replicate=2, dp_shard=2, tp=2),
-    Layout(dp_replicate=2, dp_shard=2, cp=2),
     Layout(cp=4, tp=2),
     Layout(cp=2, tp=4),
 ]
@@ -110,10 +106,8 @@ MOE = [
     Layout(dp_shard=2, cp=2, ep=4),
     Layout(cp=2, tp=2, ep=2, etp=2),
     Layout(dp_replicate=2, tp=2, ep=2),
-    Layout(dp_shard=2, cp=2, tp=2, ep=4),
     Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2),
     Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=4),
-    Layout(dp_replicate=2, dp_shard=2, tp=2, ep=4),
     Layout(dp_shard=2, tp=4, ep=8),
 ]
 
@@ -148,9 +142,7 @@ CORNERS = {
         {"crowd": True},
     ),
     "all tokens to one expert cell": ("moe", Layout(cp=2, tp=2, ep=2, etp=2), {"crowd": True}),
-    "a shared expert": ("shared", Layout(dp_shard=2, tp=2, ep=2), {}),
     "a shared expert, cut by all axes": ("shared", Layout(cp=2, tp=2, ep=2, etp=2), {}),
-    "a selection bias": ("glm", Layout(dp_shard=2, ep=2), {}),
     "a selection bias, heads turned in part": ("glm", Layout(dp_shard=2, tp=2, ep=2), {}),
     "a selection bias over all axes": ("glm", Layout(cp=2, tp=2, ep=2, etp=2), {"ac_mode": "full"}),
     "a selection bias, parameters on the host": (
@@ -158,7 +150,6 @@ CORNERS = {
         Layout(dp_shard=2),
         {"offload_params": True},
     ),
-    "full recomputation": ("moe", Layout(dp_shard=2, tp=2, ep=4), {"ac_mode": "full"}),
     "selective recomputation by op": ("moe", Layout(cp=2, tp=2, ep=2), {"ac_mode": "selective"}),
     "selective recomputation by layer": (
         "dense",
@@ -186,7 +177,7 @@ CORNERS = {
 }
 
 
-@pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.parametrize("name", sorted(CORNERS, key=lambda name: CORNERS[name][1].world))
 def test_corner(pool, name):
     model, layout, settings = CORNERS[name]
     check(pool, model, layout, **settings)
@@ -211,7 +202,7 @@ def test_any_split_gives_one_gradient_in_double_precision(pool, model):
     true = train_step(model, Layout(), num_rows=16, **double)
     draw = random.Random(5)
     # Sorted by size, so that the pool makes each world once.
-    for layout in sorted(draw.sample(MOE if model == "moe" else DENSE, 6), key=lambda x: x.world):
+    for layout in sorted(draw.sample(MOE if model == "moe" else DENSE, 4), key=lambda x: x.world):
         how = {
             "calls": draw.randint(1, 4),
             "n_mbs": draw.randint(1, 3),

@@ -70,7 +70,7 @@ def check_equal(records, model, truth):
         torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=2e-4)  # Adam: lr 1e-2
 
 
-@pytest.mark.parametrize("layout", ["t2", "p2", "d2t2"])
+@pytest.mark.parametrize("layout", ["p2", "d2t2"])
 def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_path, alone, layout):
     summary = pool.run(
         4 if layout == "d2t2" else 2,
@@ -251,22 +251,6 @@ def test_sigterm_ends_a_run_over_ranks_as_it_ends_one_process(task, tmp_path):
     (folder,) = (tmp_path / "checkpoints/me/default/term/default").glob("epoch*")
     assert folder.name.endswith(f"globalstep{last - 1}")
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(folder).values())
-
-
-def test_a_rank_that_is_killed_ends_the_run_within_seconds(task, tmp_path):
-    endless = ("total_train_epochs=100000", "recover.retries=0")
-    words = settings_of(task, tmp_path, "train", "kill", *endless)
-    with Program(["train", *words, "allocation_mode=embedded:d1|archon:d2"]) as program:
-        wait_for_steps(program, records_of(tmp_path, "kill"), 2)
-        _, second = program.ranks()
-        before = time.monotonic()
-        os.kill(second, signal.SIGKILL)
-        code, text = program.wait()
-    assert code == 1
-    assert time.monotonic() - before < 10  # a second or two, on a busy machine
-    assert "rank 1 of 2, step " in text
-    sentence = "was ended by signal 9 (SIGKILL), as the system does when memory runs out"
-    assert sentence in text and sentence in (records_of(tmp_path, "kill") / "log.txt").read_text()
 
 
 def test_under_torchrun_every_rank_starts_alike_and_rank_0_speaks(task, tmp_path, alone):

@@ -21,7 +21,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.lead import Lead
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import saver
+from pentad.trainer import rollout_pump, saver
 from pentad.trainer.frequency import Frequency
 from pentad.weights import hf
 from pentad.weights.hf import HfFolder
@@ -166,11 +166,11 @@ def test_a_host_without_room_for_a_copy_saves_while_training_waits(lab, monkeypa
 
 @pytest.fixture
 def small_disk(lab):
-    """A file system of its own for checkpoints, with room for two exports."""
+    """A file system of its own for checkpoints, with room for three exports."""
     place = lab.fileroot / "checkpoints"
     place.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(place)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=1300k", "tmpfs", str(place)], capture_output=True
     )
     if made.returncode:
         pytest.skip("a file system can be mounted by root only")
@@ -196,7 +196,7 @@ def test_a_disk_that_refuses_is_said_at_once_and_saving_is_tried_again(
 ):
     ballast = small_disk / "ballast"
     before, after = {
-        "full": (lambda: ballast.write_bytes(bytes(800_000)), ballast.unlink),
+        "full": (lambda: ballast.write_bytes(bytes(1_200_000)), ballast.unlink),
         "read-only": (lambda: remount(small_disk, "ro"), lambda: remount(small_disk, "rw")),
         "no folder": (
             lambda: (small_disk / getpass.getuser()).touch(),
@@ -288,7 +288,10 @@ def fails(completion):
     ("deed", "said"),
     [("raise ValueError('no such judge')", "no such judge"), ("os._exit(3)", "dropped so far")],
 )
-def test_what_was_trained_before_a_failing_reward_is_exported(lab, tmp_path, capsys, deed, said):
+def test_what_was_trained_before_a_failing_reward_is_exported(
+    lab, tmp_path, capsys, monkeypatch, deed, said
+):
+    monkeypatch.setattr(rollout_pump, "MAX_DRAWS_PER_SLOT", 4)  # each starts a worker anew
     file = tmp_path / "reward.py"
     file.write_text(REWARD.format(after=32, deed=deed))  # 16 samples a step
     few = ("rollout.max_retries=0", "reward.num_workers=1", "total_train_steps=9")

@@ -65,11 +65,11 @@ def test_a_step_is_clipped_adamw_on_the_mean_loss(entropy_coef):
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(0.1), SequenceLoss()], ids=["token", "sequence"])
-def test_twenty_random_splits_give_one_gradient(loss):
+def test_ten_random_splits_give_one_gradient(loss):
     rows = make_rows(16)
     shuffle = random.Random(1)
     reference: dict[str, Tensor] = {}
-    for trial in range(21):
+    for trial in range(11):
         budget = None if trial == 0 else shuffle.choice([None, 30, 60, 200])
         engine = make_engine(
             param_dtype="float64",

@@ -107,19 +107,24 @@ def assert_bitwise(learner, rows, reported):
         assert torch.equal(output["logprobs"][-len(wanted) :], wanted)
 
 
+CASES = {
+    "plain": {},
+    "few-rows": {"max_running": 3},
+    "chunked": {"max_running": 2, "max_batch_tokens": 3},
+    "preempted": {"kv_cache_tokens": 64},
+    "prefixes": {"keep_prefixes": True, "block_size": 16},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "case"),
     [
-        {},
-        {"max_running": 3},
-        {"max_running": 2, "max_batch_tokens": 3},
-        {"kv_cache_tokens": 64},
-        {"keep_prefixes": True, "block_size": 16},
+        *((model, case) for model in ("dense", "mixture") for case in CASES),
+        *((model, case) for model in ("shared", "odd", "glm") for case in ("chunked", "preempted")),
     ],
-    ids=["plain", "few-rows", "chunked", "preempted", "prefixes"],
 )
-@pytest.mark.parametrize("model", MODELS)
-def test_reported_logprobs_are_the_learners(make_request, generate, model, settings):
+def test_reported_logprobs_are_the_learners(make_request, generate, model, case):
+    settings = CASES[case]
     learner = learner_of(MODELS[model])
     sampler = sampler_like(learner, **settings)
     requests = ragged(make_request, 6, temperature=0.7)
