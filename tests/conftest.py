@@ -30,3 +30,23 @@ def process_as_before():
     """A test neither finds what others set for the process nor leaves anything."""
     with process_restored():
         yield
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """One Ray cluster for all tests of a process that want one: it takes seconds to start."""
+    ray = pytest.importorskip("ray")
+    with process_restored():
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
+        for left in (1, 0):  # its processes have 30 s to start, which a busy machine may not give
+            try:
+                ray.init(address="local", num_cpus=8, object_store_memory=100 << 20, **options)
+                break
+            except Exception:
+                ray.shutdown()
+                if not left:
+                    raise
+    yield
+    with process_restored():
+        ray.shutdown()

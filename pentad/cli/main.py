@@ -15,6 +15,7 @@ import typer
 
 from pentad.cli.errors import BAD_INPUT, leaving, reporting
 from pentad.cli.recipe import Recipe, read_subject, takes_recipe
+from pentad.cli.slurm import submit_job
 from pentad.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
     For example: pentad train recipe.yaml gconfig.n_samples=16
     """
     config, notes = prepare_run(recipe, "train")
+    if config.scheduler.type == "slurm":
+        submit_job(config, "train", notes, fresh)
+        return
     from pentad.trainer.assemble import run_train
 
     show_summary(keep_running(run_train, config, notes, fresh))
@@ -111,6 +115,9 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
 def sft(recipe: Recipe, fresh: Fresh = False) -> None:
     """Train a model on given answers, without rollout."""
     config, notes = prepare_run(recipe, "sft")
+    if config.scheduler.type == "slurm":
+        submit_job(config, "sft", notes, fresh)
+        return
     from pentad.trainer.assemble import run_sft
 
     show_summary(keep_running(run_sft, config, notes, fresh))

@@ -28,6 +28,7 @@ def prepare(
 
     `gpu_memory` (in GiB) plans for GPUs that need not be here. `ask_start` finds what a start would
     refuse besides; it is asked where there are problems, since a start without any asks by itself.
+    What depends on the device is left to a Slurm job: this machine is not where it runs.
     """
     reading = read_config(path, overrides)
     if not reading.is_read:
@@ -42,7 +43,7 @@ def prepare(
         problems += ask_start(config)
     if problems:
         raise UserError(dict.fromkeys(problems))
-    if command in ("train", "plan"):
+    if command == "plan" or (command == "train" and config.scheduler.type != "slurm"):
         config, said = choose_offloading(config, choose_device(config, gpu_memory), command)
         notes += said
     return config, notes

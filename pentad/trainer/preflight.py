@@ -12,6 +12,7 @@ import torch
 from pentad.config.catalog import register_models
 from pentad.config.derived import allocation_of
 from pentad.config.rules import checkpoint as checkpoint_rules
+from pentad.config.rules.machines import machine_problems
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.rules.start import (
     cache_problems,
@@ -30,6 +31,7 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
 from pentad.rollout.registry import load_workflow
 from pentad.rollout.workflows import Workflow
+from pentad.runtime.rank import rank_from_environment
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.start import check_start, trained_dims
@@ -104,6 +106,8 @@ def check_train(config: Config, device: torch.device) -> Checked:
 def start_problems(config: Config, device: torch.device, *, samples: bool) -> list[Problem | str]:
     """What the config asks of this version and this machine in vain; reads no model and no data."""
     problems: list[Problem | str] = [*unbuilt_problems(config, samples=samples)]
+    if rank_from_environment() is None:
+        problems += machine_problems(config)
     problems += device_problems(config, kind_of(device), samples=samples)
     problems += remote_problems(config)
     return problems + (server_problems(config, device) if samples else [])

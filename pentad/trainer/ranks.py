@@ -17,7 +17,7 @@ import torch
 
 from pentad.config.catalog import register_models
 from pentad.config.derived import component_of, known_dims, parsed_allocation
-from pentad.config.rules.start import cache_problems, process_problems
+from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, Transient
@@ -131,6 +131,8 @@ def rank_problems(config: Config, world: int, device: torch.device) -> list[Prob
 
 def start_problems_here(config: Config, *, samples: bool) -> list[Problem | str]:
     """What a start would refuse of a config that has other problems, so that all come at once."""
+    if config.scheduler.type == "slurm":  # another machine runs it
+        return [*unbuilt_problems(config, samples=samples)]
     device, allocation = pick_device(), parsed_allocation(config)
     actor = allocation and allocation.find("actor")
     is_sampled = samples and allocation is not None and allocation.find("rollout") is not None

@@ -11,6 +11,7 @@ from pentad.config.rules import (
     checkpoint,
     engine,
     inputs,
+    machines,
     megatron,
     model,
     modes,
@@ -25,7 +26,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import DeviceKind
 
-SUBJECTS = (inputs, megatron, modes, sampling, engine, algorithm, checkpoint, resume)
+SUBJECTS = (inputs, machines, megatron, modes, sampling, engine, algorithm, checkpoint, resume)
 
 
 def all_rules() -> list[ConfigRule[[Config]]]:

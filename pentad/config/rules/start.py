@@ -35,10 +35,9 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     allocation = parsed_allocation(config)
     if allocation is not None:
         problems += _unbuilt_layouts(config, allocation, samples)
-    if config.scheduler.type != "local":
-        where = f"scheduler.type = {config.scheduler.type}"
-        remedy = "use local, under torchrun for several machines"
-        problems.append(Problem(where, "is not built yet", remedy))
+    if config.scheduler.type == "ray":
+        remedy = "use local, under torchrun for several machines, or slurm"
+        problems.append(Problem("scheduler.type = ray", "is not built yet", remedy))
     needs_scorer = config.algorithm.kl_coef or config.algorithm.facts.needs_teacher
     if samples and config.mode == "async" and needs_scorer:
         rule = "scorers on devices of their own are not built yet, and this algorithm needs one"

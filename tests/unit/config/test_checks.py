@@ -44,7 +44,22 @@ HELD_OUT = ["valid_dataset.path={root}/data.jsonl"]
 APART = ["allocation_mode=embedded:d1+archon:d1"]
 
 CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
+SLURM = ["scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
 BROKEN = [
+    (
+        "slurm_nodes_hold_the_layout",
+        "plan",
+        [*SLURM, "allocation_mode=embedded:d1|archon:d3"],
+        "cluster.n_nodes = 2",
+        "gives each node as many ranks, and archon:d3 has 3",
+    ),
+    (
+        "slurm_nodes_hold_the_layout",
+        "plan",
+        [*SLURM, "allocation_mode=embedded:d2+archon:d6"],
+        "cluster.n_nodes = 2",
+        "archon:d6 puts 3 ranks on each and embedded:d2 2 on the first",
+    ),
     (
         "one_process_holds_one_of_each",
         "plan",

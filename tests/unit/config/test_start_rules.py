@@ -268,7 +268,7 @@ def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu):
     notes = json.loads(shown.output)["notes"]
     assert (
         "a run refuses it today: scheduler.type = ray: is not built yet; use local, under torchrun "
-        "for several machines."
+        "for several machines, or slurm."
     ) in notes
     assert (
         "actor.archon.layers_per_stage = [14, 14]: without effect, the layout has no pipeline (p1)"

@@ -1,0 +1,314 @@
+"""Role processes on a Ray cluster: one placement group for the run, a plain actor for each role.
+
+An actor runs the code of `role_host` and says its address; whoever asked for it connects as to a
+process of this machine. A running cluster is joined (RAY_ADDRESS, or one that `ray start` made
+here), else one is started on this machine. `close` ends what was started here, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.failures import InfraFailure
+from pentad.core.machine import num_cores
+from pentad.runtime.local_roles import TOLD_LINES
+from pentad.runtime.report import describe_exit, tail
+from pentad.runtime.role_host import RoleHost, job_of
+from pentad.runtime.roles import CONNECT_S, RoleSpec
+
+log = logging.getLogger(__name__)
+
+READY_S = 60.0
+"""How long the cluster may take to give what it has."""
+GONE_S = 10.0
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
+"""Of a cluster that a run starts: it reports its use to nobody, and may start on a busy machine."""
+Bundles = Mapping[str, Mapping[str, float]]
+"""What each role takes, by its name: {"rollout-0": {"CPU": 1, "GPU": 1}}."""
+
+
+class RoleActor:
+    """One role process. `serve` holds the main thread, so nothing else is answered after it."""
+
+    def open(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Listens, and says where; what is printed from now on is in the log of the role."""
+        os.environ.update(job["environment"])
+        path = Path(job["log"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+        self.job = job
+        self.sock = socket.create_server((ray.util.get_node_ip_address(), 0))
+        self.sock.setblocking(False)
+        host, port = self.sock.getsockname()[:2]
+        node = ray.get_runtime_context().get_node_id()
+        return {"address": (host, port), "pid": os.getpid(), "node": node}
+
+    def serve(self) -> int:
+        sys.path += [folder for folder in self.job["path"] if folder not in sys.path]
+        return asyncio.run(RoleHost(self.job, self.sock).run())
+
+
+class RayProcess:
+    """The actor of one role."""
+
+    def __init__(self, spec: RoleSpec, token: str, actor: Any, told: dict[str, Any]) -> None:
+        self.name = spec.name
+        self.generation = spec.generation
+        self.token = token
+        self.log = spec.log
+        self.actor = actor
+        self.address: tuple[str, int] = tuple(told["address"])
+        self.pid: int = told["pid"]
+        self.node: str = told["node"]
+        self.serving = actor.serve.remote()
+        self.has_ended = False
+
+    def poll(self) -> str | None:
+        done, _ = ray.wait([self.serving], timeout=0)
+        if not done:
+            return None
+        try:
+            ended = describe_exit(ray.get(self.serving))
+        except RayActorError as error:
+            ended = f"died: {' '.join(str(error).split())}"
+        except RayError as error:
+            ended = f"failed: {str(error).strip().splitlines()[-1]}"
+        told = " | ".join(tail(self.log, TOLD_LINES)) if self.log.is_file() else ""
+        return ended + (f"; the last lines of {self.log}: {told}" if told else "")
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            ray.kill(self.actor)
+            ray.wait([self.serving], timeout=GONE_S)
+            if self.node == ray.get_runtime_context().get_node_id():
+                wait_gone(self.pid)
+
+    def stacks(self) -> None:
+        """A task on its node sends the signal: the actor itself may not answer."""
+        where = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        ray.remote(_send_signal).options(num_cpus=0, scheduling_strategy=where).remote(
+            self.pid, int(signal.SIGUSR1)
+        )
+
+
+def wait_gone(pid: int) -> None:
+    """Until a process of this machine, which its actor's end leaves a moment, is there no more."""
+    until = time.monotonic() + GONE_S
+    while time.monotonic() < until and Path(f"/proc/{pid}").exists():
+        time.sleep(0.02)
+
+
+def _send_signal(pid: int, number: int) -> None:
+    os.kill(pid, number)
+
+
+class RayRuntime:
+    """Starts role processes as actors; one token and one placement group for all of them."""
+
+    def __init__(self, bundles: Bundles) -> None:
+        """`bundles`: every role that will be started. Raises UserError where the cluster is too
+        small; what is held by others is waited for, and then said."""
+        self.token = secrets.token_hex(32)
+        self.names = list(bundles)
+        self.processes: list[RayProcess] = []
+        self.is_ours = not ray.is_initialized()
+        if self.is_ours:
+            join_cluster(bundles)
+        try:
+            self.group = _reserve(list(bundles.values()))
+        except BaseException:
+            self._leave()
+            raise
+
+    async def start(self, spec: RoleSpec) -> RayProcess:
+        """On the bundle of its name, which an earlier process of it has left."""
+        taken = self._bundle(spec.name)
+        actor = ray.remote(RoleActor).options(
+            num_cpus=taken.get("CPU", 0),
+            num_gpus=taken.get("GPU", 0),
+            max_restarts=0,
+            scheduling_strategy=self._at(spec.name),
+        )
+        made = actor.remote()
+        try:
+            opening = made.open.remote(job_of(spec, self.token))
+            told = await asyncio.to_thread(ray.get, opening, timeout=CONNECT_S)
+        except RayError as error:
+            ray.kill(made)
+            raise InfraFailure(f"{spec.name} did not start on Ray: {_last(error)}") from error
+        process = RayProcess(spec, self.token, made, told)
+        self.processes = [one for one in self.processes if not one.has_ended]
+        self.processes.append(process)
+        return process
+
+    async def close(self) -> None:
+        try:
+            for process in self.processes:
+                process.kill()
+            remove_placement_group(self.group)
+        finally:
+            self._leave()
+
+    def check_nodes(self, folders: Mapping[str, str], package: str = "pentad") -> None:
+        """UserError with what the nodes of the placement lack: the package, and the folders that
+        role processes read, by the keys they come from."""
+        version = sys.modules["pentad"].__version__ if package == "pentad" else None
+
+        def look(package: str, folders: dict[str, str]) -> dict[str, Any]:  # sent by value
+            import importlib.metadata
+            import importlib.util
+            import pathlib
+            import socket
+
+            found = importlib.util.find_spec(package) is not None
+            try:
+                version = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                version = None
+            missing = [key for key, path in folders.items() if not pathlib.Path(path).is_dir()]
+            host = socket.gethostname()
+            return {"host": host, "found": found, "version": version, "missing": missing}
+
+        task = ray.remote(look)
+        asked = {
+            name: task.options(num_cpus=0, scheduling_strategy=self._at(name)).remote(
+                package, dict(folders)
+            )
+            for name in self.names
+        }
+        nodes = {name: ray.get(answer, timeout=READY_S) for name, answer in asked.items()}
+        first = {node["host"]: name for name, node in reversed(nodes.items())}
+        problems = [
+            problem
+            for name in first.values()
+            for problem in node_problems(nodes[name], name, package, version, folders)
+        ]
+        if problems:
+            raise UserError(problems)
+
+    def _bundle(self, name: str) -> dict[str, float]:
+        return dict(self.group.bundle_specs[self.names.index(name)])
+
+    def _at(self, name: str) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.names.index(name)
+        )
+
+    def _leave(self) -> None:
+        if self.is_ours:
+            ray.shutdown()
+
+
+def node_problems(
+    node: Mapping[str, Any],
+    role: str,
+    package: str,
+    version: str | None,
+    folders: Mapping[str, str],
+) -> Iterator[Problem]:
+    """What a node of the placement lacks, from what it says of itself."""
+    where = f"scheduler.type = ray: {node['host']}, the node of {role},"
+    if not node["found"]:
+        yield Problem(where, f"has no package {package}", "install it in Ray's environment there")
+    elif version is not None and node["version"] not in (None, version):
+        rule = f"has {package} {node['version']}, and this process {version}"
+        yield Problem(where, rule, "install the same version on all nodes")
+    for key in node["missing"]:
+        rule = f"{node['host']}, the node of {role}, has no such folder"
+        remedy = "copy it there under the same name, or use a folder that all machines see"
+        yield Problem(f"{key} = {folders[key]}", rule, remedy)
+
+
+def join_cluster(bundles: Bundles) -> None:
+    """Joins the running cluster, or starts one here that is large enough in cores."""
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    with _unchanged():
+        try:
+            context = ray.init(address="auto", **quiet)
+            text = "joined the Ray cluster at %s (nodes: %d)"
+            log.info(text, context["gcs_address"], len(ray.nodes()))
+            return
+        except ConnectionError as error:
+            if address := os.environ.get("RAY_ADDRESS"):
+                rule = f"no Ray cluster answers there ({_last(error)})"
+                remedy = "start one with `ray start`, or unset it"
+                raise UserError(Problem(f"RAY_ADDRESS = {address}", rule, remedy)) from None
+        wanted = math.ceil(sum(taken.get("CPU", 0) for taken in bundles.values()))
+        ray.init(num_cpus=max(num_cores(), wanted), include_dashboard=False, **quiet)
+    log.info("no Ray cluster runs here: one was started, and ends with this run")
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """Ray takes over SIGTERM, which is ours, and reads its settings from the environment."""
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    os.environ.update(SETTINGS)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
+    """The placement group of the run; UserError where the cluster has or gives too little."""
+    have = ray.cluster_resources()
+    wanted = {kind: sum(taken.get(kind, 0) for taken in bundles) for kind in ("CPU", "GPU")}
+    problems = [
+        Problem(
+            "scheduler.type = ray",
+            f"the run needs {count:g} {kind}s for its roles, and the cluster has "
+            f"{have.get(kind, 0):g}",
+            "add nodes, or make the axes of allocation_mode smaller",
+        )
+        for kind, count in wanted.items()
+        if count > have.get(kind, 0)
+    ]
+    if problems:
+        raise UserError(problems)
+    group = placement_group([dict(taken) for taken in bundles], strategy="PACK")
+    if not group.wait(READY_S):
+        remove_placement_group(group)
+        free = ray.available_resources()
+        left = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in wanted)
+        needs = ", ".join(f"{count:g} {kind}s" for kind, count in wanted.items())
+        rule = f"the run needs {needs}, and of the cluster {left} are free after {READY_S:g} s"
+        raise UserError(Problem("scheduler.type = ray", rule, "wait for other jobs, or end them"))
+    return group
+
+
+def _last(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
