@@ -431,6 +431,28 @@ def verify_parallel(
 
 @app.command()
 @reporting
+def replay(
+    run: Annotated[str, typer.Argument(help="The folder of a run's records.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step, as steps.jsonl counts.")],
+    layout: Annotated[
+        str | None, typer.Option(help="Another allocation, such as archon:d1 (the run's).")
+    ] = None,
+    dump: Annotated[
+        str | None, typer.Option(help="JSONL file for the log-probs of its tokens.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Train a recorded step again, without a sampler, and compare with its record.
+
+    For example: pentad replay runs/logs/me/gsm8k/trial-0 --step 12
+    """
+    from pentad.cli.replay import run_replay_command
+
+    raise typer.Exit(run_replay_command(run, step, layout=layout, device=device, dump=dump))
+
+
+@app.command()
+@reporting
 def bench(
     parts: Annotated[
         list[str] | None, typer.Argument(help="train, router, mixture, head, rl; all if none.")

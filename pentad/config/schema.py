@@ -540,6 +540,8 @@ class TelemetryConfig(Section):
     """Warns when MFU stays below it."""
     samples_per_step: NonNegativeInt = 4
     """Samples of each step written to samples.jsonl, TensorBoard and Weights & Biases."""
+    keep_batches: NonNegativeInt = 16
+    """Last steps whose groups are kept for `pentad replay`, about 25 bytes a token. 0: none."""
 
 
 class GuardsConfig(Section, BoundSettings):  # type: ignore[misc]

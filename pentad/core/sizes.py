@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pentad.core.dims import ModelDims
@@ -36,6 +37,16 @@ COLOCATED_SHARE = 0.4
 """And where the trainer lives, too, unless rollout.server.gpu_memory_share says otherwise."""
 MIN_TEMPERATURE = 1e-3
 """Logits divided by less may leave the range of fp32, and one such request would fail them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSize:
+    """What engines depend on besides the config."""
+
+    num_steps: int
+    """Of the whole run; the learning rate may follow it."""
+    max_row_tokens: int
+    """The longest sequence the run can meet: no microbatch is smaller."""
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:

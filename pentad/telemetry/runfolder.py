@@ -28,6 +28,8 @@ FILES = {
     "95% interval, mean reward and length. Version 0 is the baseline before the first step.",
     "samples.jsonl": "A few samples of each step, the best, the worst and random ones: prompt, "
     "answer, reward and its parts, token ids, and the weight versions that sampled them.",
+    "batches/": "The groups that the last steps trained, telemetry.keep_batches of them, a file "
+    "each: `pentad replay` trains one of these steps again.",
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt.",

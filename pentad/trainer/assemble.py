@@ -153,6 +153,7 @@ class Assembly:
             learners["critic"] = self.critic
         self.bounds = bounds_of(config)
         self.recover = run.recovery(learners, self.savers)
+        self.batches = run.batches(self.size)
         self.recover.add("dataloader_info", "data", Identity(checked.stream.state))
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.other_tags: set[str] = set()
@@ -294,6 +295,7 @@ class Assembly:
                 self.state.resume(info["ledger"], groups, checkpoint.step + 1)
 
         checkpoint = self.open.resume(self.recover, take_data)
+        self.batches.forget(after=0 if checkpoint is None else checkpoint.step + 1)
         if checkpoint is None:
             return 0
         self.update.num_done = checkpoint.step + 1
@@ -392,6 +394,7 @@ class Assembly:
         record = self.open.steps.rl_record(
             trained, self.checked.algorithm, self.savers[0], self.recover
         )
+        self.batches.keep(record.step, trained.groups)
         self.open.recorder.step(record, trained.groups)
         self.recover.commit()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +16,7 @@ from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
+from pentad.core.sizes import RunSize
 from pentad.engine.engine import build_engine
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.preflight import Checked
@@ -26,16 +26,6 @@ from pentad.trainer.translate import engine_settings
 from pentad.trainer.update import BatchUpdate
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunSize:
-    """What engines depend on besides the config."""
-
-    num_steps: int
-    """Of the whole run; the learning rate may follow it."""
-    max_row_tokens: int
-    """The longest sequence the run can meet: no microbatch is smaller."""
 
 
 def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:

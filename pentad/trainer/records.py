@@ -119,8 +119,8 @@ class StepRecorder:
             step=step,
             epoch=(step - 1) // self.steps_per_epoch,
             time_s=time.time(),
-            loss=sum(one.loss for one in steps) / len(steps),
-            grad_norm=max(one.grad_norm for one in steps),
+            loss=loss_of(steps),
+            grad_norm=grad_norm_of(steps),
             lr=steps[-1].lr,
             update_skipped=any(one.skipped for one in steps),
             num_samples=len(lengths),
@@ -197,8 +197,8 @@ class StepRecorder:
             prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
             staleness=staleness_histogram(groups, trained.batch),
             rerouted_share=result.rerouted_share,
-            critic_loss=sum(one.loss for one in critic) / len(critic) if critic else None,
-            critic_grad_norm=max(one.grad_norm for one in critic) if critic else None,
+            critic_loss=loss_of(critic) if critic else None,
+            critic_grad_norm=grad_norm_of(critic) if critic else None,
         )
 
 
@@ -218,6 +218,15 @@ def _uploads(tiers: Tiers) -> dict[str, Any]:
         "num_failed_uploads": status.num_failures,
         "uploaded_gb": _gb(status.num_bytes),
     }
+
+
+def loss_of(steps: Sequence[StepResult]) -> float:
+    """Of a batch that made these optimizer steps."""
+    return sum(one.loss for one in steps) / len(steps)
+
+
+def grad_norm_of(steps: Sequence[StepResult]) -> float:
+    return max(one.grad_norm for one in steps)
 
 
 def _balance(layers: Sequence[LayerBalance]) -> Kernel | None:

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from pentad.core.layout import Layout
 from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
 from pentad.core.roles import Learner
-from pentad.core.sizes import PROCESS_BYTES, export_bytes
+from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
 from pentad.core.text import visible
 from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
@@ -50,6 +50,7 @@ from pentad.telemetry.recorder import FindAlarms, Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set_aside
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
+from pentad.trainer.batches import BatchKeeper
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
@@ -112,6 +113,16 @@ class OpenRun:
             seconds=config.freq_secs,
             steps_per_epoch=self.steps_per_epoch,
         )
+
+    def batches(self, size: RunSize) -> BatchKeeper:
+        """Keeps what a replay of this start's steps needs."""
+        facts = {
+            "generation": self.recorder.generation,
+            "config": self.config.model_dump(mode="json"),
+            "size": asdict(size),
+            "place": place_of(self.device, self.steps.layout),
+        }
+        return BatchKeeper(self.folder.file("batches/"), self.config.telemetry.keep_batches, facts)
 
     def recovery(self, learners: Mapping[str, Learner], savers: Sequence[Saver]) -> RecoverHandler:
         """Of a run with these learners, by the names of their folders."""
@@ -487,6 +498,17 @@ def start_screen(title: str, num_steps: int) -> Screen | None:
     except OSError as error:
         log.warning("the screen: %s; training goes on", error)
         return None
+
+
+def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
+    """What numbers may differ by in their last bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else host.hardware()["cpu"]
+    return {
+        "device": name or device.type,
+        "layout": str(layout),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "torch": torch.__version__,
+    }
 
 
 def now_text() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -97,6 +98,12 @@ def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
     return [part.numpy() for part in flat.split([len(column) for column in columns])]
 
 
+def chunk_slots(size: int, num_chunks: int) -> list[range]:
+    """The parts of a batch of `size` groups that are trained one after the other."""
+    bounds = [chunk * size // num_chunks for chunk in range(num_chunks + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
 class TrainPump:
     def __init__(
         self,
@@ -172,8 +179,7 @@ class TrainPump:
     async def _chunks(self, batch: int, timer: PhaseTimer) -> AsyncIterator[list[Group]]:
         """The batch's groups in slot order, as soon as each chunk of them is ready."""
         ledger, size = self.state.ledger, self.state.budget.groups_per_batch
-        for chunk in range(self.num_chunks):
-            slots = range(chunk * size // self.num_chunks, (chunk + 1) * size // self.num_chunks)
+        for chunk, slots in enumerate(chunk_slots(size, self.num_chunks)):
             # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
             awaited = range(size) if self.turnstile.alternates and chunk == 0 else slots
             with timer.phase("rollout"):

@@ -1,0 +1,346 @@
+"""Trains recorded steps of a run again, without a sampler, and compares with their records.
+
+The learners begin as the newest recovery checkpoint before the step left them, or as the run began;
+then the kept batches up to the step are trained. Nothing of the run is written. Every rank of the
+layout reads the files itself and makes the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
+from pentad.checkpoint.hold import holding
+from pentad.checkpoint.restore import restore_learner
+from pentad.config.catalog import register_models
+from pentad.config.derived import component_of, parsed_allocation
+from pentad.config.rules.resume import judge_changes
+from pentad.config.schema import Config
+from pentad.core.device import pick_device
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.lock import FolderLock
+from pentad.core.roles import Learner
+from pentad.core.sizes import RunSize
+from pentad.runtime.join import device_of
+from pentad.runtime.launch import LaunchSettings, run_ranks
+from pentad.runtime.rank import Rank
+from pentad.telemetry.record import plain_json
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.batches import KeptBatch, kept_steps, read_batch
+from pentad.trainer.learners import build_learner, build_update, load_tags
+from pentad.trainer.ranks import layout_of, rank_problems
+from pentad.trainer.records import grad_norm_of, loss_of
+from pentad.trainer.run import checkpoint_path, place_of
+from pentad.trainer.start import Role
+from pentad.trainer.train_pump import chunk_slots
+from pentad.trainer.translate import algorithm_settings, compute_dtype
+from pentad.trainer.update import BatchResult, BatchUpdate
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
+"""How far a loss may be off, relative to 1, and a norm relative to itself, where sums are added up
+in another order; a step that was trained again on the way there adds as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedNumber:
+    """One number of a step, recorded and found again."""
+
+    step: int
+    name: str
+    record: float | None
+    replay: float | None
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.record == self.replay
+
+    @property
+    def difference(self) -> float:
+        if self.record is None or self.replay is None:
+            return 0.0 if self.is_equal else math.inf
+        return abs(self.record - self.replay)
+
+    @property
+    def is_within(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay found."""
+
+    begin: str
+    """What it began from, in words."""
+    differences: list[str]
+    """What differs between the run and this machine, in words; empty: numbers must be equal."""
+    compared: list[ReplayedNumber]
+
+    @property
+    def is_good(self) -> bool:
+        return all(one.is_within for one in self.compared)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What is read and trained."""
+
+    config: Config
+    checkpoint: Checkpoint | None
+    batches: list[KeptBatch]
+    records: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def begin(self) -> str:
+        if self.checkpoint is None:
+            return "the weights the run began with"
+        return f"the recovery checkpoint after step {self.checkpoint.step + 1}"
+
+
+def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump: str) -> Replay:
+    """Raises UserError with what is missing. `dump` is a file for the log-probs of the step."""
+    with reading_run(folder):
+        plan = make_plan(folder, step, layout)
+        world = component_of(plan.config, "actor").world
+        payload = {
+            "folder": str(folder),
+            "step": step,
+            "layout": layout,
+            "device": device,
+            "dump": dump,
+        }
+        if world == 1:
+            return replay(plan, pick_device(device), Rank(), dump)
+        if problems := rank_problems(plan.config, world, pick_device(device)):
+            raise UserError(problems)
+        deterministic = plan.config.actor.archon.use_deterministic_algorithms
+        with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
+            found, *_ = run_ranks(
+                f"{__name__}:replay_rank",
+                payload,
+                world=world,
+                log_folder=Path(logs),
+                settings=LaunchSettings(device=device, deterministic=deterministic),
+            )
+        compared = [ReplayedNumber(**one) for one in found["compared"]]
+        return Replay(found["begin"], found["differences"], compared)
+
+
+def replay_rank(rank: Rank, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank of several."""
+    plan = make_plan(Path(payload["folder"]), payload["step"], payload["layout"])
+    dump = payload["dump"] if rank.rank == 0 else ""
+    return asdict(replay(plan, device_of(rank, payload["device"]), rank, dump))
+
+
+@contextmanager
+def reading_run(folder: Path) -> Iterator[None]:
+    """Within, the run cannot be started; UserError where it is no run, or going on."""
+    if not (folder / "manifest.json").is_file():
+        remedy = "give the folder of a run's records: {fileroot}/logs/USER/EXPERIMENT/TRIAL"
+        raise UserError(Problem(f"run = {folder}", "is not the folder of a run", remedy))
+    try:
+        lock = FolderLock(folder, f"run = {folder}")
+    except OSError:  # a folder that is read-only: nobody trains in it
+        yield
+        return
+    with closing(lock):
+        yield
+
+
+def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
+    """Reads all that the replay needs but tensors."""
+    records = {line["step"]: line for line in read_lines(folder / "steps.jsonl")}
+    if step not in records:
+        rule = f"the run has recorded steps 1 to {max(records)}" if records else "it has no steps"
+        raise UserError(Problem(f"--step = {step}", rule))
+    kept = kept_steps(folder / "batches")
+    if step not in kept:
+        raise UserError(Problem(f"--step = {step}", *_not_kept(folder, kept)))
+    last = read_batch(folder / "batches", step)
+    config = config_of(last, folder, layout)
+    checkpoint = find_start(config, step)
+    first = 1 if checkpoint is None else checkpoint.step + 2
+    if missing := sorted(set(range(first, step)) - set(kept)):
+        raise UserError(Problem(f"--step = {step}", *_no_way(config, step, first, missing)))
+    before = [read_batch(folder / "batches", number) for number in range(first, step)]
+    for batch in before:
+        changes = judge_changes(batch.facts["config"], last.facts["config"])
+        if changes.refused:
+            where = changes.refused[0].where
+            rule = f"the config changed between step {batch.step} and step {step}, in {where}"
+            remedy = "replay a step whose checkpoint is after the change"
+            raise UserError(Problem(f"--step = {step}", rule, remedy))
+    return ReplayPlan(config, checkpoint, [*before, last], records)
+
+
+def _not_kept(folder: Path, kept: list[int]) -> tuple[str, str]:
+    has = f"batches of steps {kept[0]} to {kept[-1]}" if kept else "no batches"
+    return (
+        f"its batch was not kept: {folder / 'batches'} has {has}",
+        "telemetry.keep_batches says how many a run keeps",
+    )
+
+
+def _no_way(config: Config, step: int, first: int, missing: list[int]) -> tuple[str, str]:
+    begins = "no recovery checkpoint before it is left" if first == 1 else "the checkpoint before "
+    if first > 1:
+        begins += f"it is that of step {first - 1}"
+    steps = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} of the steps between"
+    return (
+        f"{begins} in {checkpoint_path(config)}, and the batch of {steps} was not kept",
+        "more often saved (recover.freq_steps, recover.keep_last) or more kept "
+        "(telemetry.keep_batches), a run can be replayed",
+    )
+
+
+def config_of(batch: KeptBatch, folder: Path, layout: str | None) -> Config:
+    """The one that the step was trained with, in the place where the run is now."""
+    values = dict(batch.facts["config"])
+    if folder.resolve().parents[2].name == "logs":
+        values["fileroot"] = str(folder.resolve().parents[3])
+    try:
+        config = Config.model_validate(values | ({"allocation_mode": layout} if layout else {}))
+    except ValidationError as error:
+        rule = f"its config is of another version: {error.errors()[0]['msg']}"
+        raise UserError(Problem(f"step {batch.step}", rule)) from error
+    allocation = parsed_allocation(config)
+    if allocation is None or allocation.find("actor") is None:
+        remedy = "for example --layout archon:d2t2, or archon:d1 for one process"
+        raise UserError(Problem(f"--layout = {layout}", "is no layout of the trainer", remedy))
+    return config
+
+
+def find_start(config: Config, step: int) -> Checkpoint | None:
+    """The newest local checkpoint from which `step` can be trained."""
+    found = find_checkpoints(checkpoint_path(config), report=lambda sentence: None)
+    return next((one for one in found if one.step + 1 < step), None)
+
+
+def replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str = "") -> Replay:
+    """On this rank, as on all others."""
+    threads = plan.batches[-1].facts["place"]["threads"]
+    usual = torch.get_num_threads()
+    if threads and device.type == "cpu":
+        torch.set_num_threads(threads)
+    try:
+        return _replay(plan, device, rank, dump)
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Replay:
+    config = plan.config
+    register_models(config)
+    algorithm, last = algorithm_settings(config), plan.batches[-1]
+    size = RunSize(**last.facts["size"])
+    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.needs_critic else ("actor",)
+    learners = {role: build_learner(config, role, size, device=device) for role in roles}
+    learner, critic = learners["actor"], learners.get("critic")
+    has = restore(plan, learners)
+    trained = plan.batches[0].step - 1
+    load_tags(learner, config, algorithm, has, trained)
+    update = build_update(config, algorithm, learner, critic)
+    place = place_of(device, layout_of(config, "actor"))
+    changed = differences(last.facts["place"], place)
+    tolerance = TOLERANCES[compute_dtype(config.actor, device)] if changed else 0.0
+    compared: list[ReplayedNumber] = []
+    for number, batch in enumerate(plan.batches, 1):
+        rank.report(batch.step)
+        result = train(update, batch, config)
+        compared += compare(batch.step, plan.records[batch.step], result, number * tolerance)
+        if config.ref_update_interval and batch.step % config.ref_update_interval == 0:
+            learner.save_tag("ref")
+    if dump:
+        write_dump(Path(dump), last, result)
+    return Replay(plan.begin, changed, compared)
+
+
+def restore(plan: ReplayPlan, learners: Mapping[Role, Learner]) -> set[str]:
+    """Fills the learners from the checkpoint, if there is one; the weight tags they have then."""
+    checkpoint = plan.checkpoint
+    if checkpoint is None:
+        return set()
+    tags: set[str] = set()
+    with ExitStack() as stack:
+        stack.enter_context(holding(checkpoint.root / checkpoint.info / COMMIT))
+        for role, learner in learners.items():
+            name = "default" if role == "actor" else role
+            folder = state_folder(name, checkpoint.step)
+            counters = restore_learner(learner, checkpoint, folder)  # type: ignore[arg-type]
+            tags |= set(counters.get("tags", ())) if role == "actor" else set()
+    before, config = checkpoint.manifest.facts["config"], plan.config
+    paths = {"ref": config.ref.path, "teacher": config.teacher.path}
+    return tags - {tag for tag, path in paths.items() if before[tag]["path"] != path}
+
+
+def train(update: BatchUpdate, batch: KeptBatch, config: Config) -> BatchResult:
+    """One step, in the chunks it was trained in."""
+    groups = batch.groups
+    update.begin()
+    for slots in chunk_slots(len(groups), batch.facts["config"]["num_iters_per_train_update"]):
+        update.add([groups[slot] for slot in slots], last=slots.stop == len(groups))
+    return update.finish()
+
+
+def compare(
+    step: int, record: Mapping[str, Any], result: BatchResult, tolerance: float
+) -> list[ReplayedNumber]:
+    steps, critic = result.steps, result.critic_steps
+    found = plain_json(
+        {
+            "loss": loss_of(steps),
+            "grad_norm": grad_norm_of(steps),
+            "lr": steps[-1].lr,
+            "critic_loss": loss_of(critic) if critic else None,
+            "critic_grad_norm": grad_norm_of(critic) if critic else None,
+        }
+    )
+    lines = []
+    for name in ("loss", "grad_norm", "lr", "critic_loss", "critic_grad_norm"):
+        known = record["rl"][name] if name.startswith("critic") else record[name]
+        if known is None and found[name] is None:
+            continue
+        scale = abs(known or 0.0) if name.endswith("grad_norm") else max(1.0, abs(known or 0.0))
+        lines.append(ReplayedNumber(step, name, known, found[name], tolerance * scale))
+    return lines
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
+
+
+def write_dump(file: Path, batch: KeptBatch, result: BatchResult) -> None:
+    """A JSON line for each sample of the step's first update."""
+    names = {
+        id(sample): (group.gid, index)
+        for group in batch.groups
+        for index, sample in enumerate(group.samples)
+    }
+    try:
+        with file.open("w", encoding="utf-8") as out:
+            for sample, logprobs in result.scored:
+                gid, index = names[id(sample)]
+                line = {
+                    "gid": gid,
+                    "index": index,
+                    "reward": sample.reward,
+                    "ids": sample.ids.tolist(),
+                    "mask": sample.mask.astype(np.int8).tolist(),
+                    "rollout_logprobs": sample.rollout_logprobs.tolist(),
+                    "logprobs": logprobs.float().cpu().tolist(),
+                }
+                out.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise RunError(f"--dump = {file}: cannot be written ({error.strerror})") from error
