@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+from pentad.core.errors import RunError
+
 
 class InfraFailure(Exception):
     """A replica, a connection or the reward pool failed; the prompt itself is not to blame."""
+
+
+class GivenUp(RunError):
+    """A part of the machinery that was started again as often as it may be: the run ends."""
 
 
 class DataFailure(Exception):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pentad.core.errors import UserError
-from pentad.core.failures import InfraFailure, is_cancelled
+from pentad.core.failures import GivenUp, InfraFailure, is_cancelled
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
@@ -158,7 +158,7 @@ class CheckedSampler:
                 raise
             what = "was removed" if replica.is_removed else "dropped the request"
             raise InfraFailure(f"replica {replica.name} {what}") from None
-        except (UserError, InfraFailure):
+        except (UserError, InfraFailure, GivenUp):
             raise
         except Exception as failure:
             raise InfraFailure(f"{type(failure).__name__}: {failure}") from failure

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,8 @@ class RoleHost:
         # Of its own: the loop does not wait for this thread when it ends.
         self.making = loop.run_in_executor(ThreadPoolExecutor(1), self._make)
         alone = asyncio.create_task(self._wait_alone(connect_s))
-        loop.add_signal_handler(signal.SIGTERM, alone.cancel)
+        if threading.current_thread() is threading.main_thread():
+            loop.add_signal_handler(signal.SIGTERM, alone.cancel)
         beating = asyncio.create_task(self._beat())
         try:
             await asyncio.wait([alone])

@@ -20,10 +20,11 @@ CLEANING_S = 60.0
 
 
 @contextmanager
-def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A folder of our own in the temporary folder; those that dead owners left are removed."""
-    sweep(prefix)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A folder of our own in `parent` (None: the temporary folder); those that dead owners left are
+    removed."""
+    sweep(prefix, parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -34,8 +35,8 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         remove(folder)
 
 
-def sweep(prefix: str) -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+def sweep(prefix: str, parent: Path | None = None) -> None:
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         try:
             found = folder.lstat()
             is_young = time.time() - found.st_mtime < YOUNG_S

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pentad.core.errors import RunError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed, Sampler
 from pentad.ops.digest import WeightDigest, digest_of
 
@@ -30,6 +31,11 @@ class Snapshot:
     version: int
     weights: tuple[tuple[str, Tensor], ...]
     digest: WeightDigest
+    is_copy: bool = False
+    """Whether nobody else writes to the tensors."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.weights)
 
 
 def take_snapshot(
@@ -50,7 +56,7 @@ def take_snapshot(
             yield name, tensor  # hashed where it is, which is quick on a GPU
 
     digest = digest_of(passing())
-    return Snapshot(version, tuple(kept), digest)
+    return Snapshot(version, tuple(kept), digest, is_copy=copy)
 
 
 class Publisher:
@@ -69,7 +75,7 @@ class Publisher:
             )
         started = time.monotonic()
         results = await asyncio.gather(
-            *(sampler.install(snapshot.version, snapshot.weights) for sampler in self.samplers),
+            *(sampler.install(snapshot.version, snapshot) for sampler in self.samplers),
             return_exceptions=True,
         )
         expected = snapshot.digest.hex()
@@ -96,7 +102,7 @@ def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, In
     receipts = [(i, r) for i, r in enumerate(results) if isinstance(r, Installed)]
     for index, result in enumerate(results):
         if isinstance(result, BaseException):
-            if not receipts or not isinstance(result, RunError):
+            if not receipts or not isinstance(result, RunError | InfraFailure):
                 raise result
             log.warning("sampler %d is left out until it takes new weights: %s", index, result)
     return receipts

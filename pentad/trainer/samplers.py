@@ -1,21 +1,31 @@
-"""The samplers of a run, from its rollout component: in this process, or servers beside it."""
+"""The samplers of a run, from its rollout component: in this process, in processes of their own, or
+servers beside it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pentad.config.derived import allocation_of, component_of
+from pentad.config.derived import (
+    allocation_of,
+    as_run,
+    component_of,
+    count_devices,
+    is_one_process,
+)
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.settings import into
@@ -23,10 +33,18 @@ from pentad.core.sizes import COLOCATED_SHARE
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
-from pentad.samplers import sglang, vllm
+from pentad.runtime.environment import DETERMINISTIC
+from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.roles import RoleSpec
+from pentad.runtime.scratch import scratch_folder
+from pentad.samplers import hosted, sglang, vllm
+from pentad.samplers.hosted import HostedSettings
 from pentad.samplers.process import check_installed, server_python
+from pentad.samplers.remote import RemoteSampler
+from pentad.samplers.replica import ReplicaSampler
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.settings import ServerSettings
+from pentad.sync.handoff import Handoff
 from pentad.trainer.translate import compute_dtype, sampler_settings
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -46,6 +64,8 @@ async def open_samplers(
     make them agree with the trainer."""
     component = component_of(config, "rollout")
     if component.backend == "embedded":
+        if not is_one_process(config, count_devices(config)):
+            return await open_replicas(config, dims, tokenizer, device, log_folder, stack)
         sampler = embedded_sampler(config, dims, tokenizer, device)
         stack.push_async_callback(sampler.close)
         return {"embedded": sampler}
@@ -82,6 +102,91 @@ async def gather_servers(
     return [result for result in results if isinstance(result, ServerSampler)]
 
 
+async def open_replicas(
+    config: Config,
+    dims: ModelDims,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    log_folder: Path,
+    stack: AsyncExitStack,
+) -> dict[str, Sampler]:
+    """Embedded samplers as processes, each with its GPU, or with its cores where it decodes while
+    others train."""
+    num = component_of(config, "rollout").size("d")
+    devices = server_devices(config) if device.type == "cuda" else ()
+    on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
+    folder = stack.enter_context(scratch_folder("pentad-weights-", shared_memory()))
+    handoff = Handoff("ipc" if on_one_gpu else "shm", folder)
+    runtime = LocalRuntime()
+    stack.push_async_callback(runtime.close)
+    on_policy = config.max_staleness == 0
+    cores = [()] * num if devices or on_policy else core_shares(num)
+    replicas = []
+    for index in range(num):
+        name = f"rollout-{index}"
+        spec = RoleSpec(
+            name=name,
+            target=hosted.TARGET,
+            payload=asdict(hosted_settings(config, dims, tokenizer, device, len(cores[index]))),
+            log=log_folder / f"{name}.log",
+            num_gpus=1 if devices else 0,
+            devices=devices[index : index + 1],
+            cores=cores[index],
+            environment=DETERMINISTIC if is_deterministic(config) else {},
+        )
+
+        async def start(generation: int, spec: RoleSpec = spec) -> RemoteSampler:
+            process = await runtime.start(replace(spec, generation=generation))
+            return await RemoteSampler.open(process, handoff)
+
+        replica = ReplicaSampler(
+            name, start, handoff, max_restarts=config.rollout.restarts, is_exact=on_policy
+        )
+        stack.push_async_callback(replica.close)
+        replicas.append(replica)
+    for replica in replicas:
+        replica.siblings = replicas
+    try:
+        await asyncio.gather(*(replica.open() for replica in replicas))
+    except InfraFailure as failure:
+        raise RunError(str(failure)) from failure
+    return {replica.name: replica for replica in replicas}
+
+
+def hosted_settings(
+    config: Config, dims: ModelDims, tokenizer: Tokenizer, device: torch.device, num_cores: int
+) -> HostedSettings:
+    """Like `embedded_sampler` in this process: at staleness 0 both draw the same bits."""
+    threads = torch.get_num_threads()
+    return HostedSettings(
+        dims=dims,
+        sampler=sampler_settings(config, dims),
+        device=device.type,
+        dtype=compute_dtype(config.actor, device),
+        seed=derive_seed(config.seed, "unpublished"),
+        tokenizer=str(tokenizer.folder.resolve()),
+        model_files=tuple(str(Path(path).resolve()) for path in config.model_files),
+        deterministic=is_deterministic(config),
+        num_threads=min(threads, num_cores or threads),
+    )
+
+
+def is_deterministic(config: Config) -> bool:
+    return config.actor.archon.use_deterministic_algorithms
+
+
+def core_shares(num: int) -> list[tuple[int, ...]]:
+    """The cores of each replica; the first share is left to the trainer. Empty where there are
+    not enough for all."""
+    cores = sorted(os.sched_getaffinity(0))
+    size = len(cores) // (num + 1)
+    return [tuple(cores[size * (i + 1) : size * (i + 2)]) for i in range(num)]
+
+
+def shared_memory() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
 async def open_server(
     config: Config, settings: ServerSettings, index: int, log_folder: Path
 ) -> ServerSampler:
@@ -114,7 +219,6 @@ def server_settings(
     devices = server_devices(config) if device.type == "cuda" else ()
     size = tensor * pipeline
     shares = allocation_of(config).shares_devices(component, component_of(config, "actor"))
-    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return into(
         ServerSettings,
         sampler_settings(config, dims),
@@ -128,17 +232,18 @@ def server_settings(
         pipeline_parallel=pipeline,
         arguments=server.args,
         transport=server.weight_transport,
-        transfer_folder=Path(server.transfer_folder) if server.transfer_folder else folder,
+        transfer_folder=Path(server.transfer_folder) if server.transfer_folder else shared_memory(),
         can_sleep=bool(config.offload_rollout),
         memory_share=server.gpu_memory_share or (COLOCATED_SHARE if shares else None),
     )
 
 
 def server_devices(config: Config) -> tuple[int, ...]:
-    """Training has the first GPUs; servers the same ones or those after them."""
-    allocation, component = allocation_of(config), component_of(config, "rollout")
-    if allocation.shares_devices(component, component_of(config, "actor")):
-        return tuple(range(component.world))
+    """Training has the first GPUs; samplers the same ones or those after them."""
+    allocation = as_run(config, allocation_of(config), count_devices(config))
+    component, actor = component_of(config, "rollout"), component_of(config, "actor")
+    if allocation.shares_devices(component, actor):
+        return tuple(n % actor.world for n in range(component.world))
     first = sum(part.world for part in allocation if not part.is_inference)
     return tuple(range(first, first + component.world))
 

@@ -7,6 +7,7 @@ import pytest
 from subjects import (
     Subject,
     embedded_subject,
+    remote_subject,
     sglang_subject,
     start_vllm,
     vllm_subject,
@@ -17,7 +18,7 @@ VLLM = os.environ.get("PENTAD_TEST_VLLM")
 needs_vllm = pytest.mark.skipif(VLLM is None, reason="make test-vllm runs it")
 
 real = [pytest.mark.optional, needs_vllm]
-SUBJECTS = ["embedded", "sglang-disk", pytest.param("vllm-disk", marks=real)]
+SUBJECTS = ["embedded", "remote", "sglang-disk", pytest.param("vllm-disk", marks=real)]
 TRANSPORTS = ["sglang-broadcast", "sglang-ipc", pytest.param("vllm-broadcast", marks=real)]
 """Other ways for weights to come, asked of what is about weights."""
 
@@ -38,11 +39,13 @@ def vllm_address(model_folder):
 
 
 @pytest.fixture
-def make_subject(request: pytest.FixtureRequest, model_folder):
+def make_subject(request: pytest.FixtureRequest, model_folder, tmp_path):
     def make(name: str, on_update: str) -> Subject:
         kind, _, transport = name.partition("-")
         if kind == "embedded":
             return embedded_subject(on_update)
+        if kind == "remote":
+            return remote_subject(tmp_path, on_update)
         changes = {"transport": transport, "on_update": on_update}
         if kind == "sglang":
             return sglang_subject(model_folder, **changes)

@@ -4,8 +4,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from socket import create_server
 
 from http_thread import served
 from sglang_stand_in import StandIn
@@ -20,8 +21,14 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.exchange import iter_hf
 from pentad.models.registry import create_model
-from pentad.samplers import sglang, vllm
+from pentad.runtime.role_host import RoleHost, job_of
+from pentad.runtime.roles import RoleSpec
+from pentad.samplers import hosted, sglang, vllm
+from pentad.samplers.hosted import HostedSettings
+from pentad.samplers.remote import RemoteSampler
+from pentad.samplers.replica import ReplicaSampler
 from pentad.samplers.settings import ServerSettings
+from pentad.sync.handoff import Handoff
 
 DIMS = ModelDims(
     family="qwen3",
@@ -71,6 +78,63 @@ def embedded_subject(on_update: str) -> Subject:
             await sampler.close()
 
     return Subject(start)
+
+
+@dataclass
+class ThisProcess:
+    """A role host among our own tasks, in the place of a process."""
+
+    address: tuple[str, int]
+    name: str = "rollout-0"
+    generation: int = 0
+    token: str = "token"
+
+    def poll(self) -> str | None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+    def stacks(self) -> None:
+        pass
+
+
+def remote_subject(tmp_path: Path, on_update: str) -> Subject:
+    """A replica of a run, over frames and tickets; its host runs beside it."""
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 40}))
+    settings = HostedSettings(
+        dims=DIMS,
+        sampler=SamplerSettings(max_running=16, kv_cache_tokens=2048, on_update=on_update),
+        device="cpu",
+        dtype="float32",
+        seed=1,
+        version=0,
+        tokenizer=str(folder),
+    )
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Sampler]:
+        spec = RoleSpec(
+            name="rollout-0", target=hosted.TARGET, payload=asdict(settings), log=tmp_path
+        )
+        sock = create_server(("127.0.0.1", 0))
+        job = json.loads(json.dumps(job_of(spec, "token")))
+        hosting = asyncio.create_task(RoleHost(job, sock).run())
+        handoff = Handoff("shm", tmp_path)
+        process = ThisProcess(sock.getsockname())
+        replica = ReplicaSampler(
+            "rollout-0", lambda _: RemoteSampler.open(process, handoff), handoff, max_restarts=0
+        )
+        await replica.open()
+        try:
+            yield replica
+        finally:
+            await replica.close()
+            await hosting
+
+    return Subject(start, long=400)
 
 
 def server_settings(folder: Path, **changes) -> ServerSettings:

@@ -48,7 +48,7 @@ def test_a_file_in_the_way_of_the_run_folder_is_one_sentence(lab):
 @pytest.mark.parametrize(
     ("allocation", "said"),
     [
-        ("embedded:d2|archon:d2", "one embedded sampler is built"),
+        ("embedded:t2|archon:d2", "is not cut over devices"),
         ("embedded[rollout]:d1|archon[actor]:d2|archon[critic]:d1", "must stand on the same ranks"),
         ("archon[actor]:d1+archon[critic]:d1+embedded[rollout]:d1", "must stand on the same ranks"),
         ("embedded:d1|archon:t8", "must divide num_heads = 4"),
@@ -67,11 +67,11 @@ def test_everything_wrong_with_the_inputs_comes_at_once(lab, task):
     with pytest.raises(UserError) as caught:
         lab.train(
             f"train_dataset.path={broken}",
-            "allocation_mode=embedded:d2|archon:d2",
+            "allocation_mode=embedded:d1|archon:t8",
             "rollout.workflow=no.such.module:Flow",
         )
     text = str(caught.value)
-    assert "broken.jsonl:2" in text and "embedded:d2" in text and "no.such.module" in text
+    assert "broken.jsonl:2" in text and "archon:t8" in text and "no.such.module" in text
 
 
 def test_a_sampler_that_keeps_its_old_weights_stops_the_run(lab, monkeypatch):

@@ -146,7 +146,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     if rollout.backend == "embedded":
         if server == type(server)():
             return []
-        rule = f"{told} samples in this process, without a server"
+        rule = f"{told} samples without a server"
         return [Problem("rollout.server", rule, "leave it out, or use vllm or sglang")]
     found = []
     if server.addresses and len(server.addresses) != rollout.size("d"):

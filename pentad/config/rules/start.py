@@ -34,7 +34,7 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     ]
     allocation = parsed_allocation(config)
     if allocation is not None:
-        problems += _unbuilt_layouts(config, allocation, samples)
+        problems += _unbuilt_layouts(config, allocation)
     if config.scheduler.type == "ray":
         remedy = "use local, under torchrun for several machines, or slurm"
         problems.append(Problem("scheduler.type = ray", "is not built yet", remedy))
@@ -45,14 +45,10 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     return problems
 
 
-def _unbuilt_layouts(config: Config, allocation: Allocation, samples: bool) -> Iterator[Problem]:
+def _unbuilt_layouts(config: Config, allocation: Allocation) -> Iterator[Problem]:
     where, actor = f"allocation_mode = {config.allocation_mode}", allocation.find("actor")
     for part in allocation:
-        if part.is_inference:
-            if samples and part.backend == "embedded" and part.world > 1:
-                rule = f"{part}: one embedded sampler is built, on the device of rank 0"
-                yield Problem(where, rule, "use embedded:d1")
-        elif actor and not _share_ranks(allocation, actor, part):
+        if actor and not part.is_inference and not _share_ranks(allocation, actor, part):
             rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
             yield Problem(where, rule, "give both as many, joined with |")
 

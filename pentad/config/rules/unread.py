@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pentad.config.derived import is_saved_within, parsed_allocation, pipeline_size
+from pentad.config.derived import (
+    count_devices,
+    is_one_process,
+    is_saved_within,
+    parsed_allocation,
+    pipeline_size,
+)
 from pentad.config.describe import fields, show
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config, DatasetConfig, ModelConfig, Section
@@ -152,6 +158,13 @@ READERS = (
     ),
     KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
     KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
+    KeyUse(
+        ("rollout.restarts",),
+        lambda config: (
+            samples_with(config, "embedded") and not is_one_process(config, count_devices(config))
+        ),
+        "the sampler is no process that the run could start again",
+    ),
     KeyUse(
         ("rollout.kv_cache_gb", "rollout.max_batch_tokens"),
         lambda config: samples_with(config, "embedded", "vllm"),

@@ -66,12 +66,13 @@ def test_what_is_not_built_is_refused_by_name(override):
 
 def test_defaults_ask_for_nothing_that_is_not_built():
     assert unbuilt_problems(config_of(), samples=True) == []
+    many = config_of("allocation_mode=embedded:d2+archon:d1")
+    assert unbuilt_problems(many, samples=True) == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["allocation_mode=embedded:d2+archon:d1"], "one embedded sampler is built"),
         (["scheduler.type=ray"], "is not built yet"),
         (["mode=async", "algorithm.kl_coef=0.1"], "scorers on devices of their own"),
         (

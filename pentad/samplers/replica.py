@@ -1,0 +1,330 @@
+"""One sampler replica of a run, started again whenever its process dies or hangs.
+
+What is asked of it while it is away waits, if no other replica serves, and is then asked again with
+the same seeds; on-policy all requests since it was last idle, in their order, so that they are
+decoded together as before and give the same numbers. A new process pulls the newest weights before
+it serves. Starts without an answer gained are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pentad.core.errors import RunError, UserError
+from pentad.core.failures import GivenUp, InfraFailure
+from pentad.core.roles import Installed, NamedTensors
+from pentad.core.types import Generation, Request
+from pentad.samplers.remote import OnToken, RemoteSampler
+from pentad.sync.handoff import Handoff
+from pentad.telemetry.log import NOTICE
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Start = Callable[[int], Awaitable[RemoteSampler]]
+"""Starts the process of a generation and connects to it."""
+LAST_WORDS_S = 0.1
+"""Between a lost connection and the end of its process."""
+NO_STATS = ("tokens_drawn", "running", "waiting")
+
+
+@dataclass(slots=True, eq=False)
+class Unanswered:
+    """A request of the busy period under way."""
+
+    request: Request
+    future: asyncio.Future[list[Generation]]
+    on_token: OnToken | None = None
+    call: asyncio.Task[list[Generation]] | None = None
+
+
+class ReplicaSampler:
+    """`core.roles.Sampler`; the same object over all processes of the replica."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Start,
+        handoff: Handoff,
+        *,
+        max_restarts: int,
+        is_exact: bool = False,
+    ) -> None:
+        """`is_exact`: requests come in waves, which are repeated whole."""
+        self.name = name
+        self.start = start
+        self.handoff = handoff
+        self.max_restarts = max_restarts
+        self.is_exact = is_exact
+        self.siblings: Sequence[ReplicaSampler] = ()
+        """All replicas of the run, this one included."""
+        self.capabilities: frozenset[str] = frozenset()
+        self.remote: RemoteSampler | None = None
+        """What serves; None while the replica is away."""
+        self.generation = 0
+        self.num_restarts = 0
+        """Since the last answer."""
+        self.lost_because = ""
+        self.failure: GivenUp | None = None
+        self.turned = asyncio.Event()
+        """Set, and made anew, when the replica serves again, is given up, woken or closed."""
+        self.busy: dict[str, Unanswered] = {}
+        self.is_paused = self.is_asleep = self.is_closed = False
+        self.num_drawn = 0.0
+        """Tokens of processes that are gone."""
+        self.supervisor: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Starts the first process. Raises what keeps it from serving."""
+        while self.remote is None:
+            try:
+                self.remote = await self.start(self.generation)
+            except InfraFailure as failure:
+                self.lost_because = str(failure)
+                log.warning("%s is lost: %s", self.name, failure)
+                self._count_restart()
+        self.capabilities = self.remote.capabilities
+        self.supervisor = asyncio.create_task(self._supervise(), name=f"supervisor of {self.name}")
+
+    @property
+    def version(self) -> int:
+        return self.remote.version if self.remote is not None else -1
+
+    @property
+    def has_siblings_serving(self) -> bool:
+        return any(one is not self and one.remote is not None for one in self.siblings)
+
+    # Requests.
+
+    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+        self._check_open()
+        if self.remote is None and self.has_siblings_serving:
+            raise InfraFailure(self._away())
+        future: asyncio.Future[list[Generation]] = asyncio.get_running_loop().create_future()
+        if request.id in self.busy and not self.busy[request.id].future.done():
+            assert self.remote is not None, "requests have ids of their own"
+            return await self.remote.generate(request, on_token)  # which refuses it
+        asked = self.busy[request.id] = Unanswered(request, future, on_token)
+        if self.remote is not None:
+            self._submit(asked, self.remote)
+        try:
+            return await future
+        finally:
+            if future.cancelled() and asked.call is not None:
+                asked.call.cancel()
+            if future.cancelled() or not self.is_exact:
+                self.busy.pop(request.id, None)
+            if all(one.future.done() for one in self.busy.values()):
+                self.busy.clear()
+
+    def _submit(self, asked: Unanswered, remote: RemoteSampler) -> None:
+        asked.call = asyncio.create_task(remote.generate(asked.request, asked.on_token))
+        asked.call.add_done_callback(lambda call: self._settle(asked, call))
+
+    def _settle(self, asked: Unanswered, call: asyncio.Task[list[Generation]]) -> None:
+        failure = None if call.cancelled() else call.exception()
+        if asked.future.done() or call is not asked.call:
+            return
+        if call.cancelled():
+            asked.future.cancel()
+        elif failure is None:
+            self.num_restarts = 0
+            asked.future.set_result(call.result())
+        elif (
+            not isinstance(failure, InfraFailure)
+            or asked.on_token is not None
+            or self.is_closed
+            or self.has_siblings_serving
+        ):
+            asked.future.set_exception(failure)
+
+    # Weights and state.
+
+    async def install(self, version: int, weights: NamedTensors) -> Installed:
+        """While the replica is away and others serve it is left out: it pulls what is newest
+        before it comes back. Where none serves it is waited for."""
+        self._check_open()
+        offer = await self.handoff.offer(version, weights)
+        while True:
+            remote = await self._serving()
+            try:
+                return await remote.pull(offer)
+            except InfraFailure:
+                if not remote.lost.done():
+                    raise
+                await self._until_away(remote)
+
+    async def abort(self, request_id: str) -> None:
+        self._check_open()
+        if self.remote is not None:
+            await self._try(self.remote.abort(request_id))
+
+    async def pause(self) -> None:
+        self._check_open()
+        self.is_paused = True
+        if self.remote is not None:
+            await self._try(self.remote.pause())
+
+    async def resume(self) -> None:
+        self._check_open()
+        self.is_paused = False
+        if self.remote is not None:
+            await self._try(self.remote.resume())
+
+    async def sleep(self) -> None:
+        """One that is away is started when it is woken, since another has the device now."""
+        self._check_open()
+        self.is_asleep = True
+        if self.remote is not None:
+            await self._try(self.remote.sleep())
+
+    async def wake(self) -> None:
+        self._check_open()
+        self.is_asleep = False
+        self._turn()
+        if self.remote is not None:
+            await self._try(self.remote.wake())
+
+    async def health(self) -> None:
+        self._check_open()
+        if self.remote is None:
+            raise InfraFailure(self._away())
+        await self.remote.health()
+
+    def stats(self) -> dict[str, float]:
+        """Raises what ended the replica for good: whoever watches the run hears it here."""
+        if self.failure is not None:
+            raise self.failure
+        now = self.remote.stats() if self.remote is not None else dict.fromkeys(NO_STATS, 0.0)
+        return now | {"tokens_drawn": self.num_drawn + now.get("tokens_drawn", 0.0)}
+
+    async def close(self) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.supervisor is not None:
+            self.supervisor.cancel()
+            await asyncio.wait([self.supervisor])
+        if self.remote is not None:
+            await self.remote.close()
+        self._end_open(RunError("the sampler was closed"))
+        self._turn()
+
+    async def _try(self, doing: Awaitable[None]) -> None:
+        """For a state that a new process is given too: a lost one needs it no more."""
+        try:
+            await doing
+        except InfraFailure as failure:
+            log.debug("%s: %s", self.name, failure)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.is_closed:
+            raise RunError("the sampler is closed")
+
+    def _away(self) -> str:
+        return f"{self.name} is started again ({self.lost_because})"
+
+    def _turn(self) -> None:
+        self.turned.set()
+        self.turned = asyncio.Event()
+
+    async def _serving(self) -> RemoteSampler:
+        while self.remote is None:
+            self._check_open()
+            if self.has_siblings_serving:
+                raise InfraFailure(self._away())
+            await self.turned.wait()
+        return self.remote
+
+    async def _until_away(self, remote: RemoteSampler) -> None:
+        while self.remote is remote:
+            await asyncio.sleep(0.01)
+
+    # Supervision.
+
+    async def _supervise(self) -> None:
+        try:
+            while True:
+                assert self.remote is not None
+                why = await asyncio.shield(self.remote.lost)
+                await self._recover(self.remote, why)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, GivenUp) else GivenUp(f"{self.name}: {error!r}")
+            self.failure = failure
+            self._end_open(failure)
+            self._turn()
+
+    async def _recover(self, remote: RemoteSampler, why: str) -> None:
+        began = time.monotonic()
+        self.num_drawn += remote.stats().get("tokens_drawn", 0.0)
+        remote.process.stacks()  # of one that hangs, into its log
+        await asyncio.sleep(LAST_WORDS_S)
+        ended = remote.process.poll()
+        await remote.close()
+        self.remote, self.lost_because = None, f"it {ended}" if ended else why
+        log.warning("%s is lost: %s", self.name, self.lost_because)
+        if self.has_siblings_serving:
+            self._end_open(InfraFailure(self._away()))
+        while self.remote is None:
+            while self.is_asleep:
+                await self.turned.wait()
+            self._count_restart()
+            self.remote = await self._start_again()
+        for asked in list(self.busy.values()):
+            self._submit(asked, self.remote)
+        self._turn()
+        seconds = time.monotonic() - began
+        text = "%s serves again %.1f s after it was lost, with weights of version %d"
+        log.info(text, self.name, seconds, self.version, extra=NOTICE)
+
+    def _count_restart(self) -> None:
+        if self.num_restarts >= self.max_restarts:
+            raise GivenUp(
+                f"{self.name} was started again {self.num_restarts} times without an answer gained "
+                f"(rollout.restarts = {self.max_restarts}); the last time {self.lost_because}"
+            )
+        self.num_restarts += 1
+        self.generation += 1
+
+    async def _start_again(self) -> RemoteSampler | None:
+        """A process with the newest weights; None where it did not come so far."""
+        remote = None
+        try:
+            remote = await self.start(self.generation)
+            await self._bring_up_to_date(remote)
+            if not remote.lost.done():
+                return remote
+            self.lost_because = remote.lost.result()
+        except (InfraFailure, RunError, UserError, OSError) as failure:
+            self.lost_because = str(failure)
+            log.warning("%s could not be started again: %s", self.name, failure)
+        if remote is not None:
+            await remote.close()
+        return None
+
+    async def _bring_up_to_date(self, remote: RemoteSampler) -> None:
+        """Until it has what was asked of the replica meanwhile."""
+        has = (None, False, False)
+        while has != (wanted := (self.handoff.newest, self.is_paused, self.is_asleep)):
+            offer, is_paused, is_asleep = wanted
+            if offer is not None and offer is not has[0]:
+                await remote.pull(offer)
+            if is_paused != has[1]:
+                await (remote.pause() if is_paused else remote.resume())
+            if is_asleep != has[2]:
+                await (remote.sleep() if is_asleep else remote.wake())
+            has = wanted  # type: ignore[assignment]
+
+    def _end_open(self, error: Exception) -> None:
+        for asked in self.busy.values():
+            if not asked.future.done():
+                asked.future.set_exception(error)

@@ -1,0 +1,113 @@
+"""Samplers in processes of their own: the numbers of one process, and what a death costs."""
+
+import os
+import signal
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_lab import steps_of, values_of
+from test_rl_runs import assert_same_weights
+
+from pentad.core.errors import RunError
+from pentad.runtime.local_roles import LocalRuntime
+from pentad.trainer import samplers
+
+SEPARATE = "scheduler.processes=separate"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["colocate", "hybrid", "async"])
+def test_one_process_and_several_give_the_same_weights(lab, task, mode):
+    given = [f"mode={mode}", "total_train_steps=10", f"valid_dataset.path={task / 'valid.jsonl'}"]
+    one = lab.train(*given, "scheduler.processes=one")
+    several = lab.train(*given, SEPARATE)
+    assert_same_weights(one, several)
+    assert values_of(one) == values_of(several)
+    assert len(steps_of(several)) == 10
+    assert (several.records / "servers" / "rollout-0.log").exists()
+    assert not (one.records / "servers").exists()
+
+
+def children():
+    """The role processes of this one."""
+    own = str(os.getpid())
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (folder / "stat").read_text().rpartition(") ")[2].split()
+            is_own = words[1] == own and words[0] != "Z"
+            if is_own and b"role_host" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def shared(tmp_path_factory, monkeypatch):
+    """In the place of shared memory, which other runs use too."""
+    folder = tmp_path_factory.mktemp("shared")
+    monkeypatch.setattr(samplers, "SHARED_MEMORY", folder)
+    return folder
+
+
+@contextmanager
+def meddling(fileroot, *moments):
+    """Sends a signal to a replica once the run "met" has so many steps, and a moment more."""
+    done = threading.Event()
+    sent = []
+
+    def meddle():
+        for lines, delay_s, number in moments:
+            while not done.wait(0.02):
+                path = next(fileroot.glob("logs/*/*/met/steps.jsonl"), None)
+                if (path.read_text().count("\n") if path else 0) >= lines and children():
+                    break
+            if done.wait(delay_s):
+                return
+            for pid in children()[:1]:
+                os.kill(pid, number)
+                sent.append(number)
+
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_two_replicas_share_the_groups_and_one_may_die(lab, shared):
+    given = ["mode=hybrid", "max_staleness=1", "total_train_steps=6", "gconfig.max_new_tokens=24"]
+    with meddling(lab.fileroot, (1, 0.1, signal.SIGKILL)) as sent:
+        met = lab.train(*given, "allocation_mode=embedded:d2+archon:d1", trial="met")
+    funnel = steps_of(met)[-1]["funnel"]
+    assert len(sent) == 1 and len(steps_of(met)) == 6
+    assert funnel["trained"] == 6 * 4 and not funnel["dropped"]
+    logs = sorted(path.name for path in (met.records / "servers").iterdir())
+    assert logs == ["rollout-0.log", "rollout-1.log"]
+    assert not children() and not list(shared.iterdir())
+
+
+@pytest.mark.slow
+def test_a_replica_that_never_comes_back_ends_the_run_with_the_cause(lab, shared, monkeypatch):
+    broken = threading.Event()
+    start = LocalRuntime.start
+
+    async def fail(self, spec):
+        if spec.generation:
+            broken.set()
+            spec = replace(spec, environment={"PYTHONHASHSEED": "nonsense"})
+        return await start(self, spec)
+
+    monkeypatch.setattr(LocalRuntime, "start", fail)
+    moment = (1, 0.02, signal.SIGKILL)
+    with meddling(lab.fileroot, moment), pytest.raises(RunError) as caught:
+        lab.train("total_train_steps=6", "rollout.restarts=2", SEPARATE, trial="met")
+    text = str(caught.value)
+    assert "rollout-0 was started again 2 times without an answer gained" in text
+    assert "rollout.restarts = 2" in text and "PYTHONHASHSEED" in text
+    assert broken.is_set() and not children() and not list(shared.iterdir())

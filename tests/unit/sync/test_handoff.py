@@ -1,0 +1,327 @@
+"""Weights by ticket: receivers end with exactly what was handed over, or somebody raises."""
+
+import asyncio
+import errno
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError, UserError
+from pentad.core.failures import InfraFailure
+from pentad.core.roles import Installed
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.infer.settings import SamplerSettings
+from pentad.models.exchange import iter_hf
+from pentad.models.registry import create_model
+from pentad.ops.digest import digest_of
+from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.roles import RoleSpec
+from pentad.samplers import hosted
+from pentad.samplers.hosted import HostedSampler, HostedSettings
+from pentad.samplers.remote import RemoteSampler
+from pentad.sync import handoff as handoffs
+from pentad.sync.handoff import Handoff, open_ticket
+from pentad.sync.publisher import Publisher, take_snapshot
+
+DIMS = ModelDims(
+    family="qwen3",
+    vocab_size=41,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    qk_norm=True,
+    max_position=256,
+)
+SQUARE = "model.layers.0.self_attn.q_proj.weight"
+
+
+def policy(seed):
+    """Every tensor random, norms too."""
+    model = create_model(DIMS, seed=seed)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def weights(seed):
+    return [(name, tensor.clone()) for name, tensor in iter_hf(policy(seed))]
+
+
+workers = []
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left():
+    yield
+    while workers:
+        workers.pop().shutdown()
+
+
+class Receiver(RemoteSampler):
+    """A remote sampler whose calls reach a hosted one by JSON alone; `damage` may change them."""
+
+    def __init__(self, handoff, damage=lambda ticket: ticket):
+        settings = SamplerSettings(max_running=4, kv_cache_tokens=256)
+        self.own = HostedSampler(EmbeddedSampler(policy(9), settings), lambda *_: None)
+        workers.append(self.own.sampler.worker)
+        self.handoff, self.damage = handoff, damage
+        self.is_closed, self.version = False, -1
+        self.process = RoleSpec(name="rollout-0", target="", payload={}, log=Path())
+
+    async def _call(self, method, **arguments):
+        sent = json.loads(json.dumps(arguments))
+        sent["ticket"] = self.damage(sent["ticket"])
+        return json.loads(json.dumps(await getattr(self.own, method)(**sent)))
+
+    @property
+    def held(self):
+        return dict(iter_hf(self.own.sampler.engine.model))
+
+
+def publish(handoff, receivers, version, pairs):
+    snapshot = take_snapshot(version, pairs, copy=False)
+    return asyncio.run(Publisher(receivers).publish(snapshot))
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"])
+def test_all_receivers_end_with_what_was_published(tmp_path, kind, monkeypatch):
+    handoff = Handoff(kind, tmp_path)
+    receivers = [Receiver(handoff) for _ in range(3)]
+    written = []
+    write = handoffs.write_ticket
+    monkeypatch.setattr(
+        handoffs, "write_ticket", lambda *given: written.append(given) or write(*given)
+    )
+
+    async def main():
+        for version in (1, 2):
+            sent = weights(version)
+            await Publisher(receivers).publish(take_snapshot(version, sent, copy=False))
+            for receiver in receivers:
+                assert receiver.version == version
+                assert all(torch.equal(receiver.held[name], tensor) for name, tensor in sent)
+
+    asyncio.run(main())
+    assert len(written) == 2, "once for all receivers"
+    assert len(list(tmp_path.iterdir())) == 1, "the newest stays, the one before it goes"
+    assert next(tmp_path.iterdir()).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
+def test_every_dtype_and_shape_comes_through_bit_for_bit(tmp_path, dtype):
+    torch.manual_seed(0)
+    shapes = [(3, 5), (), (0, 4), (7,), (2, 3, 5)]
+    pairs = [(f"t{i}", (torch.randn(s) * 50).to(dtype)) for i, s in enumerate(shapes)]
+    pairs.append(("turned", torch.randn(4, 6).to(dtype).T))
+
+    async def main():
+        handoff = Handoff("shm", tmp_path)
+        return (await handoff.offer(1, pairs)).ticket
+
+    got = open_ticket(json.loads(json.dumps(asdict(asyncio.run(main())))))
+    assert digest_of(got).hex() == digest_of(pairs).hex()
+    assert [tuple(t.shape) for _, t in got] == [tuple(t.shape) for _, t in pairs]
+
+
+FAULTS = {
+    "dropped": (lambda t: t["tensors"].pop(3), UserError),
+    "duplicated": (lambda t: t["tensors"].append(t["tensors"][3]), UserError),
+    "renamed": (lambda t: t["tensors"][3].__setitem__(0, "model.nothing"), UserError),
+    "misshapen": (lambda t: t["tensors"][3].__setitem__(2, [1]), UserError),
+    "moved": (lambda t: t["tensors"][3].__setitem__(3, t["tensors"][4][3]), RunError),
+    "beyond": (lambda t: t["tensors"][3].__setitem__(3, t["num_bytes"]), RunError),
+    "short": (lambda t: os.truncate(t["place"], t["num_bytes"] - 64), RunError),
+    "gone": (lambda t: Path(t["place"]).unlink(), InfraFailure),
+}
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_damaged_ticket_or_file_raises(tmp_path, fault):
+    damage, error = FAULTS[fault]
+
+    def spoil(ticket):
+        damage(ticket)
+        return ticket
+
+    handoff = Handoff("shm", tmp_path)
+    receiver = Receiver(handoff, spoil)
+    before = {name: tensor.clone() for name, tensor in receiver.held.items()}
+    with pytest.raises(error):
+        publish(handoff, [receiver], 1, weights(1))
+    if fault != "moved":  # found by the receipt, when it is there
+        assert all(torch.equal(receiver.held[name], before[name]) for name in before)
+
+
+def flip_bit(path):
+    with Path(path).open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)[0]
+        file.seek(1000)
+        file.write(bytes([byte ^ 1]))
+
+
+def transpose(path, ticket):
+    (name, dtype, shape, offset) = next(t for t in ticket["tensors"] if t[0] == SQUARE)
+    mapped = torch.from_file(str(path), shared=True, size=ticket["num_bytes"], dtype=torch.uint8)
+    part = mapped[offset : offset + 32 * 32 * 4].view(torch.float32).view(32, 32)
+    part.copy_(part.T.clone())
+
+
+@pytest.mark.parametrize("fault", ["altered", "transposed", "stale"])
+def test_other_weights_than_the_tickets_raise_by_the_receipt(tmp_path, fault):
+    handoff = Handoff("shm", tmp_path)
+    old = asyncio.run(Handoff("shm", tmp_path).offer(0, weights(5))).ticket.place
+
+    def spoil(ticket):
+        if fault == "altered":
+            flip_bit(ticket["place"])
+        elif fault == "transposed":
+            transpose(ticket["place"], ticket)
+        else:
+            Path(old).replace(ticket["place"])
+        return ticket
+
+    with pytest.raises(RunError, match="holds version 1, digest .* handed version 1 with digest"):
+        publish(handoff, [Receiver(handoff, spoil)], 1, weights(1))
+
+
+def test_a_ticket_that_is_read_outlives_a_newer_one(tmp_path):
+    async def main():
+        handoff = Handoff("shm", tmp_path)
+        first = await handoff.offer(1, weights(1))
+        with handoff.reading(first) as ticket:
+            await handoff.offer(2, weights(2))
+            assert len(open_ticket(asdict(ticket))) == len(weights(1))
+        with pytest.raises(InfraFailure, match="cannot be read"):
+            open_ticket(asdict(ticket))
+
+    asyncio.run(main())
+
+
+def test_one_object_is_written_once_and_another_anew(tmp_path):
+    async def main():
+        handoff = Handoff("shm", tmp_path)
+        pairs = weights(1)
+        offers = await asyncio.gather(*(handoff.offer(1, pairs) for _ in range(5)))
+        assert len(set(map(id, offers))) == 1
+        assert await handoff.offer(1, list(pairs)) is not offers[0]
+
+    asyncio.run(main())
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    handoff = Handoff("shm", tmp_path)
+    with pytest.raises(RunError, match="cannot be written .No space left on device.; make room"):
+        publish(handoff, [Receiver(handoff)], 1, weights(1))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_receipt_of_another_version_raises(tmp_path, damaged):
+    handoff = Handoff("shm", tmp_path)
+    receiver = Receiver(handoff)
+
+    async def answer(method, ticket):
+        return asdict(Installed(ticket["version"] - damaged, 1, ticket["digest"]))
+
+    receiver._call = answer
+    offer = asyncio.run(handoff.offer(3, weights(1)))
+    if not damaged:
+        assert asyncio.run(receiver.pull(offer)).version == 3
+        return
+    with pytest.raises(RunError, match="rollout-0 holds version 2"):
+        asyncio.run(receiver.pull(offer))
+
+
+# Between processes on a GPU.
+
+
+def gpu_spec(folder, **changes):
+    settings = HostedSettings(
+        dims=replace(DIMS, head_dim=32),
+        sampler=SamplerSettings(max_running=4, kv_cache_tokens=256),
+        device="cuda",
+        dtype="float32",
+        seed=9,
+    )
+    return RoleSpec(
+        name="rollout-0",
+        target=hosted.TARGET,
+        payload=asdict(settings),
+        log=folder / "rollout-0.log",
+        devices=(0,),
+        num_gpus=1,
+        **changes,
+    )
+
+
+def used_bytes():
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+async def on_gpu(tmp_path, scenario, kind):
+    runtime, handoff = LocalRuntime(), Handoff(kind, tmp_path)
+    try:
+        sampler = await RemoteSampler.open(await runtime.start(gpu_spec(tmp_path)), handoff)
+        try:
+            return await scenario(sampler, handoff)
+        finally:
+            await sampler.close()
+    finally:
+        await runtime.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ipc", "shm"])
+def test_weights_reach_another_process_on_the_same_gpu(tmp_path, kind):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    dims = replace(DIMS, head_dim=32)
+
+    async def scenario(sampler, handoff):
+        for version in (1, 2, 3):
+            model = create_model(dims, device="cuda", dtype=torch.float32, seed=version)
+            pairs = [(name, tensor.detach()) for name, tensor in iter_hf(model)]
+            expected = digest_of(pairs).hex()
+            receipt = await sampler.install(version, pairs)
+            assert receipt.digest == expected and receipt.version == version
+            for parameter in model.parameters():  # the receiver has a copy of its own
+                parameter.data.zero_()
+            assert (await sampler.pull(await handoff.offer(version, list(iter_hf(model))))).digest
+
+    asyncio.run(on_gpu(tmp_path, scenario, kind))
+
+
+@pytest.mark.gpu
+def test_two_processes_share_a_gpu_and_sleep_gives_memory_back(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.zeros(1, device="cuda")
+
+    async def scenario(sampler, handoff):
+        await sampler.install(
+            1, list(iter_hf(create_model(replace(DIMS, head_dim=32), device="cuda", seed=1)))
+        )
+        awake = used_bytes()
+        await sampler.sleep()
+        asleep = used_bytes()
+        await sampler.wake()
+        return awake, asleep, used_bytes()
+
+    awake, asleep, again = asyncio.run(on_gpu(tmp_path, scenario, "ipc"))
+    assert asleep < awake and again > asleep
