@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -15,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.config.derived import allocation_of, as_run, count_devices, samples
+from pentad.config.processes import RunProcess, run_processes
 from pentad.config.rules.layout import layout_notes
+from pentad.config.rules.machines import machine_problems
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.rules.start import unbuilt_problems
@@ -69,6 +72,7 @@ def run_plan(
 def refusals(config: Config) -> list[str]:
     """What can be planned and is not built."""
     problems = unbuilt_problems(config, samples=samples(config))
+    problems += machine_problems(config) if config.scheduler.type == "ray" else []
     return [f"a run refuses it today: {problem}" for problem in problems]
 
 
@@ -137,6 +141,7 @@ class Page:
     def show(self) -> None:
         self.heading_line()
         self.places()
+        self.processes()
         for trainer in self.plan.trainers:
             self.ranks(trainer)
         for trainer in self.plan.trainers:
@@ -193,6 +198,14 @@ class Page:
         mode = plan.config.mode or "training only"
         self.section(f"Who stands where: {count}{total} {shown}, mode {mode}")
         self.table((many, "role", "component", "cut"), map(self.place, plan.allocation))
+
+    def processes(self) -> None:
+        found = run_processes(self.plan.config, self.plan.device.kind)
+        self.section(f"Processes: {len(found)}")
+        rows = process_rows(found)
+        columns = ("process", "runs", "machine", "GPUs", "started by")
+        used = [n for n in range(len(columns)) if n != 3 or any(row[3] for row in rows)]
+        self.table([columns[n] for n in used], [[row[n] for n in used] for row in rows])
 
     def place(self, component: Component) -> tuple[str, str, str, str]:
         plan, role = self.plan, component.role
@@ -290,6 +303,27 @@ class Page:
             self.say("That is not enough: use more devices, a smaller model or shorter answers.")
 
 
+def process_rows(processes: list[RunProcess]) -> list[tuple[str, str, str, str, str]]:
+    """Name, roles, machine, GPUs, starter; ranks that differ in their number alone are one row."""
+
+    def likeness(one: RunProcess) -> tuple[object, ...]:
+        words = tuple(role.split()[0] for role in one.runs)
+        return one.name.rpartition("-")[0], words, one.node, one.started_by, one.shares_with
+
+    rows = []
+    for key, group in itertools.groupby(processes, likeness):
+        alike = list(group)
+        name, runs = alike[0].name, ", ".join(alike[0].runs)
+        if len(alike) > 1:
+            name += f" to {alike[-1].name}"
+            runs = ", ".join(str(word) for word in key[1])  # type: ignore[attr-defined]
+        node = "any" if alike[0].node is None else str(alike[0].node)
+        gpus = span(sorted({device for one in alike for device in one.devices}))
+        shared = f", shared with {', '.join(key[4])}" if key[4] else ""  # type: ignore[arg-type]
+        rows.append((name, runs, node, f"{gpus}{shared}" if gpus else "", alike[0].started_by))
+    return rows
+
+
 def describe_sampler(sampler: SamplePlan) -> str:
     room, wanted = sampler.num_running, sampler.sampling.num_sequences
     text = f"{sampler.component.role} ({sampler.component}): weights {gib(sampler.weights_bytes)}"
@@ -318,6 +352,7 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
         "model": {"path": plan.config.actor.path, **model},
         "device": picked(plan.device, "kind memory_bytes source"),
         "allocation": allocation,
+        "processes": [asdict(one) for one in run_processes(plan.config, plan.device.kind)],
         "trainers": [
             {
                 **placed(trainer),

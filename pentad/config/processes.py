@@ -1,0 +1,114 @@
+"""Which processes a run has, on which machine and devices: what `plan` draws and a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pentad.config.derived import allocation_of, as_run, count_devices, is_one_process
+from pentad.config.schema import Config
+from pentad.core.layout import Allocation, Component
+from pentad.core.sizes import DeviceKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProcess:
+    """One process, or one server of several."""
+
+    name: str
+    """Such as learner-0 or rollout-1."""
+    runs: tuple[str, ...]
+    """The roles in it."""
+    node: int | None = 0
+    """Machine, counted from the one the command is typed on; None: Ray or its address says."""
+    devices: tuple[int, ...] = ()
+    """GPUs of that machine, where `node` is known; on a CPU none."""
+    num_gpus: int = 0
+    shares_with: tuple[str, ...] = ()
+    """Processes on the same GPUs."""
+    started_by: str = "pentad"
+
+
+def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
+    """Of a config that passed its rules."""
+    num_devices = count_devices(config) if kind == "cuda" else None
+    allocation = as_run(config, allocation_of(config), num_devices)
+    actor, rollout = allocation.find("actor"), allocation.find("rollout")
+    assert actor is not None, "checked with the config"
+    learners = _learners(config, allocation, actor, kind)
+    if rollout is None:
+        return learners
+    lead = replace(learners[0], runs=("scheduler", *learners[0].runs))
+    pool = [RunProcess(name="rewards", runs=("reward pool",))] if config.reward.functions else []
+    if is_one_process(config, num_devices):
+        return [replace(lead, runs=(*lead.runs, "rollout")), *pool]
+    samplers = _samplers(config, allocation, rollout, learners, kind)
+    return [*_sharing([lead, *learners[1:], *samplers]), *pool]
+
+
+def _learners(
+    config: Config, allocation: Allocation, actor: Component, kind: DeviceKind
+) -> list[RunProcess]:
+    """One for each rank. Whatever trains is in it, the critic too."""
+    nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    if config.scheduler.type == "ray" and actor.world <= (per_node or actor.world):
+        nodes = 1  # Ray places samplers; what trains is where the command is
+    each = -(-actor.world // nodes)
+    roles = [part.role for part in allocation if not part.is_inference]
+    if config.algorithm.facts.needs_critic and "critic" not in roles:
+        roles.append("critic")
+    return [
+        RunProcess(
+            name=f"learner-{rank}",
+            runs=tuple(f"{role} {rank}" if actor.world > 1 else role for role in roles),
+            node=rank // each,
+            devices=(rank % each,) if kind == "cuda" else (),
+            num_gpus=int(kind == "cuda"),
+            started_by="torchrun" if nodes > 1 else "pentad",
+        )
+        for rank in range(actor.world)
+    ]
+
+
+def _samplers(
+    config: Config,
+    allocation: Allocation,
+    rollout: Component,
+    learners: list[RunProcess],
+    kind: DeviceKind,
+) -> list[RunProcess]:
+    """One for each replica: on the devices of the learners, or on the next of the first machine."""
+    size = rollout.world // rollout.size("d")
+    actor = allocation.find("actor")
+    is_shared = actor is not None and allocation.shares_devices(rollout, actor)
+    first = 0 if is_shared else sum(one.node == 0 for one in learners)
+    is_embedded = rollout.backend == "embedded"
+    is_placed = is_embedded and config.scheduler.type == "ray"
+    fits = first + rollout.world <= (config.cluster.n_gpus_per_node or first + rollout.world)
+    found = []
+    for index in range(rollout.size("d")):
+        devices = tuple(range(first + index * size, first + (index + 1) * size))
+        place = RunProcess(
+            name=f"rollout-{index}" if is_embedded else f"{rollout.backend}-{index}",
+            runs=("rollout",),
+            devices=devices if kind == "cuda" and not is_placed else (),
+            node=None if is_placed else 0,
+            num_gpus=size if kind == "cuda" else 0,
+            started_by="ray" if is_placed else "pentad",
+        )
+        if not is_embedded and (config.rollout.server.addresses or not fits):
+            given = config.rollout.server.addresses
+            by = given[index] if given else "you: rollout.server.addresses"
+            place = replace(place, node=None, devices=(), num_gpus=0, started_by=by)
+        found.append(place)
+    return found
+
+
+def _sharing(processes: list[RunProcess]) -> list[RunProcess]:
+    def others(one: RunProcess) -> tuple[str, ...]:
+        return tuple(
+            other.name
+            for other in processes
+            if other is not one and other.node == one.node and set(other.devices) & set(one.devices)
+        )
+
+    return [replace(one, shares_with=others(one)) for one in processes]
