@@ -1,6 +1,7 @@
 """Samplers in processes of their own: the numbers of one process, and what a death costs."""
 
 import os
+import re
 import signal
 import threading
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import RunError
+from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.trainer import samplers
 
@@ -77,6 +79,24 @@ def meddling(fileroot, *moments):
     finally:
         done.set()
         thread.join()
+
+
+@pytest.mark.slow
+def test_a_lost_replica_is_started_again_and_the_run_ends_the_same(lab, shared, monkeypatch):
+    """Before the first step, in the middle of a wave, and by a hang."""
+    monkeypatch.setattr(roles, "PATIENCE_S", 20.0)
+    given = ["total_train_steps=6", "gconfig.max_new_tokens=24"]
+    whole = lab.train(*given)
+    moments = (0, 0.1, signal.SIGKILL), (1, 0.02, signal.SIGKILL), (3, 0.02, signal.SIGSTOP)
+    with meddling(lab.fileroot, *moments) as sent:
+        met = lab.train(*given, SEPARATE, trial="met")
+    log = (met.records / "log.txt").read_text()
+    assert len(sent) == 3 and log.count("rollout-0 is lost: ") == 3
+    assert "nothing was heard of it for 20 s" in log and "SIGKILL" in log
+    assert len(re.findall(r"rollout-0 serves again \d+\.\d s after it was lost", log)) >= 2
+    assert_same_weights(whole, met)
+    assert values_of(whole) == values_of(met)
+    assert not children() and not list(shared.iterdir())
 
 
 @pytest.mark.slow
