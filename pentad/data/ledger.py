@@ -22,7 +22,8 @@ No tensors, no threads: payloads lie in the store.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any, Literal
 
 LiveState = Literal["planned", "running", "ready", "leased"]
@@ -54,6 +55,8 @@ class _Entry:
 class _Batch:
     """A batch that is not fully trained."""
 
+    free: list[int]
+    """A heap of the slots that no group holds."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slot -> gid, for live and done groups."""
     num_drawn: int = 0
@@ -86,8 +89,10 @@ class Ledger:
                 f"batch {batch} cannot take a group while batch {older} has "
                 f"{self.num_missing(older)} free slots: batches are filled oldest first"
             )
-        held = self._batches.setdefault(batch, _Batch())
-        slot = next(s for s in range(self.groups_per_batch) if s not in held.slots)
+        if batch not in self._batches:
+            self._batches[batch] = _Batch(list(self._all_slots))
+        held = self._batches[batch]
+        slot = heappop(held.free)
         gid = self.next_gid
         self.next_gid += 1
         held.slots[slot] = gid
@@ -130,7 +135,9 @@ class Ledger:
             raise LedgerError(f"group {gid} cannot be dropped without a reason")
         entry = self._expect(gid, "drop", "planned", "running", "ready", "leased")
         del self._live[gid]
-        del self._batches[entry.batch].slots[entry.slot]
+        batch = self._batches[entry.batch]
+        del batch.slots[entry.slot]
+        heappush(batch.free, entry.slot)
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
 
     # -- training -------------------------------------------------------------------------------
@@ -182,8 +189,11 @@ class Ledger:
 
     def are_ready(self, batch: int, slots: Iterable[int] | None = None) -> bool:
         """Whether every one of these slots (default: all) holds a ready group."""
-        slots = list(self._all_slots if slots is None else slots)
-        return len(self._ready_in(batch, slots)) == len(slots)
+        held, live = self._batches.get(batch, _NO_BATCH).slots, self._live
+        for slot in self._all_slots if slots is None else slots:  # asked whenever a group is done
+            if slot not in held or held[slot] not in live or live[held[slot]].state != "ready":
+                return False
+        return True
 
     def gids_in(self, state: LiveState) -> list[int]:
         """All groups in one state, in gid order."""
@@ -210,7 +220,16 @@ class Ledger:
                 }
                 for number, batch in self._batches.items()
             ],
-            "live": [{"gid": gid, **asdict(entry)} for gid, entry in self._live.items()],
+            "live": [
+                {
+                    "gid": gid,
+                    "batch": entry.batch,
+                    "slot": entry.slot,
+                    "state": entry.state,
+                    "num_attempts": entry.num_attempts,
+                }
+                for gid, entry in self._live.items()
+            ],
         }
 
     @classmethod
@@ -224,7 +243,9 @@ class Ledger:
         ledger._dropped = {reason: int(count) for reason, count in snapshot["dropped"].items()}
         for saved in snapshot["batches"]:
             done = {int(slot): int(gid) for slot, gid in saved["done"]}
-            ledger._batches[int(saved["batch"])] = _Batch(done, int(saved["num_drawn"]), len(done))
+            ledger._batches[int(saved["batch"])] = _Batch(
+                [], done, int(saved["num_drawn"]), len(done)
+            )
         for saved in snapshot["live"]:
             numbers = (int(saved[name]) for name in ("gid", "batch", "slot", "num_attempts"))
             gid, batch, slot, num_attempts = numbers
@@ -235,6 +256,8 @@ class Ledger:
                 entry.state, entry.num_attempts = "planned", num_attempts - 1
             ledger._live[gid] = entry
             ledger._batches[batch].slots[slot] = gid
+        for held in ledger._batches.values():
+            held.free = [slot for slot in ledger._all_slots if slot not in held.slots]
         return ledger
 
     # -- inside ---------------------------------------------------------------------------------
@@ -278,4 +301,4 @@ class Ledger:
             raise LedgerError(f"group {gid} cannot {verb} attempt {attempt}: it never began")
 
 
-_NO_BATCH = _Batch()
+_NO_BATCH = _Batch([])

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from pentad.core.errors import RunError, Transient
 from pentad.core.failures import DataFailure, InfraFailure
@@ -175,7 +176,7 @@ class RolloutPump:
                 lease.hold(None)
                 self._leave()
 
-    def _expire(self, gid: int, attempt: int, task: asyncio.Task[None]) -> None:
+    def _expire(self, gid: int, attempt: int, task: asyncio.Task[Any] | None) -> None:
         """The group gave no sign in time: it is planned again, with seeds of its own."""
         text = f"attempt {attempt} gave no sign within its lease, in the workflow or its sampler"
         log.warning("group %d: %s", gid, text)
@@ -185,6 +186,7 @@ class RolloutPump:
         else:
             self.last_failures["deadline"] = f"the last: {text}"
             self.state.ledger.drop(gid, "deadline")
+        assert task is not None, "it runs in a task"
         task.cancel()
         self._leave()
 

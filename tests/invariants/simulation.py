@@ -1,0 +1,414 @@
+"""The real ledger, budget and pumps on a virtual clock, with simulated replicas and learner.
+
+Nothing sleeps: when no task can go on, the clock jumps to the next timer, and where there is none
+the schedule is deadlocked. A run may be killed, stopped or fail at any moment and goes on from its
+last checkpoint, until all its batches are trained.
+"""
+
+import asyncio
+import json
+import random
+import selectors
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pentad.core.errors import RunError, Transient
+from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.roles import Installed
+from pentad.core.types import Group, Prompt, Sample
+from pentad.data.ledger import Ledger
+from pentad.data.prompts import RejectedPrompt
+from pentad.data.store import MemoryStore
+from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
+from pentad.trainer.budget import Budget
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.scheduler import Scheduler
+from pentad.trainer.state import RunState
+from pentad.trainer.train_pump import TrainedBatch, TrainPump
+
+MAX_TURNS = 50_000
+"""Turns of the event loop after which a schedule counts as one that does not end."""
+FACTS = {
+    "steps": [],
+    "critic_steps": [],
+    "lengths": [],
+    "metrics": {},
+    "rerouted_share": None,
+    "signs": {"num_impossible": 0, "constant": None, "gap": None, "is_fresh": True},
+}
+
+
+TAKES_CALLS = "fetch" in signature(TrainPump).parameters
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class VirtualClock(selectors.DefaultSelector):
+    """Time that passes only when there is nothing else to do."""
+
+    now = 0.0
+    num_turns = 0
+
+    def select(self, timeout: float | None = None) -> list:
+        self.num_turns += 1
+        if self.num_turns > MAX_TURNS:
+            raise Deadlock(f"it has not ended after {MAX_TURNS} turns of the event loop")
+        if timeout is None:
+            raise Deadlock("nothing is under way and no timer is set")
+        self.now += timeout
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        super().__init__(self.clock)
+
+    def time(self) -> float:
+        return self.clock.now
+
+
+@dataclass
+class World:
+    """What a schedule is drawn from; durations in virtual seconds."""
+
+    groups_per_batch: int = 2
+    num_batches: int = 3
+    max_staleness: int = 1
+    num_replicas: int = 2
+    num_chunks: int = 1
+    max_groups: int | None = None
+    is_shared: bool = False
+    offload: bool = False
+    rollout_s: float = 1.0
+    train_s: float = 1.0
+    publish_s: float = 0.2
+    lease_s: float = 20.0
+    faults: dict[str, float] = field(default_factory=dict)
+    """Kind -> probability, of a group unless said otherwise."""
+    num_ends: int = 0
+    """Times that the run is killed or asked to stop."""
+
+
+class Replica:
+    """A sampler that has a version, may die, and is restarted with the newest weights."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.version = simulation.budget.published
+        self.is_serving = True
+        self.death: asyncio.Event = asyncio.Event()
+
+    async def install(self, version: int, weights: Any) -> Installed:
+        await self.simulation.pass_time(self.simulation.world.publish_s)
+        if self.death.is_set():
+            raise RunError("the replica is dead")
+        self.version, self.is_serving = max(version, self.version), True
+        return Installed(version, len(weights), snapshot_of(version).digest.hex())
+
+    async def sleep(self) -> None:
+        await self.simulation.pass_time(0.1)
+
+    wake = sleep
+
+    def die(self) -> None:
+        self.is_serving = False
+        self.death.set()
+        self.simulation.beside(self._restart())
+
+    async def _restart(self) -> None:
+        await self.simulation.pass_time(2.0)
+        self.death = asyncio.Event()
+        self.version = self.simulation.newest_version
+        self.is_serving = True
+        self.simulation.state.changed.notify()
+
+
+class SimulatedLearner:
+    """In the place of the thread that calls the ranks."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.calls = SimpleNamespace(call=lambda method: None, ask=lambda method: FACTS)
+
+    async def call(self, method: str, **arguments: Any) -> None:
+        if method == "add":
+            self.simulation.check_lags(arguments["gids"])
+            await self.simulation.pass_time(self.simulation.world.train_s)
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        await self.simulation.pass_time(0.1)
+        return function()
+
+    def begin(self) -> None:
+        pass
+
+    def add(self, groups: list[Group], last: bool) -> None:
+        self.simulation.check_lags([group.gid for group in groups])
+
+    def finish(self) -> SimpleNamespace:
+        return SimpleNamespace(steps=[], critic_steps=[], scored=[])
+
+    def iter_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self.simulation.fetch(self.simulation.budget.trained).weights)
+
+
+class Simulation:
+    """One run over all its starts."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.draw = random.Random(seed)
+        self.budget = Budget(world.groups_per_batch, world.max_staleness, world.num_batches)
+        self.saved: tuple[str, list[Group], int] | None = None
+        """Ledger, groups and trained batches of the last checkpoint."""
+        self.ended: dict[int, str] = {}
+        """gid -> how it ended, as of now; goes back with a checkpoint."""
+        self.ended_when_saved: dict[int, str] = {}
+        self.num_starts = 0
+        self.most_live = 0
+
+    # -- a run ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Starts the run again until it is over; AssertionError where it breaks a promise."""
+        for end_s in [*(self.draw.uniform(0.5, 15) for _ in range(self.world.num_ends)), None]:
+            while True:  # what ended by itself is started again
+                loop = VirtualLoop()
+                try:
+                    is_over = loop.run_until_complete(self._start(end_s))
+                finally:
+                    self._close(loop)
+                if is_over:
+                    self._check_end()
+                    return
+                if end_s is not None:
+                    break
+
+    def _close(self, loop: VirtualLoop) -> None:
+        """Ends what is left of a deadlock or a kill."""
+        loop.clock.num_turns = 0
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        loop.close()
+
+    async def _start(self, end_s: float | None) -> bool:
+        self.num_starts += 1
+        assert self.num_starts < 200, "the run does not get on"
+        self._build()
+        running = asyncio.create_task(self.scheduler.run())
+        loop = asyncio.get_running_loop()
+        if end_s is not None:
+            stop = self.draw.random() < 0.5
+            loop.call_later(
+                end_s, self.state.request_stop if stop else running.cancel, "asked to stop"
+            )
+        try:
+            await running
+        except asyncio.CancelledError:
+            return False
+        except RunError as failure:  # a Transient, or no replica took the weights
+            if not isinstance(failure, Transient) and "replica is dead" not in str(failure):
+                raise
+            return False
+        finally:
+            for task in self.tasks:
+                task.cancel()
+        return self.state.budget.trained == self.world.num_batches
+
+    def _build(self) -> None:
+        world = self.world
+        self.budget = Budget(world.groups_per_batch, world.max_staleness, world.num_batches)
+        self.state = RunState(Ledger(world.groups_per_batch), MemoryStore(), self.budget)
+        if self.saved is not None:
+            ledger, groups, trained = self.saved
+            self.state.resume(json.loads(ledger), groups, trained)
+        self.ended = dict(self.ended_when_saved)
+        self._watch_ends(self.state.ledger)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.newest_version = self.budget.published
+        self.replicas = [Replica(self) for _ in range(world.num_replicas)]
+        placement = Placement(
+            is_shared=world.is_shared,
+            max_staleness=world.max_staleness,
+            offload_rollout=world.offload,
+        )
+        turnstile = Turnstile(placement, self.replicas)
+        publish = PublishPump(self.state, Publisher(self.replicas), None, placement, turnstile)
+        rollout = RolloutPump(
+            self.state,
+            SimpleNamespace(prompt=self.prompt, row_of=lambda gid: f"row {gid}"),
+            self,
+            placement,
+            turnstile,
+            lambda group: "no_signal" if self.happens("no_signal") else None,
+            max_groups=world.max_groups,
+        )
+        train = self._train_pump(publish, placement, turnstile)
+        forever = SimpleNamespace(run=asyncio.Event().wait)
+        self.scheduler = Scheduler(self.state, rollout, train, publish, forever)
+
+    def _train_pump(
+        self, publish: PublishPump, placement: Placement, turnstile: Turnstile
+    ) -> TrainPump:
+        learner = SimulatedLearner(self)
+        rest = {
+            "num_chunks": self.world.num_chunks,
+            "ref_update_interval": None,
+            "bounds": SimpleNamespace(past=lambda steps, signs: ""),
+            "on_trained": lambda trained: None,
+            "after_step": self.after_step,
+        }
+        if TAKES_CALLS:
+            return TrainPump(self.state, learner, self.fetch, publish, placement, turnstile, **rest)
+        rest["before_step"] = lambda batch: None
+        return TrainPump(
+            self.state, learner, learner, publish, placement, turnstile, learner, **rest
+        )
+
+    def _watch_ends(self, ledger: Ledger) -> None:
+        """Notes the end of every gid. A second end is the ledger's to refuse."""
+        drop, ack = ledger.drop, ledger.ack
+
+        def dropping(gid: int, reason: str) -> None:
+            drop(gid, reason)
+            self._end(gid, reason)
+
+        def acking(gids: list[int]) -> None:
+            ack(gids)
+            for gid in gids:
+                self._end(gid, "trained")
+
+        ledger.drop, ledger.ack = dropping, acking
+
+    def _end(self, gid: int, how: str) -> None:
+        assert gid not in self.ended, f"group {gid} ended twice: {self.ended[gid]}, {how}"
+        self.ended[gid] = how
+
+    # -- chance ---------------------------------------------------------------------------------
+
+    def happens(self, what: str) -> bool:
+        return self.draw.random() < self.world.faults.get(what, 0.0)
+
+    async def pass_time(self, mean_s: float) -> None:
+        long = 20.0 if self.happens("slow") else 1.0
+        await asyncio.sleep(long * self.draw.expovariate(1 / mean_s) if mean_s else 0)
+
+    def beside(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+
+    # -- the executor ---------------------------------------------------------------------------
+
+    def prompt(self, gid: int) -> Prompt:
+        if self.happens("bad_row"):
+            raise RejectedPrompt(gid, "bad_row", "no prompt")
+        return Prompt(gid, (1, 2), {})
+
+    async def rollout(
+        self, prompt: Prompt, attempt: int, hold: Callable[[float | None], None]
+    ) -> Group:
+        self.check_memory()
+        while True:
+            hold(self.world.lease_s)
+            serving = [replica for replica in self.replicas if replica.is_serving]
+            if not serving:
+                await asyncio.sleep(0.5)
+                continue
+            versions = await self._on(self.draw.choice(serving))
+            if versions is not None:
+                break
+        hold(None)
+        await self.pass_time(0.1)  # rewards
+        if self.happens("data_failure"):
+            raise DataFailure("reward_error", "no reward", is_final=True)
+        if self.happens("infra_failure"):
+            raise InfraFailure("no replica is left")
+        return Group(prompt, [sample(*versions)], attempt)
+
+    async def _on(self, replica: Replica) -> list[int] | None:
+        """Versions of the tokens; None if the replica died meanwhile."""
+        first, death = replica.version, replica.death
+        if self.happens("death"):
+            replica.die()
+        if self.happens("hang"):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if not self.happens("zombie"):
+                    raise
+                asyncio.current_task().uncancel()
+        await self.pass_time(self.world.rollout_s)
+        return None if death.is_set() else [first, replica.version]
+
+    def check_memory(self) -> None:
+        live = self.state.ledger.funnel().in_flight
+        assert live <= self.budget.capacity_groups, f"{live} groups live"
+        assert len(self.state.store.groups) <= live
+        self.most_live = max(self.most_live, live)
+
+    # -- the learner ----------------------------------------------------------------------------
+
+    def check_lags(self, gids: list[int]) -> None:
+        self.check_memory()
+        for group in self.state.store.get(gids):
+            versions = group.samples[0].versions[group.samples[0].mask]
+            trained = self.budget.trained
+            assert versions.max() <= trained, "a token of the future"
+            lag = trained - versions.min()
+            assert lag <= self.world.max_staleness, f"group {group.gid} has lag {lag}"
+
+    def fetch(self, version: int) -> Snapshot:
+        self.newest_version = version
+        return snapshot_of(version)
+
+    def after_step(self, trained: TrainedBatch) -> None:
+        if self.draw.random() < 0.7:
+            progress = trained.progress
+            self.saved = json.dumps(progress.ledger), progress.ready, trained.batch + 1
+            gone = progress.ledger["next_gid"]
+            live = {entry["gid"] for entry in progress.ledger["live"]}
+            self.ended_when_saved = {
+                gid: how for gid, how in self.ended.items() if gid < gone and gid not in live
+            }
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        funnel = self.state.ledger.funnel()
+        assert funnel.in_flight == 0 and not self.state.store.groups
+        assert sorted(self.ended) == list(range(funnel.drawn)), "a gid has not ended"
+        trained = [gid for gid, how in self.ended.items() if how == "trained"]
+        wanted = self.world.num_batches * self.world.groups_per_batch
+        assert len(trained) == funnel.trained == wanted
+        assert funnel.drawn == funnel.trained + sum(funnel.dropped.values())
+
+
+@cache
+def snapshot_of(version: int) -> Snapshot:
+    return take_snapshot(version, [("w", torch.tensor([float(version)]))], copy=False)
+
+
+@cache
+def sample(first: int, last: int) -> Sample:
+    return Sample(
+        ids=np.array([1, 2, 3, 4]),
+        mask=np.array([False, False, True, True]),
+        rollout_logprobs=np.zeros(4, np.float32),
+        versions=np.array([-1, -1, first, last]),
+        finish="stop",
+        reward=1.0,
+    )
