@@ -1,5 +1,6 @@
 """Samplers in processes of their own: the numbers of one process, and what a death costs."""
 
+import asyncio
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from test_rl_runs import assert_same_weights
 from pentad.core.errors import RunError
 from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
+from pentad.samplers.replica import ReplicaSampler
 from pentad.trainer import samplers
 
 SEPARATE = "scheduler.processes=separate"
@@ -131,3 +133,28 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_cause(lab, shared
     assert "rollout-0 was started again 2 times without an answer gained" in text
     assert "rollout.restarts = 2" in text and "PYTHONHASHSEED" in text
     assert broken.is_set() and not children() and not list(shared.iterdir())
+
+
+@pytest.mark.slow
+def test_a_replica_sleeps_while_the_trainer_has_its_turn(lab, shared, monkeypatch):
+    """One that dies asleep is started when it is woken, with the newest weights."""
+    slept = []
+    sleep = ReplicaSampler.sleep
+
+    async def sleep_and_die(self):
+        await sleep(self)
+        slept.append(self.version)
+        if len(slept) == 2:
+            os.kill(children()[0], signal.SIGKILL)
+            while self.remote is not None:
+                await asyncio.sleep(0.01)
+            assert not children()
+
+    monkeypatch.setattr(ReplicaSampler, "sleep", sleep_and_die)
+    plain = lab.train("total_train_steps=4")
+    met = lab.train("total_train_steps=4", "offload_rollout=true", SEPARATE, trial="met")
+    assert slept == [0, 1, 2, 3]
+    log = (met.records / "log.txt").read_text()
+    assert re.search(r"rollout-0 serves again .* with weights of version [12]\b", log)
+    assert_same_weights(plain, met)
+    assert not children() and not list(shared.iterdir())
