@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-kills check bench docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-kills check bench recipes docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -79,6 +79,10 @@ bench: setup
 ifndef ARGS
 	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 endif
+
+# Every recipe of recipes/, or those named in ARGS, on the CPU, and the table of what they learned.
+recipes: setup
+	$(BIN)/python recipes/run.py $(ARGS)
 
 docs: setup
 	$(BIN)/python -m pentad.cli.reference docs

@@ -123,3 +123,11 @@ def test_steps_that_are_done_again_leave_no_batch_behind(lab):
     again = lab.train(*SAVED, "telemetry.keep_batches=0", trial="again")
     kept = [path.name for path in sorted((again.records / "batches").iterdir())]
     assert kept == ["step1.groups", "step2.groups"]
+
+
+@pytest.mark.dist
+def test_a_step_is_replayed_on_another_layout(lab):
+    run = lab.train(*SAVED).records
+    code, text = replayed(run, 4, "--layout", "archon:d2")
+    assert code == 0, text
+    assert "layout was pp=1, dp_shard=1" in text
