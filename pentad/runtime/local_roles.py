@@ -75,6 +75,8 @@ class LocalProcess:
 class LocalRuntime:
     """Starts role processes here; one token for all of them."""
 
+    is_spread = False
+
     def __init__(self) -> None:
         self.token = secrets.token_hex(32)
         self.processes: list[LocalProcess] = []

@@ -33,7 +33,8 @@ from ray.util.scheduling_strategies import (
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.failures import InfraFailure
-from pentad.core.machine import num_cores
+from pentad.core.machine import find_gpus, installed, num_cores
+from pentad.runtime.environment import visible_devices
 from pentad.runtime.local_roles import TOLD_LINES
 from pentad.runtime.report import describe_exit, tail
 from pentad.runtime.role_host import RoleHost, job_of
@@ -135,18 +136,29 @@ def _send_signal(pid: int, number: int) -> None:
 class RayRuntime:
     """Starts role processes as actors; one token and one placement group for all of them."""
 
-    def __init__(self, bundles: Bundles) -> None:
-        """`bundles`: every role that will be started. Raises UserError where the cluster is too
-        small; what is held by others is waited for, and then said."""
+    def __init__(
+        self, bundles: Bundles, folders: Mapping[str, str] | None = None, held: Sequence[int] = ()
+    ) -> None:
+        """`bundles`: every role that will be started; `folders`, by their keys, are on the nodes
+        they get; `held`: GPUs of this machine that the caller uses itself. Raises UserError where
+        the cluster is too small or lacks something; what others hold is waited for, and said."""
         self.token = secrets.token_hex(32)
         self.names = list(bundles)
         self.processes: list[RayProcess] = []
         self.is_ours = not ray.is_initialized()
         if self.is_ours:
-            join_cluster(bundles)
+            join_cluster(bundles, held)
+        self.is_spread = sum(node["Alive"] for node in ray.nodes()) > 1
         try:
+            check_gpus(held)
             self.group = _reserve(list(bundles.values()))
         except BaseException:
+            self._leave()
+            raise
+        try:
+            self.check_nodes(folders or {})
+        except BaseException:
+            remove_placement_group(self.group)
             self._leave()
             raise
 
@@ -182,7 +194,7 @@ class RayRuntime:
     def check_nodes(self, folders: Mapping[str, str], package: str = "pentad") -> None:
         """UserError with what the nodes of the placement lack: the package, and the folders that
         role processes read, by the keys they come from."""
-        version = sys.modules["pentad"].__version__ if package == "pentad" else None
+        version = installed(package)
 
         def look(package: str, folders: dict[str, str]) -> dict[str, Any]:  # sent by value
             import importlib.metadata
@@ -249,7 +261,19 @@ def node_problems(
         yield Problem(f"{key} = {folders[key]}", rule, remedy)
 
 
-def join_cluster(bundles: Bundles) -> None:
+def check_gpus(held: Sequence[int]) -> None:
+    """UserError where Ray would give out GPUs of this machine that the caller uses."""
+    own = ray.get_runtime_context().get_node_id()
+    given = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
+    free = len(find_gpus()) - len(held)
+    if held and given > free:
+        rule = f"it has {given:g} GPUs of this machine, where training takes {len(held)}"
+        kept = visible_devices(range(len(held), len(find_gpus())))
+        remedy = f"start it here with CUDA_VISIBLE_DEVICES={kept} ray start"
+        raise UserError(Problem("scheduler.type = ray", rule, remedy))
+
+
+def join_cluster(bundles: Bundles, held: Sequence[int] = ()) -> None:
     """Joins the running cluster, or starts one here that is large enough in cores."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     with _unchanged():
@@ -263,6 +287,10 @@ def join_cluster(bundles: Bundles) -> None:
                 rule = f"no Ray cluster answers there ({_last(error)})"
                 remedy = "start one with `ray start`, or unset it"
                 raise UserError(Problem(f"RAY_ADDRESS = {address}", rule, remedy)) from None
+        if held:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
+                [gpu for gpu in range(len(find_gpus())) if gpu not in held]
+            )
         wanted = math.ceil(sum(taken.get("CPU", 0) for taken in bundles.values()))
         ray.init(num_cpus=max(num_cores(), wanted), include_dashboard=False, **quiet)
     log.info("no Ray cluster runs here: one was started, and ends with this run")

@@ -74,6 +74,9 @@ class RoleProcess(Protocol):
 class Runtime(Protocol):
     """Starts processes; `close` ends every one it started."""
 
+    is_spread: bool
+    """Whether they may be on other machines."""
+
     async def start(self, spec: RoleSpec) -> RoleProcess: ...
 
     async def close(self) -> None: ...

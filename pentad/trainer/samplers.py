@@ -35,7 +35,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
-from pentad.runtime.roles import RoleSpec
+from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.runtime.scratch import scratch_folder
 from pentad.samplers import hosted, sglang, vllm
 from pentad.samplers.hosted import HostedSettings
@@ -44,7 +44,7 @@ from pentad.samplers.remote import RemoteSampler
 from pentad.samplers.replica import ReplicaSampler
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.settings import ServerSettings
-from pentad.sync.handoff import Handoff
+from pentad.sync.handoff import Handoff, Kind
 from pentad.trainer.translate import compute_dtype, sampler_settings
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -115,12 +115,16 @@ async def open_replicas(
     num = component_of(config, "rollout").size("d")
     devices = server_devices(config) if device.type == "cuda" else ()
     on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
-    folder = stack.enter_context(scratch_folder("pentad-weights-", shared_memory()))
-    handoff = Handoff("ipc" if on_one_gpu else "shm", folder)
-    runtime = LocalRuntime()
+    is_ray = config.scheduler.type == "ray"
+    runtime: Runtime = ray_runtime(config, num, device) if is_ray else LocalRuntime()
     stack.push_async_callback(runtime.close)
+    log_folder.mkdir(parents=True, exist_ok=True)
+    place = log_folder if runtime.is_spread else shared_memory()
+    folder = stack.enter_context(scratch_folder("pentad-weights-", place))
+    kind: Kind = "file" if runtime.is_spread else "ipc" if on_one_gpu and not is_ray else "shm"
+    handoff = Handoff(kind, folder)
     on_policy = config.max_staleness == 0
-    cores = [()] * num if devices or on_policy else core_shares(num)
+    cores = [()] * num if devices or on_policy or is_ray else core_shares(num)
     replicas = []
     for index in range(num):
         name = f"rollout-{index}"
@@ -151,6 +155,18 @@ async def open_replicas(
     except InfraFailure as failure:
         raise RunError(str(failure)) from failure
     return {replica.name: replica for replica in replicas}
+
+
+def ray_runtime(config: Config, num: int, device: torch.device) -> Runtime:
+    """With a place for each replica, on nodes that have what it reads."""
+    from pentad.runtime.ray_roles import RayRuntime
+
+    gpus = {"GPU": 1.0} if device.type == "cuda" else {}
+    bundles = {f"rollout-{index}": {"CPU": 1.0, **gpus} for index in range(num)}
+    held = range(component_of(config, "actor").world) if gpus else ()
+    assert config.actor.path is not None, "checked with the config"
+    folders = {"actor.path": str(Path(config.actor.path).resolve())}
+    return RayRuntime(bundles, folders=folders, held=tuple(held))
 
 
 def hosted_settings(

@@ -14,7 +14,7 @@ from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation, Component
-from pentad.core.machine import GIB, free_disk, host_memory, num_cores
+from pentad.core.machine import GIB, free_disk, host_memory, installed, num_cores
 from pentad.core.sizes import BLOCK_TOKENS, PROCESS_BYTES, DeviceKind, export_bytes, kv_token_bytes
 
 RANKS_PER_CORE = 16
@@ -35,9 +35,13 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     allocation = parsed_allocation(config)
     if allocation is not None:
         problems += _unbuilt_layouts(config, allocation)
-    if config.scheduler.type == "ray":
+    if config.scheduler.type == "ray" and not samples:
         remedy = "use local, under torchrun for several machines, or slurm"
-        problems.append(Problem("scheduler.type = ray", "is not built yet", remedy))
+        rule = "Ray starts samplers, and there are none"
+        problems.append(Problem("scheduler.type = ray", rule, remedy))
+    elif config.scheduler.type == "ray" and installed("ray") is None:
+        rule = "needs the package ray, which is not installed"
+        problems.append(Problem("scheduler.type = ray", rule, "pip install 'pentad[ray]'"))
     needs_scorer = config.algorithm.kl_coef or config.algorithm.facts.needs_teacher
     if samples and config.mode == "async" and needs_scorer:
         rule = "scorers on devices of their own are not built yet, and this algorithm needs one"

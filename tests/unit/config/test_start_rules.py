@@ -73,7 +73,6 @@ def test_defaults_ask_for_nothing_that_is_not_built():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["scheduler.type=ray"], "is not built yet"),
         (["mode=async", "algorithm.kl_coef=0.1"], "scorers on devices of their own"),
         (
             ["allocation_mode=embedded[rollout]:d1|archon[actor]:d2+archon[critic]:d2"],
@@ -130,7 +129,7 @@ def test_missing_folders_do_not_hide_what_a_start_refuses(tmp_path, monkeypatch,
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     of_the_start = [
-        "scheduler.type=ray",
+        "cluster.n_nodes=2",
         "offload_train=true",
         "balance_data=false",
         "actor.archon.enable_compile=true",
@@ -268,8 +267,8 @@ def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu):
     shown = CliRunner().invoke(app, [*words, "allocation_mode=archon:d2", "--json"])
     notes = json.loads(shown.output)["notes"]
     assert (
-        "a run refuses it today: scheduler.type = ray: is not built yet; use local, under torchrun "
-        "for several machines, or slurm."
+        "a run refuses it today: scheduler.type = ray: Ray starts samplers, and there are none; "
+        "use local, under torchrun for several machines, or slurm."
     ) in notes
     assert (
         "actor.archon.layers_per_stage = [14, 14]: without effect, the layout has no pipeline (p1)"

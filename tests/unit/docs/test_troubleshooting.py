@@ -90,7 +90,7 @@ def starts():
     yield from trained("max_staleness=2")
     yield from trained("reward.fn=gsm")
     devices = ["allocation_mode=sglang:d1+archon:d2", "cluster.n_gpus_per_node=3"]
-    yield from trained(*devices, "scheduler.type=ray")
+    yield from trained(*devices, "cluster.n_nodes=2")
     Path("model/config.json").write_text(json.dumps({"model_type": "gpt2"}))
     yield trained()[0]
     signature = Signature(required=("completion", "label"), optional=(), takes_any=False)

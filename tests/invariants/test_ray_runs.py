@@ -1,0 +1,87 @@
+"""Runs whose samplers are Ray actors: the numbers of one process, and the examples scaled down."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from run_lab import steps_of, values_of
+from test_rl_runs import assert_same_weights
+
+from pentad.core.errors import UserError
+from pentad.planner.prepare import prepare
+from pentad.trainer.assemble import run_train
+
+pytest.importorskip("ray")
+from pentad.runtime.ray_roles import RayRuntime  # noqa: E402
+
+pytestmark = [
+    *(pytest.mark.ray, pytest.mark.dist, pytest.mark.slow),
+    pytest.mark.usefixtures("ray_cluster"),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_ray_gives_the_numbers_of_one_process(lab):
+    one = lab.train("mode=hybrid", "scheduler.processes=one")
+    on_ray = lab.train("mode=hybrid", "scheduler.type=ray")
+    assert_same_weights(one, on_ray)
+    assert values_of(one) == values_of(on_ray)
+    assert (on_ray.records / "servers" / "rollout-0.log").exists()
+
+
+def test_a_killed_actor_is_started_again_and_changes_no_number(lab, tmp_path, monkeypatch):
+    started = []
+    start = RayRuntime.start
+
+    async def noted(self, spec):
+        process = await start(self, spec)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(RayRuntime, "start", noted)
+    alone = lab.train("mode=hybrid", "scheduler.processes=one", "total_train_steps=6")
+
+    def kill_after_a_step():
+        records = tmp_path.glob("logs/*/*/killed/steps.jsonl")
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not any(file.read_text() for file in records):
+            records = tmp_path.glob("logs/*/*/killed/steps.jsonl")
+            time.sleep(0.02)
+        os.kill(started[0].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_after_a_step)
+    killer.start()
+    ray = lab.train("mode=hybrid", "scheduler.type=ray", "total_train_steps=6", trial="killed")
+    killer.join()
+    assert [process.generation for process in started] == [0, 1]
+    assert_same_weights(alone, ray)
+
+
+@pytest.mark.parametrize("name", ["archon_qwen3_8b.yaml", "archon_qwen3_moe.yaml"])
+def test_the_examples_start_scaled_down(lab, task, tmp_path, name):
+    config, notes = prepare(
+        EXAMPLES / name,
+        [
+            *(f"fileroot={tmp_path}", "cluster.n_nodes=1", "cluster.n_gpus_per_node=null"),
+            *("allocation_mode=embedded:d2+archon:d1", "actor.archon.enable_compile=auto"),
+            *(f"actor.path={task / 'model'}", "actor.init_from_scratch=true"),
+            *(f"train_dataset.path={task / 'train.jsonl'}", "train_dataset.batch_size=4"),
+            *("gconfig.max_new_tokens=6", "reward.fn=sort_digits", "total_train_steps=1"),
+        ],
+        "train",
+    )
+    assert config.scheduler.type == "ray"
+    summary = run_train(config, notes, device="cpu")
+    assert len(steps_of(summary)) == 1
+    assert {file.name for file in (summary.records / "servers").glob("*.log")} == {
+        "rollout-0.log",
+        "rollout-1.log",
+    }
+
+
+def test_more_replicas_than_the_cluster_holds_are_refused(lab):
+    with pytest.raises(UserError, match="needs 9 CPUs .* and the cluster has 8"):
+        lab.train("allocation_mode=embedded:d9+archon:d1", "scheduler.type=ray")
