@@ -13,7 +13,6 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from pentad.checkpoint.job import (
 from pentad.checkpoint.staging import HostMemory, aligned, copy_to
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import RunError
+from pentad.core.group_values import broadcast_value
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import frame_of
 from pentad.weights.megatron.folders import INDEX
@@ -160,8 +160,7 @@ class StateSaver:
     def finish(self) -> None:
         """Waits until the writer has done with the memory; how that ended is the pending's."""
         if self.pending is not None:
-            with suppress(OSError, RunError):  # said by whoever commits
-                self.pending.wait()
+            self.pending.settled()
             self.pending = None
 
     def close(self) -> None:
@@ -180,10 +179,8 @@ class StateSaver:
         role, _, name = folder.partition("/")
         step = step_of(Path(name).name)
         assert step is not None, f"{folder} is not of a step"
-        drawn = [tuple(receipt_name(info_folder(step), role, r) for r in range(self.world))]
-        if self.group is not None:
-            dist.broadcast_object_list(drawn, src=0, group=self.group)
-        return drawn[0]
+        drawn = [receipt_name(info_folder(step), role, r) for r in range(self.world)]
+        return tuple(drawn if self.group is None else broadcast_value(drawn, self.group))
 
     def _stage(self, plan: ShardPlan, parts: Sequence[Tensor], receipt: Path) -> Give:
         """Copies everything; the result says where each item's bytes lie."""

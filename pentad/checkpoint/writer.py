@@ -80,6 +80,10 @@ class Pending:
             raise self._error
         return self._result
 
+    def settled(self) -> None:
+        """Waits until it is done, however it ended."""
+        self._done.wait()
+
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
         self._result, self._error = result, error
         self._seconds = time.monotonic() - self._begun

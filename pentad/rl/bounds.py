@@ -33,6 +33,21 @@ SHARE_WINDOW = 20
 
 
 @dataclass(frozen=True, slots=True)
+class Signs:
+    """What trained tokens tell, of which sampler and trainer spoke before the weights moved."""
+
+    num_impossible: int
+    """Tokens that the policy itself gives no finite log-prob."""
+    constant: float | None
+    """The one log-prob that the sampler reports for all tokens while the trainer's differ."""
+    gap: float | None
+    """Mean difference of log-probs; None without tokens."""
+    is_fresh: bool
+    """Whether the gap is that of samples of the weights that are trained; where there are none, it
+    is that of all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """Trained tokens: what the sampler and the trainer said of them before the weights moved."""
 
@@ -42,7 +57,7 @@ class Compared:
     trainer_N: np.ndarray
 
 
-def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Compared:
+def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Signs:
     """`trainer` has each sample's token-aligned log-probs under the weights of `version`."""
     empty = [np.zeros(0)]
     lags = [
@@ -50,7 +65,9 @@ def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: i
     ]
     sampler = [s.rollout_logprobs[s.mask] for s in samples]
     own = [logprobs[s.mask] for s, logprobs in zip(samples, trainer, strict=True)]
-    return Compared(*(np.concatenate([*parts, *empty]) for parts in (lags, sampler, own)))
+    compared = Compared(*(np.concatenate([*parts, *empty]) for parts in (lags, sampler, own)))
+    impossible = int((~np.isfinite(compared.trainer_N)).sum())
+    return Signs(impossible, constant_logprob(compared), *logprob_gap(compared))
 
 
 class Bounds:
@@ -76,15 +93,15 @@ class Bounds:
         self.recent = {sign: deque(map(bool, seen), window) for sign, seen in recent}
         self.nonfinite = deque(map(bool, state["nonfinite"]), SHARE_WINDOW)
 
-    def past(self, steps: Sequence[StepResult], compared: Compared | None = None) -> str:
+    def past(self, steps: Sequence[StepResult], signs: Signs | None = None) -> str:
         """The sentence that ends the run; empty as long as it may go on."""
         is_bad = any(not math.isfinite(step.grad_norm) for step in steps)
-        if compared is None:
+        if signs is None:
             return self._gradients(is_bad)
         sentences = [
-            self._gradients(is_bad or num_impossible(compared) > 0),
-            self._constant(compared),
-            self._gap(compared),
+            self._gradients(is_bad or signs.num_impossible > 0),
+            self._constant(signs.constant),
+            self._gap(signs.gap, signs.is_fresh),
         ]
         return next((sentence for sentence in sentences if sentence), "")
 
@@ -119,8 +136,7 @@ class Bounds:
             "at actor.dtype"
         )
 
-    def _constant(self, compared: Compared) -> str:
-        value = constant_logprob(compared)
+    def _constant(self, value: float | None) -> str:
         if not self._lasts("constant", value is not None):
             return ""
         return (
@@ -129,8 +145,7 @@ class Bounds:
             "what it draws; look at the server and its version"
         )
 
-    def _gap(self, compared: Compared) -> str:
-        gap, is_fresh = logprob_gap(compared)
+    def _gap(self, gap: float | None, is_fresh: bool) -> str:
         is_old = self._lasts("age", not is_fresh and self.is_far(gap, STALE_FACTOR))
         if is_fresh and self._recurs("gap", self.is_far(gap)) and gap is not None:
             return self._far_apart(gap, "were drawn with the weights they train")
@@ -164,11 +179,6 @@ class Bounds:
         recent = self.recent.setdefault(sign, deque(maxlen=2 * patience))
         recent.append(is_there)
         return is_there and sum(recent) >= patience
-
-
-def num_impossible(compared: Compared) -> int:
-    """Trained tokens that the policy itself gives no finite log-prob."""
-    return int((~np.isfinite(compared.trainer_N)).sum())
 
 
 def logprob_gap(compared: Compared) -> tuple[float | None, bool]:

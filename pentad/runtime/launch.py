@@ -71,7 +71,7 @@ class LaunchSettings:
     """How long ranks may take to leave after a signal, which is passed on to them; a second one
     ends them at once."""
     is_led: bool = False
-    """Whether rank 0 leads (`runtime.lead`): then signals are for it alone, it may take its time
+    """Whether rank 0 leads (`runtime.calls`): then signals are for it alone, it may take its time
     to leave, and what it says, it says for all."""
     has_group: bool = True
     """Whether ranks join a process group (and import torch) before the function is called."""

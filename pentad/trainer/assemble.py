@@ -19,23 +19,25 @@ from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
-from pentad.core.roles import Learner, Sampler
 from pentad.core.types import Group, SamplingParams
+from pentad.data.file_blobs import make_blobs
 from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
-from pentad.data.store import MemoryStore
+from pentad.data.store import BlobStore, GroupStore, MemoryStore
 from pentad.rewards.scorer import RewardScorer
-from pentad.rl.bounds import Bounds
 from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
-from pentad.runtime.lead import Lead
-from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.runtime.calls import RankCalls
+from pentad.runtime.rank import is_one_machine
+from pentad.sync.publisher import Publisher
 from pentad.telemetry.log import announced
+from pentad.telemetry.record import MemoryUse
 from pentad.trainer.budget import Budget
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
-from pentad.trainer.learners import build_learner, build_update, load_tags, size_of
+from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.learners import size_of
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.probing import Prober
@@ -54,11 +56,12 @@ from pentad.trainer.run import (
 from pentad.trainer.samplers import open_samplers
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
+from pentad.trainer.service import LearnerService
 from pentad.trainer.sft import run_sft
-from pentad.trainer.start import Role, start_run
+from pentad.trainer.start import start_run
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
-from pentad.trainer.train_pump import LearnerThread, TrainedBatch, TrainPump
+from pentad.trainer.train_pump import TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     bounds_of,
     compute_dtype,
@@ -77,7 +80,7 @@ def run_train(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Reinforcement learning from start to end; returns where everything is."""
-    return run_over_ranks(lead_train, begin_train, config, notes, fresh, device)
+    return run_over_ranks(lead_train, LearnerService, begin_train, config, notes, fresh, device)
 
 
 def begin_train(config: Config, device: torch.device) -> Checked:
@@ -87,9 +90,11 @@ def begin_train(config: Config, device: torch.device) -> Checked:
     return checked
 
 
-def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
+def lead_train(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
     """The run, on rank 0 or alone."""
-    checked = begin_train(config, lead.device)
+    service = calls.service
+    assert isinstance(service, LearnerService)
+    checked = begin_train(config, service.device)
     steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
     num_steps = count_steps(config, steps_per_epoch)
     with open_run(
@@ -103,7 +108,7 @@ def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) ->
         title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=checked.dims,
-        device=lead.device,
+        device=service.device,
         layout=layout_of(config, "actor"),
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
@@ -111,56 +116,69 @@ def lead_train(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) ->
         roles = ("default", "critic") if checked.algorithm.needs_critic else ("default",)
         if done := run.finished(num_steps, roles=roles, evaluates=checked.valid is not None):
             return done
-        return asyncio.run(Assembly(config, checked, run, lead, num_steps).run())
+        return asyncio.run(Assembly(config, checked, run, calls, service, num_steps).run())
 
 
 class Assembly:
-    """The parts of one RL run; all but the learners' further ranks in this process."""
+    """The parts of one RL run; all but the learner's further ranks in this process."""
 
     def __init__(
-        self, config: Config, checked: Checked, run: OpenRun, lead: Lead, num_steps: int
+        self,
+        config: Config,
+        checked: Checked,
+        run: OpenRun,
+        calls: RankCalls,
+        service: LearnerService,
+        num_steps: int,
     ) -> None:
         self.config = config
         self.checked = checked
         self.open = run
-        self.lead = lead
-        self.device = lead.device
+        self.calls = calls
+        self.service = service
+        self.device = service.device
         self.num_steps = num_steps
-        self.size = size_of(config, checked, num_steps)
         self.params = sampling_params(config, checked.tokenizer)
         self.placement = Placement(
             is_shared=config.mode == "colocate",
             max_staleness=config.max_staleness,
-            snapshots_on_host=snapshot_on_host(config, kind_of(lead.device)),
+            snapshots_on_host=snapshot_on_host(config, kind_of(service.device)),
             offload_rollout=bool(config.offload_rollout),
         )
+        size = size_of(config, checked, num_steps)
         with announced(log, "making the model"):
-            self.learner = self._learner("actor")
-            self.critic = self._learner("critic") if checked.algorithm.needs_critic else None
-        self.samplers: dict[str, Sampler] = {}
-        self.turnstile = Turnstile(self.placement, [])
-        self.publisher = Publisher([])
+            calls.call("build", **asdict(size))
         self.state = RunState(
             Ledger(config.train_dataset.batch_size),
-            MemoryStore(),
+            self._open_store(),
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
-        self.thread = LearnerThread()
-        self.savers = [run.saver(self.learner)]
-        learners = {"default": self.learner}
-        if self.critic is not None:
-            self.savers.append(run.saver(self.critic, "critic"))
-            learners["critic"] = self.critic
+        self.learner = LearnerThread(calls)
+        folders = ("default", "critic") if checked.algorithm.needs_critic else ("default",)
+        self.savers = {folder: run.saver(calls, folder) for folder in folders}
         self.bounds = bounds_of(config)
-        self.recover = run.recovery(learners, self.savers)
-        self.batches = run.batches(self.size)
+        self.recover = run.recovery(calls, self.savers)
+        self.batches = run.batches(size)
         self.recover.add("dataloader_info", "data", Identity(checked.stream.state))
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.other_tags: set[str] = set()
         """Tags of the checkpoint that the config takes from elsewhere now."""
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
-        self.update = build_update(config, checked.algorithm, self.learner, self.critic)
+
+    def _open_store(self) -> GroupStore:
+        """In memory where the learner is this process alone; other ranks read files."""
+        if self.calls.rank.world > 1:
+            return self._open_files()
+        self.service.store = MemoryStore()
+        return self.service.store
+
+    def _open_files(self) -> GroupStore:
+        parent = None if is_one_machine() else self.open.folder.file("groups/")
+        store = BlobStore(make_blobs(parent), self.checked.stream.prompt)
+        self.open.stack.callback(store.close)
+        self.calls.call("open_store", address=store.address)
+        return store
 
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:
@@ -169,12 +187,13 @@ class Assembly:
             except (Exception, asyncio.CancelledError) as error:
                 if cut := self._cut_short(error):
                     raise cut from None
-                if not self.thread.is_given_up:
+                if not self.learner.is_given_up:
                     self._rescue()
                 raise
             trained = self.trained
             self.recover.finish()
-            folders = [saver.finish(trained - 1) for saver in self.savers] if trained else [None]
+            savers = self.savers.values()
+            folders = [saver.finish(trained - 1) for saver in savers] if trained else [None]
         stop = StopFlag(self.state.stop_reason)
         stop.check_complete(trained, self.num_steps, folders[0], next_start=self.recover.next_start)
         assert folders[0] is not None, "a complete run has steps"
@@ -183,15 +202,16 @@ class Assembly:
 
     def _rescue(self) -> None:
         """Saves and records what was trained before a failure, as far as that can be had."""
-        update, late = self.update, self.unrecorded
-        is_whole = not (update.num_moved or self.lead.is_torn)
-        if late is not None and late.batch == update.num_done - 1 and is_whole:
+        late, progress = self.unrecorded, self.calls.ask("progress")
+        num_done, num_moved = progress["num_done"], progress["num_moved"]
+        is_whole = not (num_moved or self.calls.is_torn)
+        if late is not None and late.batch == num_done - 1 and is_whole:
             try:
                 self._after_step(late)
             except Exception as error:  # the first failure is the one to be raised
                 log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
-        parts = self.lead, self.recover, self.savers
-        save_after_failure(*parts, update.num_done, update.num_moved)
+        savers = list(self.savers.values())
+        save_after_failure(self.calls, self.recover, savers, num_done, num_moved)
 
     @property
     def trained(self) -> int:
@@ -204,15 +224,23 @@ class Assembly:
         if not (reason and task is not None and isinstance(error, asyncio.CancelledError)):
             return None
         task.uncancel()
-        saved = self.savers[0].good
+        saved = self.savers["default"].good
         return cut_short(reason, self.trained + 1, saved, self.recover.next_start)
 
     async def _train(self, stepping: ExitStack) -> Evaluator | None:
         """Everything but the last save; signals are noted in `stepping` from the first step on."""
         async with AsyncExitStack() as stack:
-            stack.callback(lambda: self.thread.close(self.config.stall_abort_s))
+            stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
             with stop_task_early(partial(standing, self.config)):
-                await self._open_samplers(stack)
+                self.samplers = await open_samplers(
+                    self.config,
+                    self.checked.dims,
+                    self.checked.tokenizer,
+                    self.device,
+                    self.open.folder.file("servers/"),
+                    stack,
+                )
+                self.publisher = Publisher(list(self.samplers.values()))
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
                 await self._begin(evaluator)
@@ -221,37 +249,19 @@ class Assembly:
             try:
                 await self._scheduler(reward, evaluator, stack).run()
             except asyncio.CancelledError:
-                self.thread.is_given_up = bool(self.state.stop_reason)
+                self.learner.is_given_up = bool(self.state.stop_reason)
                 raise
         return evaluator
 
-    async def _open_samplers(self, stack: AsyncExitStack) -> None:
-        self.samplers = await open_samplers(
-            self.config,
-            self.checked.dims,
-            self.checked.tokenizer,
-            self.device,
-            self.open.folder.file("servers/"),
-            stack,
-        )
-        self.turnstile = Turnstile(self.placement, list(self.samplers.values()))
-        self.publisher = Publisher(list(self.samplers.values()))
-
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""
-        trained = await self.thread.run(self._resume)
+        trained = await self.learner.run(self._resume)
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
-            await self.thread.run(self._load_tags)
-            await self.thread.run(self.recover.prepare)
-            snapshot = await self.thread.run(
-                lambda: take_snapshot(
-                    trained,
-                    self.learner.iter_weights(),
-                    copy=False,
-                    on_host=self.placement.snapshots_on_host,
-                )
-            )
-            digest = await self.publisher.publish(snapshot)
+            await self.learner.run(self._load_tags)
+            await self.learner.run(self.recover.prepare)
+            on_host = self.placement.snapshots_on_host
+            await self.learner.call("snapshot", version=trained, copy=False, on_host=on_host)
+            digest = await self.publisher.publish(self.service.fetch(trained))
             found = await run_selftest(
                 self.learner,
                 list(self.samplers.values()),
@@ -298,7 +308,6 @@ class Assembly:
         self.batches.forget(after=0 if checkpoint is None else checkpoint.step + 1)
         if checkpoint is None:
             return 0
-        self.update.num_done = checkpoint.step + 1
         before, now = checkpoint.manifest.facts["config"], self.config
         paths = {"ref": now.ref.path, "teacher": now.teacher.path}
         self.other_tags = {tag for tag, path in paths.items() if before[tag]["path"] != path}
@@ -309,40 +318,38 @@ class Assembly:
     def _scored(self, line: Mapping[str, Any]) -> None:
         """An evaluation, as it is recorded."""
         score = line["reward_mean"] if line["accuracy"] is None else line["accuracy"]
-        for saver in self.savers:
+        for saver in self.savers.values():
             saver.scored(line["version"] - 1, math.nan if score is None else score)
 
     def _load_tags(self) -> None:
         saved = self.recover.counters.get("default", {"tags": ()})["tags"]
-        has = set(saved) - self.other_tags
-        load_tags(self.learner, self.config, self.checked.algorithm, has, self.trained)
+        has = sorted(set(saved) - self.other_tags)
+        self.calls.call("load_tags", has=has, step=self.trained)
 
     def _scheduler(
         self, reward: RewardScorer | None, evaluator: Evaluator | None, stack: AsyncExitStack
     ) -> Scheduler:
         config, state = self.config, self.state
         executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
-        bounds = self.bounds
+        turnstile = Turnstile(self.placement, list(self.samplers.values()))
         publish = PublishPump(
             state,
             self.publisher,
             evaluator,
             self.placement,
-            self.turnstile,
-            self._prober(bounds),
+            turnstile,
+            self._prober(),
         )
         train = TrainPump(
             state,
             self.learner,
-            self.update,
+            self.service.fetch,
             publish,
             self.placement,
-            self.turnstile,
-            self.thread,
+            turnstile,
             num_chunks=config.num_iters_per_train_update,
             ref_update_interval=config.ref_update_interval,
-            bounds=bounds,
-            before_step=lambda batch: self.lead.report(batch + 1),
+            bounds=self.bounds,
             on_trained=self._note,
             after_step=self._after_step,
         )
@@ -351,7 +358,7 @@ class Assembly:
             self.checked.stream,
             executor,
             self.placement,
-            self.turnstile,
+            turnstile,
             rejection(self.checked.algorithm),
             max_groups=config.rollout.max_concurrent_groups,
         )
@@ -361,11 +368,11 @@ class Assembly:
             warn_s=config.stall_warning_s,
             abort_s=config.stall_abort_s,
             sampled=lambda: sum(sampler.stats()["tokens_drawn"] for sampler in samplers),
-            is_watched=self.lead.rank.board is not None,
+            is_watched=self.calls.rank.board is not None,
         )
         return Scheduler(state, rollout, train, publish, watchdog)
 
-    def _prober(self, bounds: Bounds) -> Prober | None:
+    def _prober(self) -> Prober | None:
         """On-policy the trained tokens themselves tell whether the one sampler is up to date."""
         if self.placement.is_on_policy and len(self.samplers) == 1:
             return None
@@ -373,8 +380,7 @@ class Assembly:
             list(self.samplers.values()),
             [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
             self.learner,
-            self.thread.run,
-            bounds,
+            self.bounds,
             temperature=self.params.temperature,
             seed=self.config.seed,
         )
@@ -384,22 +390,19 @@ class Assembly:
 
     def _after_step(self, trained: TrainedBatch) -> None:
         self.unrecorded = None
-        for step in [*trained.result.steps, *trained.result.critic_steps]:
+        for step in [*trained.facts.steps, *trained.facts.critic_steps]:
             if step.skipped:
                 log.warning("step %d: nothing was updated: %s", trained.batch + 1, step.reason)
         with trained.timer.phase("save"):
-            for saver in self.savers:
+            for saver in self.savers.values():
                 saver.after_step(trained.batch)
             self.recover.after_step(trained.batch, trained.progress)
-        record = self.open.steps.rl_record(
-            trained, self.checked.algorithm, self.savers[0], self.recover
-        )
+        memory = MemoryUse(**self.calls.ask("memory"))
+        saver = self.savers["default"]
+        record = self.open.steps.rl_record(trained, memory, saver, self.recover)
         self.batches.keep(record.step, trained.groups)
         self.open.recorder.step(record, trained.groups)
         self.recover.commit()
-
-    def _learner(self, role: Role) -> Learner:
-        return self.lead.build(role, build_learner, self.config, role, self.size)
 
     def _executor(
         self,

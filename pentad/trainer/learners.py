@@ -17,7 +17,7 @@ from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
-from pentad.engine.engine import build_engine
+from pentad.engine.engine import Engine, build_engine
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.preflight import Checked
 from pentad.trainer.ranks import layout_of
@@ -34,8 +34,30 @@ def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
     return RunSize(num_steps, longest_sample(config, longest, context))
 
 
-def build_learner(config: Config, role: Role, size: RunSize, *, device: torch.device) -> Learner:
+def build_learner(config: Config, role: Role, size: RunSize, *, device: torch.device) -> Engine:
     """The same call on every rank of the role's layout."""
+    return build_role(
+        config,
+        role,
+        device=device,
+        temperature=config.gconfig.temperature,
+        total_steps=size.num_steps * config.updates_per_batch,
+        max_row_tokens=size.max_row_tokens,
+        strict=config.strict and role != "critic",
+    )
+
+
+def build_role(
+    config: Config,
+    role: Role,
+    *,
+    device: torch.device,
+    temperature: float,
+    total_steps: int,
+    max_row_tokens: int,
+    strict: bool = False,
+) -> Engine:
+    """The engine of a role, for rollouts or for examples."""
     is_critic = role == "critic"
     model = config.critic if is_critic else config.actor
     path = model.path or config.actor.path
@@ -46,10 +68,10 @@ def build_learner(config: Config, role: Role, size: RunSize, *, device: torch.de
         device,
         pp=layout.pp,
         world=layout.world,
-        temperature=config.gconfig.temperature,
-        total_steps=size.num_steps * config.updates_per_batch,
-        max_row_tokens=size.max_row_tokens,
-        strict=config.strict and not is_critic,
+        temperature=temperature,
+        total_steps=total_steps,
+        max_row_tokens=max_row_tokens,
+        strict=strict,
     )
     return build_engine(
         path,

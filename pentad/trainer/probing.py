@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from pentad.core.errors import RunError
 from pentad.core.failures import InfraFailure
-from pentad.core.roles import Learner, Sampler
+from pentad.core.roles import Sampler
 from pentad.rl.bounds import Bounds, gap_of
+from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.selftest import draw_probes, probe_differences
 
 log = logging.getLogger(__name__)
@@ -26,17 +29,13 @@ a doubt on every version is compared."""
 TIMEOUT_S = 60.0
 """A sampler that takes longer is not compared; whether it still serves is others' concern."""
 
-OnLearner = Callable[[Callable[[], float]], Coroutine[None, None, float]]
-"""Runs a function on the learner's thread."""
-
 
 class Prober:
     def __init__(
         self,
         samplers: Sequence[Sampler],
         prompts: Sequence[tuple[int, ...]],
-        learner: Learner,
-        on_learner: OnLearner,
+        learner: LearnerThread,
         bounds: Bounds,
         *,
         temperature: float,
@@ -45,7 +44,6 @@ class Prober:
         self.samplers = samplers
         self.prompts = prompts
         self.learner = learner
-        self.on_learner = on_learner
         self.bounds = bounds
         self.temperature = temperature
         self.seed = seed
@@ -83,6 +81,6 @@ class Prober:
             return None
         if any(held != version for probe in probes for held in probe.versions):
             return None
-        return await self.on_learner(
-            lambda: gap_of(probe_differences(self.learner, probes).double().numpy())
-        )
+        calls = self.learner.calls
+        differences = await self.learner.run(lambda: probe_differences(calls, probes))
+        return gap_of(differences.astype(np.float64))

@@ -1,6 +1,7 @@
 """On which processes a run runs: this one, those it starts for its ranks, or torchrun's.
 
-Rank 0 runs the trainer as if it were alone; the other ranks follow it (`runtime.lead`).
+Every rank has a service (`trainer.service`). Rank 0 runs the trainer besides, as if it were alone,
+and calls the services of all ranks (`runtime.calls`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, Transient
 from pentad.core.layout import Layout
+from pentad.runtime.calls import RankCalls, RankService, serve
 from pentad.runtime.join import device_of
 from pentad.runtime.launch import LaunchSettings, run_ranks
-from pentad.runtime.lead import Lead, follow
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
@@ -35,12 +36,14 @@ from pentad.trainer.run import RunSummary, take_folder
 log = logging.getLogger(__name__)
 
 NAMES_A_RANK = re.compile(r"rank \d+ of ")
-Run = Callable[[Lead, Config, Sequence[str], bool], RunSummary]
-"""A whole run as rank 0 sees it: the lead of its ranks, config, notes, whether to start anew."""
+Run = Callable[[RankCalls, Config, Sequence[str], bool], RunSummary]
+"""A whole run as rank 0 sees it: calls of its ranks, config, notes, whether to start anew."""
+MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
 def run_over_ranks(
     run: Run,
+    make_service: MakeService,
     check: Callable[[Config, torch.device], object],
     config: Config,
     notes: Sequence[str],
@@ -54,8 +57,8 @@ def run_over_ranks(
     world = component_of(config, "actor").world
     own = rank_from_environment()
     if world == 1 and (own is None or own.world == 1):
-        with Lead(Rank(), pick_device(device)) as lead:
-            return run(lead, config, notes, fresh)
+        with RankCalls(make_service(config, Rank(), pick_device(device))) as calls:
+            return run(calls, config, notes, fresh)
     folder = Path()
     if own is None:
         asked = Collector()
@@ -66,6 +69,7 @@ def run_over_ranks(
             folder = taken.file("ranks/")
     payload = {
         "run": f"{run.__module__}:{run.__qualname__}",
+        "service": f"{make_service.__module__}:{make_service.__qualname__}",
         "config": config.model_dump(mode="json"),
         "notes": list(notes),
         "fresh": fresh and own is not None,
@@ -108,14 +112,16 @@ def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
     device = device_of(rank, payload["device"])
     config = Config.model_validate(payload["config"])
     register_models(config)
+    make_service: Any = load_target(payload["service"])
+    service = make_service(config, rank, device)
     if rank.rank > 0:
         if rank.board is not None:  # its log is a file of its own
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        follow(rank, device)
+        serve(service)
         return None
     run: Any = load_target(payload["run"])
-    with Lead(rank, device) as lead:
-        summary = run(lead, config, payload["notes"], payload["fresh"])
+    with RankCalls(service) as calls:
+        summary = run(calls, config, payload["notes"], payload["fresh"])
     return asdict(summary) | {"records": str(summary.records), "model": str(summary.model)}
 
 

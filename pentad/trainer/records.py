@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from pentad.checkpoint.tiers import Tiers
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.types import Group, LayerBalance, StepResult
 from pentad.engine.flops import Throughput, measure_throughput
-from pentad.rl.metrics import compute_metrics, staleness_histogram
-from pentad.telemetry.host import rss_gb
+from pentad.rl.metrics import staleness_histogram
 from pentad.telemetry.record import Funnel, Infra, Kernel, MemoryUse, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.recovery import RecoverHandler
@@ -30,12 +26,11 @@ STEPS_BELOW_TARGET = 10
 
 
 class StepRecorder:
-    """Knows what stays the same over a run: the model, the device and its peak."""
+    """Knows what stays the same over a run: the model, its layout, and the peak of a device."""
 
     def __init__(
         self,
         dims: ModelDims,
-        device: torch.device,
         *,
         layout: Layout,
         peak_tflops: float | None,
@@ -43,12 +38,10 @@ class StepRecorder:
         mfu_target: float | None = None,
     ) -> None:
         self.dims = dims
-        self.device = device
         self.layout = layout
         self.peak_tflops = peak_tflops
         self.steps_per_epoch = steps_per_epoch
         self.mfu_target = mfu_target
-        self.allocated_gb: float | None = None
         self.steps_below_target = 0
 
     def state(self) -> dict[str, Any]:
@@ -60,22 +53,21 @@ class StepRecorder:
     def rl_record(
         self,
         trained: TrainedBatch,
-        settings: AlgorithmSettings,
+        memory: MemoryUse,
         saver: Saver,
         recover: RecoverHandler,
     ) -> StepRecord:
-        result, groups = trained.result, trained.groups
-        lengths = [len(row.ids) for row in result.rows]
         with trained.timer.phase("record"):
-            rl = self._rl(trained, settings)
+            rl = rl_of(trained)
         return self._record(
             step=trained.batch + 1,
-            steps=result.steps,
-            lengths=lengths,
+            steps=trained.facts.steps,
+            lengths=trained.facts.lengths,
             timer=trained.timer,
+            memory=memory,
             saver=saver,
             recover=recover,
-            num_groups=len(groups),
+            num_groups=len(trained.groups),
             version=trained.batch + 1,
             rl=rl,
             funnel=Funnel(**asdict(trained.funnel)),
@@ -87,6 +79,7 @@ class StepRecorder:
         result: StepResult,
         lengths: Sequence[int],
         timer: PhaseTimer,
+        memory: MemoryUse,
         saver: Saver,
         recover: RecoverHandler,
     ) -> StepRecord:
@@ -95,6 +88,7 @@ class StepRecorder:
             steps=[result],
             lengths=lengths,
             timer=timer,
+            memory=memory,
             saver=saver,
             recover=recover,
             version=step,
@@ -132,7 +126,6 @@ class StepRecorder:
             mfu=speed.mfu_causal if speed else None,
             mfu_full_attention=speed.mfu_full if speed else None,
             peak_tflops=self.peak_tflops,
-            memory=self._memory(),
             kernel=_balance(steps[-1].balance),
             infra=Infra(
                 active_nodes=1,
@@ -174,32 +167,19 @@ class StepRecorder:
                 STEPS_BELOW_TARGET,
             )
 
-    def _memory(self) -> MemoryUse:
-        if self.device.type != "cuda":
-            return MemoryUse(host_rss_gb=rss_gb())
-        before, self.allocated_gb = self.allocated_gb, _gb(torch.cuda.memory_allocated())
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
-        torch.cuda.reset_peak_memory_stats()
-        return MemoryUse(
-            peak_allocated_gb=_gb(peak),
-            reserved_gb=_gb(reserved),
-            leak_delta_gb=None if before is None else self.allocated_gb - before,
-            host_rss_gb=rss_gb(),
-        )
 
-    def _rl(self, trained: TrainedBatch, settings: AlgorithmSettings) -> Rl:
-        result, groups = trained.result, trained.groups
-        metrics = compute_metrics(groups, result.rows, result.outputs, settings, stats=result.stats)
-        critic = result.critic_steps
-        return Rl(
-            **metrics,
-            reward_parts=mean_parts(groups),
-            prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
-            staleness=staleness_histogram(groups, trained.batch),
-            rerouted_share=result.rerouted_share,
-            critic_loss=loss_of(critic) if critic else None,
-            critic_grad_norm=grad_norm_of(critic) if critic else None,
-        )
+def rl_of(trained: TrainedBatch) -> Rl:
+    facts, groups = trained.facts, trained.groups
+    critic = facts.critic_steps
+    return Rl(
+        **facts.metrics,
+        reward_parts=mean_parts(groups),
+        prompt_length_mean=sum(len(g.prompt.ids) for g in groups) / len(groups),
+        staleness=staleness_histogram(groups, trained.batch),
+        rerouted_share=facts.rerouted_share,
+        critic_loss=loss_of(critic) if critic else None,
+        critic_grad_norm=grad_norm_of(critic) if critic else None,
+    )
 
 
 def _counted(step: int | None) -> int | None:
@@ -216,7 +196,7 @@ def _uploads(tiers: Tiers) -> dict[str, Any]:
         "last_uploaded_step": _counted(status.last_step),
         "waiting_upload_step": _counted(status.waiting_step),
         "num_failed_uploads": status.num_failures,
-        "uploaded_gb": _gb(status.num_bytes),
+        "uploaded_gb": status.num_bytes / 1e9,
     }
 
 
@@ -256,7 +236,3 @@ def mean_parts(groups: Sequence[Group]) -> dict[str, float] | None:
             for name, value in sample.reward_parts.items():
                 values.setdefault(name, []).append(value)
     return {name: sum(found) / len(found) for name, found in sorted(values.items())} or None
-
-
-def _gb(size_bytes: int) -> float:
-    return size_bytes / 1e9

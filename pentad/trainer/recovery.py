@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from pentad.checkpoint.folders import (
     Checkpoint,
     Damaged,
@@ -32,16 +30,13 @@ from pentad.checkpoint.folders import (
     state_folder,
 )
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
-from pentad.checkpoint.restore import Restorable, restore_learner
-from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, Writer
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.roles import Learner
+from pentad.core.errors import Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
-from pentad.runtime.lead import Lead, on_all_ranks
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
+from pentad.trainer.learner_thread import Calls
 from pentad.trainer.saver import MAX_WAIT_STEPS, Saver, rescue
 from pentad.trainer.state import DataProgress
 
@@ -87,64 +82,6 @@ Check = Callable[[Checkpoint], None]
 """Looks at a checkpoint whose small files were read, and raises what it does not accept."""
 
 
-class RankSaver:
-    """This process's end of every save: its writer, and the memory for each learner."""
-
-    def __init__(self) -> None:
-        self.writer = Writer()
-        self.savers: dict[int, StateSaver] = {}
-
-    def of(self, learner: Learner) -> StateSaver:
-        if id(learner) not in self.savers:
-            self.savers[id(learner)] = StateSaver(self.writer)
-        return self.savers[id(learner)]
-
-    def close(self, timeout_s: float | None = None) -> None:
-        self.writer.close(timeout_s)
-        for saver in self.savers.values():
-            saver.close()
-        self.savers.clear()
-
-
-HERE = RankSaver()
-
-
-def prepare_state(learner: Any) -> None:
-    HERE.of(learner).prepare(learner.state_tensors())
-
-
-def save_state(
-    learner: Any, *, root: Path, folder: str, is_async: bool
-) -> tuple[str, ...] | Exception:
-    """The receipts of all ranks, or why there are none, which is so on all ranks or on none."""
-    try:
-        staged = save_learner(HERE.of(learner), learner, root, folder, is_async=is_async)
-    except (OSError, RunError) as error:
-        return error
-    return staged.receipts
-
-
-def restore_state(
-    learner: Restorable, *, root: Path, step: int, folder: str
-) -> dict[str, Any] | RunError:
-    """The counters, or what is wrong with the checkpoint: all ranks give the same answer."""
-    failure: RunError | None = None
-    counters: dict[str, Any] = {}
-    try:
-        checkpoint = read_checkpoint(root, step)
-        if checkpoint is None:
-            raise RunError(f"{root / info_folder(step)}: not seen by every rank")
-        counters = restore_learner(learner, checkpoint, folder)
-    except RunError as error:
-        failure = error
-    group = HERE.of(learner).group  # type: ignore[arg-type]
-    if group is not None:
-        found: list[RunError | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, failure, group=group)
-        failure = next((one for one in found if one is not None), None)
-    return failure or counters
-
-
 @dataclass(slots=True)
 class Point:
     """A finished step whose weights are in place."""
@@ -156,8 +93,9 @@ class Point:
 
 @dataclass(slots=True, kw_only=True)
 class RecoverHandler:
-    learners: Mapping[str, Learner]
-    """By the name of their folder."""
+    calls: Calls
+    roles: Mapping[str, str]
+    """Of the learner, by the name of their folder."""
     tiers: Tiers
     frequency: Frequency
     steps_per_epoch: int
@@ -194,6 +132,8 @@ class RecoverHandler:
     retry_at: int | None = None
     is_owed: bool = False
     """Whether one was due while another was on its way."""
+    writer: Writer = field(default_factory=Writer)
+    """Commits what the ranks have written."""
 
     @property
     def root(self) -> Path:
@@ -240,7 +180,7 @@ class RecoverHandler:
         return None
 
     def _restore(self, checkpoint: Checkpoint, check: Check) -> None:
-        for role in self.learners:
+        for role in self.roles:
             folder = state_folder(role, checkpoint.step)
             if not any(path.startswith(f"{folder}/") for path in checkpoint.manifest.files):
                 where = f"recovery checkpoint {checkpoint.root / checkpoint.info}"
@@ -251,13 +191,10 @@ class RecoverHandler:
         path = f"{info}/{GROUPS}"
         self.ready = read_file(checkpoint, path) if path in checkpoint.manifest.files else None
         check(checkpoint)
-        for role, learner in self.learners.items():
-            folder = state_folder(role, checkpoint.step)
-            asked = partial(restore_state, root=self.root, step=checkpoint.step, folder=folder)
-            found = on_all_ranks(learner, asked)
-            if isinstance(found, RunError):
-                raise found
-            self.counters[role] = found
+        for name, role in self.roles.items():
+            folder = state_folder(name, checkpoint.step)
+            place = {"root": str(self.root), "step": checkpoint.step, "folder": folder}
+            self.counters[name] = self.calls.call("restore_state", role=role, **place)
         for (file, name), part in self.parts.items():
             with reading(self.root / info / f"{file}.json"):
                 if name in self.infos[file]:
@@ -266,8 +203,7 @@ class RecoverHandler:
     def prepare(self) -> None:
         """Makes the memory that saves beside training need, before the first is due."""
         if self.is_on and self.is_async:
-            for learner in self.learners.values():
-                on_all_ranks(learner, prepare_state)
+            self.calls.call("prepare_state")
 
     # Saving
 
@@ -301,7 +237,7 @@ class RecoverHandler:
                 self.tiers.keep_committed,
             )
             if self.is_async:
-                pending = HERE.writer.submit(job)
+                pending = self.writer.submit(job)
             else:
                 pending.settle(run_job(job))
         except (OSError, RunError) as error:
@@ -326,20 +262,23 @@ class RecoverHandler:
         """Waits for what is on its way; after a failure a few seconds."""
         if self.point is not None and not is_failed:
             self._collect(self.point.step, wait=True)
-        HERE.close(FAILED_S if is_failed else None)
+        self.writer.close(FAILED_S if is_failed else None)
         self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
 
     def _stage(self, step: int) -> None:
         self.began = time.monotonic()
         receipts: list[str] = []
-        for role, learner in self.learners.items():
-            folder = state_folder(role, step)
-            asked = partial(save_state, root=self.root, folder=folder, is_async=self.is_async)
-            found = on_all_ranks(learner, asked)
-            if isinstance(found, Exception):
-                self._failed(step, step, found)
+        for name, role in self.roles.items():
+            place = {"root": str(self.root), "folder": state_folder(name, step)}
+            try:
+                receipts += self.calls.call(
+                    "save_state", role=role, is_async=self.is_async, **place
+                )
+            except Transient:  # the ranks are gone
+                raise
+            except (OSError, RunError) as error:
+                self._failed(step, step, error)
                 return
-            receipts += found
         self.receipts = tuple(receipts)
         self.stall_ms = 1e3 * (time.monotonic() - self.began)
 
@@ -415,7 +354,11 @@ class RecoverHandler:
 
 
 def save_after_failure(
-    lead: Lead, recover: RecoverHandler, savers: Sequence[Saver], num_done: int, num_moved: int = 0
+    calls: Calls,
+    recover: RecoverHandler,
+    savers: Sequence[Saver],
+    num_done: int,
+    num_moved: int = 0,
 ) -> None:
     """Saves what was trained, unless a rank is gone, without which no save can succeed; the
     failure is raised anyway. `num_moved` are updates of a further step that are in the weights."""
@@ -423,7 +366,7 @@ def save_after_failure(
         return
     saves: list[Callable[[int, int], None]] = [recover.rescue]
     for save in saves + [partial(rescue, saver) for saver in savers]:
-        if lead.is_torn:
+        if calls.is_torn:
             last = recover.next_start or "there is no recovery checkpoint"
             text = "after the failure: the ranks do not answer any more, so nothing is saved; %s"
             log.warning(text, last)

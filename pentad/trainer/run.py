@@ -24,7 +24,6 @@ from pentad.checkpoint.folders import (
     sweep_uncommitted,
 )
 from pentad.checkpoint.tiers import Tiers
-from pentad.checkpoint.writer import Writer
 from pentad.config.derived import checkpoint_root, compute_bytes, is_saved_within
 from pentad.config.describe import show
 from pentad.config.load import dump_config
@@ -35,7 +34,6 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
 from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
-from pentad.core.roles import Learner
 from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
 from pentad.core.text import visible
 from pentad.engine.flops import detect_peak_tflops
@@ -52,6 +50,7 @@ from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.batches import BatchKeeper
 from pentad.trainer.frequency import Frequency
+from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.recovery import Check, RecoverHandler
@@ -61,6 +60,9 @@ from pentad.trainer.translate import remote_of
 from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
+
+FOLDERS = {"default": "actor", "critic": "critic"}
+"""In the checkpoint folder -> the role of the learner whose weights lie there."""
 
 
 @dataclass(slots=True)
@@ -90,17 +92,15 @@ class OpenRun:
     export_bytes: float
     saves_beside: bool
     device: torch.device
-    writer: Writer = field(default_factory=Writer)
-    """Writes exports while training goes on; checkpoints have one on every rank."""
 
-    def saver(self, learner: Learner, role: str = "default") -> Saver:
+    def saver(self, calls: Calls, folder: str) -> Saver:
         return Saver(
-            learner=learner,
-            root=self.checkpoints / role,
+            calls=calls,
+            role=FOLDERS[folder],
+            root=self.checkpoints / folder,
             frequency=self.frequency(self.config.saver),
             steps_per_epoch=self.steps_per_epoch,
-            device=self.device,
-            writer=self.writer if self.saves_beside else None,
+            is_async=self.saves_beside,
             size_bytes=self.export_bytes,
             keep_last=self.config.saver.keep_last,
             keep_best=self.config.saver.keep_best,
@@ -124,8 +124,8 @@ class OpenRun:
         }
         return BatchKeeper(self.folder.file("batches/"), self.config.telemetry.keep_batches, facts)
 
-    def recovery(self, learners: Mapping[str, Learner], savers: Sequence[Saver]) -> RecoverHandler:
-        """Of a run with these learners, by the names of their folders."""
+    def recovery(self, calls: Calls, savers: Mapping[str, Saver]) -> RecoverHandler:
+        """Of a run with these savers, by the names of their folders."""
         recover, values = self.config.recover, self.config.model_dump(mode="json")
         facts = {
             "config": values,
@@ -134,7 +134,8 @@ class OpenRun:
             "versions": host.versions(),
         }
         handler = RecoverHandler(
-            learners=learners,
+            calls=calls,
+            roles={folder: saver.role for folder, saver in savers.items()},
             tiers=Tiers(
                 self.checkpoints,
                 remote_of(self.config) if recover.is_on else None,
@@ -154,8 +155,8 @@ class OpenRun:
         handler.add("checkpoint_info", "frequency", handler.frequency)
         handler.add("stats_logger_info", "recorder", self.recorder)
         handler.add("stats_logger_info", "steps", self.steps)
-        for role, saver in zip(learners, savers, strict=True):
-            handler.add("saver_info", role, saver)
+        for folder, saver in savers.items():
+            handler.add("saver_info", folder, saver)
         return handler
 
     def resume(self, handler: RecoverHandler, check: Check) -> Checkpoint | None:
@@ -383,7 +384,6 @@ def open_run(
         peak = telemetry.hardware_peak_tflops or detect_peak_tflops(device)
         steps = StepRecorder(
             dims,
-            device,
             layout=layout,
             peak_tflops=peak,
             steps_per_epoch=steps_per_epoch,
@@ -403,8 +403,6 @@ def open_run(
             saves_beside,
             device,
         )
-        # What is worth waiting for was waited for: a run that failed ends at once.
-        stack.push(lambda kind, *_: run.writer.close(None if kind is None else 0.0))
         yield run
         folder.check_there()
 

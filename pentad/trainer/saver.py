@@ -21,16 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pentad.checkpoint.job import ExportJob, FileSpec, Memory, Piece, Span
-from pentad.checkpoint.staging import HostMemory
-from pentad.checkpoint.writer import Pending, Writer
+from pentad.checkpoint.job import FileSpec, Memory, Piece, Span
 from pentad.core.errors import RunError, UserError
 from pentad.core.machine import GIB
-from pentad.core.roles import Learner, StagedFile
+from pentad.core.roles import StagedFile
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.frequency import Frequency
+from pentad.trainer.learner_thread import Calls
 from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
@@ -47,7 +44,6 @@ class Export:
     """One folder being written."""
 
     step: int
-    pending: Pending
     staging_s: float
 
 
@@ -55,14 +51,14 @@ class Export:
 class Saver:
     """Writes `{root}/epoch{E}epochstep{S}globalstep{G}` folders that transformers loads."""
 
-    learner: Learner
+    calls: Calls
+    role: str
+    """Whose weights: "actor" or "critic"."""
     root: Path
     frequency: Frequency
     steps_per_epoch: int
-    device: torch.device
-    """Of the learner."""
-    writer: Writer | None = None
-    """Writes in the background; None: training waits."""
+    is_async: bool = False
+    """Written in the background; otherwise training waits."""
     size_bytes: float = 0.0
     """Of one folder, to warn before there is no room for it; 0: unknown."""
     keep_last: int | None = None
@@ -76,8 +72,6 @@ class Saver:
     """Attempts since the last that succeeded."""
     retry_at: int | None = None
     under_way: Export | None = None
-    room: HostMemory = field(default_factory=HostMemory)
-    """Kept between saves."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
     """Of the weights after a step, by step, in the order of evaluation; higher is better."""
@@ -104,7 +98,7 @@ class Saver:
             if self.last_saved == step:
                 break
             try:
-                self.learner.save_hf(str(folder))
+                self._export(step, is_async=False)
             except (OSError, RunError) as error:
                 if wait_s is None:
                     raise RunError(f"{folder} could not be saved: {error}; {self.good}") from error
@@ -136,45 +130,43 @@ class Saver:
     @property
     def good(self) -> str:
         """Which folder there is, in words."""
-        export = self.under_way
-        last = export.step if export is not None and export.pending.is_whole else self.last_saved
+        export, last = self.under_way, self.last_saved
+        if export is not None:
+            status = self.calls.ask("export_status", role=self.role)
+            last = export.step if status["is_done"] and status["error"] is None else last
         return (
             "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
         )
 
     def _save(self, step: int) -> None:
+        started = time.monotonic()
         try:
-            if self.writer is None:
-                self.learner.save_hf(str(self.folder(step)))
-                self._succeeded(step)
-            else:
-                self.under_way = self._stage(step, self.writer)
+            self._export(step, is_async=self.is_async)
         except (OSError, RunError, UserError) as error:
             self._failed(step, step, error)
+            return
+        if self.is_async:
+            self.under_way = Export(step, time.monotonic() - started)
+        else:
+            self._succeeded(step)
 
-    def _stage(self, step: int, writer: Writer) -> Export:
-        """The weights in host memory, from where they are being written."""
-        started = time.monotonic()
-        files = self.learner.plan_hf()
-        size = sum(piece for file in files for _, piece in file.pieces if isinstance(piece, int))
-        memory = self.room.take(size, pins=self.device.type == "cuda")
-        self.learner.stage_hf(self.room.bytes[:size])
-        staging_s = time.monotonic() - started
-        job = ExportJob(self.folder(step), file_specs(files, memory))
-        return Export(step, writer.submit(job), staging_s)
+    def _export(self, step: int, *, is_async: bool) -> None:
+        folder = str(self.folder(step))
+        self.calls.call("export", role=self.role, folder=folder, is_async=is_async)
 
     def _collect(self, now: int, *, wait: bool) -> None:
         """What became of the folder that is being written."""
         export = self.under_way
-        if export is None or not (export.pending.is_done or wait):
+        if export is None:
+            return
+        status = self.calls.ask("export_status", role=self.role, wait=wait)
+        if not status["is_done"]:
             return
         self.under_way = None
-        try:
-            export.pending.wait()
-        except (OSError, RunError) as error:
-            self._failed(export.step, now, error)
+        if status["error"] is not None:
+            self._failed(export.step, now, status["error"])
         else:
-            self.commit_ms = 1e3 * (export.staging_s + export.pending.seconds)
+            self.commit_ms = 1e3 * (export.staging_s + status["seconds"])
             self._succeeded(export.step)
 
     def _succeeded(self, step: int) -> None:
@@ -199,7 +191,7 @@ class Saver:
                 rule = f"keep_last = {self.keep_last}, keep_best = {self.keep_best}"
                 log.info("removed %s (saver.%s)", found[step], rule)
 
-    def _failed(self, step: int, now: int, error: Exception) -> None:
+    def _failed(self, step: int, now: int, error: Exception | str) -> None:
         with suppress(OSError):
             sweep(self.root)  # what a writer left that was killed
         self.num_failed += 1

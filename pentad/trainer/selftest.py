@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from pentad.core.errors import RunError
-from pentad.core.roles import Learner, Sampler
+from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
-from pentad.core.types import Request, Row, SamplingParams
+from pentad.core.types import Request, SamplingParams
+from pentad.trainer.learner_thread import Calls, LearnerThread
 
 PROBE_NEW_TOKENS = 16
 PROBE_SAMPLES = 4
@@ -59,10 +59,11 @@ class SelfTest:
 class Probe:
     """A few tokens of a sampler, with the log-probs it reported."""
 
-    row: Row
+    ids: list[int]
+    """After their prompt."""
     start: int
-    """Where they begin in the row."""
-    logprobs: Tensor
+    """Where they begin."""
+    logprobs: list[float]
     versions: tuple[int, ...]
 
 
@@ -87,9 +88,9 @@ async def draw_probes(
     answers = await asyncio.gather(*(sampler.generate(request) for request in requests))
     return [
         Probe(
-            Row(torch.tensor([*request.prompt_ids, *generation.ids]), {}),
+            [*request.prompt_ids, *generation.ids],
             len(request.prompt_ids),
-            torch.tensor(generation.logprobs),
+            generation.logprobs,
             tuple(generation.versions),
         )
         for request, generations in zip(requests, answers, strict=True)
@@ -97,19 +98,25 @@ async def draw_probes(
     ]
 
 
-def probe_differences(learner: Learner, probes: Sequence[Probe]) -> Tensor:
+def score(calls: Calls, rows: Sequence[list[int]]) -> list[np.ndarray]:
+    """The learner's log-probs of each row of ids."""
+    found = calls.call("forward", rows=list(rows))
+    return [np.asarray(logprobs, dtype=np.float32) for logprobs in found]
+
+
+def probe_differences(calls: Calls, probes: Sequence[Probe]) -> np.ndarray:
     """The learner's log-probs of the drawn tokens less those reported."""
-    outputs = learner.forward([probe.row for probe in probes])
-    return torch.cat(
+    scores = score(calls, [probe.ids for probe in probes])
+    return np.concatenate(
         [
-            output["logprobs"].float().cpu()[probe.start :] - probe.logprobs
-            for output, probe in zip(outputs, probes, strict=True)
+            said[probe.start :] - np.asarray(probe.logprobs, dtype=np.float32)
+            for said, probe in zip(scores, probes, strict=True)
         ]
     )
 
 
 async def run_selftest(
-    learner: Learner,
+    learner: LearnerThread,
     samplers: Sequence[Sampler],
     prompts: Sequence[tuple[int, ...]],
     *,
@@ -124,9 +131,9 @@ async def run_selftest(
         probes += await draw_probes(
             sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed
         )
-    rows = [probe.row for probe in probes]
-    packed = check_packing(learner, rows[:: PROBE_SAMPLES + 1], rows, tolerance)
-    differences = probe_differences(learner, probes).abs()
+    rows, calls = [probe.ids for probe in probes], learner.calls
+    packed = await learner.run(lambda: check_packing(calls, rows, tolerance, PROBE_SAMPLES + 1))
+    differences = np.abs(await learner.run(lambda: probe_differences(calls, probes)))
     largest, mean = float(differences.max()), float(differences.mean())
     if not (largest <= tolerance.max_difference and mean <= tolerance.mean_difference):
         raise RunError(
@@ -139,20 +146,17 @@ async def run_selftest(
 
 
 def check_packing(
-    learner: Learner, some: Sequence[Row], rows: Sequence[Row], tolerance: Tolerance
+    calls: Calls, rows: Sequence[list[int]], tolerance: Tolerance, interval: int = 1
 ) -> float:
-    """Scores some of the rows alone and holds that against their scores among all of them."""
+    """Scores every `interval`-th row alone and holds that against its score among all of them."""
     worst = 0.0
-    scores = {
-        id(row): out["logprobs"] for row, out in zip(rows, learner.forward(rows), strict=True)
-    }
-    for row in some:
-        (alone,) = learner.forward([row])
-        difference = float((alone["logprobs"] - scores[id(row)]).abs().max())
+    for row, among in list(zip(rows, score(calls, rows), strict=True))[::interval]:
+        (alone,) = score(calls, [row])
+        difference = float(np.abs(alone - among).max())
         worst = max(worst, difference)
         if not difference <= tolerance.max_difference:
             raise RunError(
-                f"self-test: a sequence of {len(row.ids)} tokens gets log-probs in a packed batch "
+                f"self-test: a sequence of {len(row)} tokens gets log-probs in a packed batch "
                 f"that differ by {difference:.3g} from those it gets alone, rounding explains "
                 f"{tolerance.max_difference:g}; packed neighbours leak into each other"
             )

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,16 +16,14 @@ from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
-from pentad.core.roles import Learner
-from pentad.core.types import Row
-from pentad.data.sft import SftDataset, open_sft
+from pentad.data.sft import SftDataset
 from pentad.data.tokenizer import load_tokenizer
-from pentad.engine.engine import build_engine
 from pentad.rl.bounds import Bounds
-from pentad.rl.losses import SftLoss
-from pentad.runtime.lead import Lead
+from pentad.runtime.calls import RankCalls
 from pentad.telemetry.log import announced
+from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.facts import step_from
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.preflight import Collector, start_problems
 from pentad.trainer.ranks import layout_of, run_over_ranks
@@ -33,19 +31,10 @@ from pentad.trainer.recovery import Identity, RecoverHandler, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
 from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
-from pentad.trainer.start import (
-    backend_of,
-    check_start,
-    start_run,
-    trained_dims,
-    weights_folder,
-)
+from pentad.trainer.sft_service import SftService, open_part, parts_of
+from pentad.trainer.start import check_start, start_run, trained_dims
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag
-from pentad.trainer.translate import (
-    bounds_of,
-    data_settings,
-    engine_settings,
-)
+from pentad.trainer.translate import bounds_of, compute_dtype
 from pentad.trainer.watchdog import end_when_hung
 
 log = logging.getLogger(__name__)
@@ -55,36 +44,26 @@ def run_sft(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Trains on prompts with given responses; returns where everything is."""
-    return run_over_ranks(lead_sft, begin_sft, config, notes, fresh, device)
+    return run_over_ranks(lead_sft, SftService, begin_sft, config, notes, fresh, device)
 
 
-def begin_sft(
-    config: Config, device: torch.device
-) -> tuple[ModelDims, SftDataset, SftDataset | None]:
+def begin_sft(config: Config, device: torch.device) -> tuple[ModelDims, dict[str, SftDataset]]:
     """What must be done before anything else is, on any rank."""
     checked = check_sft(config, device)
     start_run(config, ("actor",))
     return checked
 
 
-def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
+def lead_sft(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
     """The run, on rank 0 or alone."""
-    assert config.actor.path is not None, "checked with the config"
-    dims, data, valid = begin_sft(config, lead.device)
-    layout = layout_of(config, "actor")
-    weights = weights_folder(config, "actor")
+    service = calls.service
+    assert isinstance(service, SftService)
+    device, layout = service.device, layout_of(config, "actor")
+    dims, service.data = begin_sft(config, device)
+    data, evaluates = service.data["train"], "valid" in service.data
     size = config.train_dataset.batch_size
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = count_steps(config, steps_per_epoch)
-    settings = engine_settings(
-        config.actor,
-        lead.device,
-        pp=layout.pp,
-        world=layout.world,
-        temperature=1.0,
-        total_steps=num_steps,
-        max_row_tokens=max(len(example.ids) for example in data.examples),
-    )
     with open_run(
         config,
         [*notes, data.summary()],
@@ -92,35 +71,25 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         title=f"sft {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=dims,
-        device=lead.device,
+        device=device,
         layout=layout,
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
     ) as run:
-        if done := run.finished(num_steps, evaluates=valid is not None):
+        if done := run.finished(num_steps, evaluates=evaluates):
             return done
         with announced(log, "making the model"):
-            learner = lead.build(
-                "actor",
-                build_engine,
-                config.actor.path,
-                settings,
-                layout=layout,
-                init_from_scratch=weights is None,
-                seed=config.seed,
-                tokenizer_folder=config.actor.path,
-                weights=weights,
-                backend=backend_of(config, "actor"),
-            )
-        probe = data.batch(0, min(NUM_PROBES, len(data)))
+            calls.call("build", num_steps=num_steps)
+        probes = [row.ids.tolist() for row in data.batch(0, min(NUM_PROBES, len(data)))]
         with announced(log, "self-test: packed sequences get the log-probs they get alone"):
-            packed = check_packing(learner, probe, probe, tolerance_of(settings.compute_dtype))
-        saver = run.saver(learner)
-        recover = run.recovery({"default": learner}, [saver])
+            tolerance = tolerance_of(compute_dtype(config.actor, device))
+            packed = check_packing(calls, probes, tolerance)
+        saver = run.saver(calls, "default")
+        recover = run.recovery(calls, {"default": saver})
         recover.add("dataloader_info", "data", Identity(data.state))
-        held_out = HeldOut(valid, learner, run.frequency(config.evaluator)) if valid else None
-        if held_out is not None:
-            recover.add("evaluator_info", "frequency", held_out.frequency)
+        evals = run.frequency(config.evaluator) if evaluates else None
+        if evals is not None:
+            recover.add("evaluator_info", "frequency", evals)
         bounds = bounds_of(config)
         recover.add("stats_logger_info", "bounds", bounds)
         checkpoint = run.resume(recover, lambda found: check_data(config, data, found, recover))
@@ -129,24 +98,11 @@ def lead_sft(lead: Lead, config: Config, notes: Sequence[str], fresh: bool) -> R
         run.started(
             trained,
             selftest={"packed_max_difference": packed},
-            device=str(lead.device),
+            device=str(device),
             layout=str(layout),
         )
-        with stop_flag() as stop, watch_alone(lead, run):
-            return train(
-                lead,
-                run,
-                learner,
-                data,
-                held_out,
-                bounds,
-                trained,
-                num_steps,
-                size,
-                stop,
-                saver,
-                recover,
-            )
+        with stop_flag() as stop, watch_alone(calls, run):
+            return train(calls, run, evals, bounds, trained, num_steps, stop, saver, recover)
 
 
 def check_data(
@@ -159,16 +115,14 @@ def check_data(
         data.check_state(known)
 
 
-def watch_alone(lead: Lead, run: OpenRun) -> AbstractContextManager[None]:
+def watch_alone(calls: RankCalls, run: OpenRun) -> AbstractContextManager[None]:
     """Over several ranks the launcher watches."""
-    if lead.rank.world > 1:
+    if calls.rank.world > 1:
         return nullcontext()
     return end_when_hung(run.config.stall_abort_s, run.folder.file("log.txt"))
 
 
-def check_sft(
-    config: Config, device: torch.device
-) -> tuple[ModelDims, SftDataset, SftDataset | None]:
+def check_sft(config: Config, device: torch.device) -> tuple[ModelDims, dict[str, SftDataset]]:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
     asked.problems += start_problems(config, device, samples=False)
@@ -177,92 +131,60 @@ def check_sft(
     asked.ask(lambda: register_models(config))
     dims = asked.ask(lambda: trained_dims(config, path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
-    found: dict[str, SftDataset | None] = {}
+    found: dict[str, SftDataset] = {}
     if dims is not None and tokenizer is not None:
         asked.ask(lambda: check_start(config, "actor"))
-        for key, source in (("train", config.train_dataset), ("valid", config.valid_dataset)):
-            if source is not None:
-                settings = data_settings(
-                    source, f"{key}_dataset", seed=config.seed, max_tokens=dims.max_position
-                )
-                found[key] = asked.ask(lambda s=settings: open_sft(s, tokenizer))  # type: ignore[misc]
+        for part in parts_of(config):
+            read = partial(open_part, config, part, dims, tokenizer)
+            if (data := asked.ask(read)) is not None:
+                found[part] = data
     asked.settle()
-    data = found.get("train")
-    assert dims is not None and data is not None, "a step failed without a word"
-    return dims, data, found.get("valid")
-
-
-@dataclass(slots=True)
-class HeldOut:
-    """The loss on examples that are not trained."""
-
-    data: SftDataset
-    learner: Learner
-    frequency: Frequency
-
-    def evaluate(self, version: int) -> dict[str, float | int]:
-        started = time.monotonic()
-        rows = self.data.batch(0, len(self.data))
-        total, count = 0.0, 0.0
-        for row, output in zip(rows, self.learner.forward(rows), strict=True):
-            weights = row.columns["weights"]
-            total -= float((output["logprobs"].cpu() * weights).sum())
-            count += float(weights.sum())
-        return {
-            "version": version,
-            "num_prompts": len(rows),
-            "loss": total / count,
-            "seconds": time.monotonic() - started,
-        }
+    assert dims is not None and "train" in found, "a step failed without a word"
+    return dims, found
 
 
 def train(
-    lead: Lead,
+    calls: RankCalls,
     run: OpenRun,
-    learner: Learner,
-    data: SftDataset,
-    held_out: HeldOut | None,
+    evals: Frequency | None,
     bounds: Bounds,
     trained: int,
     num_steps: int,
-    size: int,
     stop: StopFlag,
     saver: Saver,
     recover: RecoverHandler,
 ) -> RunSummary:
-    loss = SftLoss()
 
     def evaluate(version: int) -> None:
-        assert held_out is not None
-        found = held_out.evaluate(version)
+        started = time.monotonic()
+        found = calls.call("evaluate")
         saver.scored(version - 1, -found["loss"])
-        run.recorder.evaluation(found)
+        seconds = time.monotonic() - started
+        run.recorder.evaluation({"version": version, **found, "seconds": seconds})
 
     try:
-        if held_out and not run.recorder.evaluated():
+        if evals and not run.recorder.evaluated():
             evaluate(trained)
         for step in range(trained, num_steps):
             if stop.reason:
                 break
-            lead.report(step + 1)
             timer = PhaseTimer()
-            rows: list[Row] = data.batch(step, size)
             with timer.phase("train"):
-                learner.begin_step()
-                learner.accumulate(rows, loss)
-                result = learner.end_step()
+                found = calls.call("step", step=step)
+            result = step_from(found["result"])
             trained = step + 1
             if result.skipped:
                 log.warning("step %d: nothing was updated: %s", step + 1, result.reason)
-            if held_out and (held_out.frequency.is_due(step + 1) or step + 1 == num_steps):
+            if evals and (evals.is_due(step + 1) or step + 1 == num_steps):
                 with timer.phase("evaluate"):
                     evaluate(step + 1)
             sentence = bounds.past([result])
             with timer.phase("save"):
                 saver.after_step(step)
                 recover.after_step(step)
-            lengths = [len(row.ids) for row in rows]
-            record = run.steps.sft_record(step + 1, result, lengths, timer, saver, recover)
+            memory = MemoryUse(**calls.ask("memory"))
+            lengths = found["lengths"]
+            record = run.steps.sft_record(step + 1, result, lengths, timer, memory, saver, recover)
             run.recorder.step(record)
             recover.commit()
             if sentence:
@@ -273,7 +195,7 @@ def train(
         name, next_start = stop.reason, recover.next_start
         raise cut_short(name, trained + 1, saver.good, next_start) from None
     except Exception:
-        save_after_failure(lead, recover, [saver], trained)
+        save_after_failure(calls, recover, [saver], trained)
         raise
     stop.check_complete(trained, num_steps, folder, next_start=recover.next_start)
     assert folder is not None, "a complete run has steps"

@@ -174,6 +174,14 @@ class BatchUpdate:
             _write(samples, "values", self.critic.forward(rows), "values")
 
 
+def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
+    """fp32 columns of many rows, in one copy from the device."""
+    if not columns:
+        return []
+    flat = torch.cat([column.detach() for column in columns]).float().cpu()
+    return [part.numpy() for part in flat.split([len(column) for column in columns])]
+
+
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
 
@@ -189,9 +197,6 @@ def rerouted(row: Row, own_TLk: Tensor) -> Tensor:
 def _write(
     samples: Sequence[Sample], column: str, outputs: Sequence[dict[str, Tensor]], key: str
 ) -> None:
-    """One copy from the device for all samples."""
-    lengths = [len(output[key]) for output in outputs]
-    flat = torch.cat([output[key] for output in outputs]).float().cpu().numpy()
-    parts = np.split(flat, np.cumsum(lengths)[:-1])
+    parts = on_host([output[key] for output in outputs])
     for sample, part in zip(samples, parts, strict=True):
         sample.columns[column] = part

@@ -30,7 +30,6 @@ from pentad.core.settings import BalanceSettings
 from pentad.models.exchange import gather_whole
 from pentad.parallel.cuts import local, stored_box
 from pentad.parallel.gradients import global_norm, sum_copies
-from pentad.runtime.lead import drain
 from pentad.sync.publisher import take_snapshot
 
 DENSE = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
@@ -276,8 +275,9 @@ def snapshot_held(model: str, layout: Layout, copy: bool, **settings: Any) -> li
     own = {_storage(local(tensor)) for tensor in state_of(engine).values()}
     if engine.meshes.rank == 0:
         taken = take_snapshot(1, engine.iter_weights(), copy=copy).weights
-    else:  # as a follower does
-        drain(engine.iter_weights())
+    else:
+        for _ in engine.iter_weights():
+            pass
         taken = ()
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

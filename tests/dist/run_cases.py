@@ -1,26 +1,24 @@
 """What ranks run in the tests of whole runs: within the pool, and as processes of their own."""
 
+import threading
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from engine_toys import CONFIG, PolicyLoss, make_rows
 
-from pentad.planner.prepare import prepare
 from pentad.core.errors import RunError
-from pentad.core.layout import Layout
+from pentad.core.group_values import gather_values
 from pentad.engine.engine import build_engine
-from pentad.core.settings import EngineSettings, OptimizerSettings
-from pentad.runtime import lead as runtime_lead
-from pentad.runtime.lead import Lead, follow
+from pentad.planner.prepare import prepare
+from pentad.runtime import calls as runtime_calls
+from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.rank import Rank
 from pentad.trainer import assemble, learners, sft
 from pentad.trainer.ranks import run_over_ranks, run_rank
-
-CPU = torch.device("cpu")
+from pentad.trainer.service import LearnerService
+from pentad.trainer.sft_service import SftService
 
 
 def settings_of(task, root, command, trial, *overrides):
@@ -46,15 +44,23 @@ def config_of(task, root, command, trial, *overrides):
     return prepare(None, settings_of(Path(task), root, command, trial, *overrides), command)
 
 
-RUNS = {"sft": sft.lead_sft, "train": assemble.lead_train}
+RUNS = {
+    "sft": (sft.lead_sft, SftService, sft.begin_sft),
+    "train": (assemble.lead_train, LearnerService, assemble.begin_train),
+}
+
+
+def name_of(target):
+    return f"{target.__module__}:{target.__qualname__}"
 
 
 def run_here(command, task, root, trial, overrides):
     """One rank of a run, in a process of the pool."""
     config, notes = config_of(task, root, command, trial, *overrides)
-    run = RUNS[command]
+    run, service, _ = RUNS[command]
     payload = {
-        "run": f"{run.__module__}:{run.__qualname__}",
+        "run": name_of(run),
+        "service": name_of(service),
         "config": config.model_dump(mode="json"),
         "notes": notes,
         "fresh": False,
@@ -63,119 +69,108 @@ def run_here(command, task, root, trial, overrides):
     return run_rank(Rank(dist.get_rank(), dist.get_world_size()), payload)
 
 
-# What a lead promises, on real engines.
+# What calls promise, with a service on every rank.
 
 
-def led(deed):
-    """Does something with a learner over all ranks, on rank 0; the others follow."""
-    rank = Rank(dist.get_rank(), dist.get_world_size())
-    if rank.rank > 0:
-        return follow(rank, CPU)
-    with Lead(rank, CPU) as lead:
-        return DEEDS[deed](lead)
+class Noting:
+    """Notes the calls that were made of it."""
+
+    mild = frozenset({"refuse"})
+
+    def __init__(self):
+        self.rank = Rank(dist.get_rank(), dist.get_world_size())
+        self.seen = []
+
+    def note(self, **values):
+        self.seen.append(values)
+        return [self.rank.rank, len(self.seen)]
+
+    def everyone(self):
+        """What all ranks noted."""
+        return gather_values(self.seen)
+
+    def refuse(self):
+        self.seen.append("refused")
+        raise RunError(f"refused by rank {self.rank.rank}")
+
+    def nap(self):
+        if self.rank.rank > 0:
+            time.sleep(3)
+
+    def close(self, *, is_failed):
+        self.seen.append("closed")
 
 
-def make(lead, name="actor", seed=3):
-    return lead.build(
-        name,
-        build_engine,
-        CONFIG,
-        EngineSettings(optimizer=OptimizerSettings(lr=1e-2)),
-        layout=Layout(dp_shard=lead.rank.world),
-        init_from_scratch=True,
-        seed=seed,
-    )
+def called(case):
+    """Makes calls on all ranks from rank 0; the others serve."""
+    service = Noting()
+    if service.rank.rank > 0:
+        return serve(service)
+    with RankCalls(service) as calls:
+        found = CASES[case](calls)
+    assert service.seen[-1] == "closed"
+    return found
 
 
-def step(learner):
-    learner.begin_step()
-    learner.accumulate(make_rows(), PolicyLoss())
-    return learner.end_step()
+def same_order(calls):
+    """Calls of two threads come to all ranks in one order, with their values."""
+    threads = [
+        threading.Thread(target=lambda n=n: [calls.call("note", by=n, at=i) for i in range(20)])
+        for n in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = calls.call("everyone")
+    return first == second, len(first), calls.call("note", text="ä", none=None, x=0.1)
 
 
-def stop_reading(lead):
-    """Readers of weights that leave early, or never begin, do not put ranks out of step."""
-    learner = make(lead)
-    reader = learner.iter_weights()
-    first, _ = next(reader)
-    reader.close()
-    learner.iter_weights()
-    names = [name for name, _ in learner.iter_weights()]
-    return first == names[0], len(names), step(learner).grad_norm
+def ask_one(calls):
+    """A question is rank 0's alone."""
+    calls.ask("note", a=1)
+    return calls.call("everyone")
 
 
-def use_tags(lead):
-    learner = make(lead)
-    rows = make_rows()
-    start = learner.forward(rows)
-    learner.save_tag("ref")
-    step(learner)
-    tagged, after = learner.forward(rows, "ref"), learner.forward(rows)
-    same = [torch.equal(a["logprobs"], b["logprobs"]) for a, b in zip(start, tagged, strict=True)]
-    return all(same), torch.equal(start[0]["logprobs"], after[0]["logprobs"])
-
-
-def keep_two(lead):
-    """Two learners by name: a step of one leaves the other as it was."""
-    first, second = make(lead), make(lead, "critic", seed=4)
-    before = dict(second.iter_weights())
-    step(first)
-    after = dict(second.iter_weights())
-    return all(torch.equal(before[name], after[name]) for name in before), len(before)
-
-
-def call_within(lead):
-    learner = make(lead)
-    reader = learner.iter_weights()
-    next(reader)
+def refused(calls):
+    """A mild failure is told, and the next call is made; another one is the end."""
     try:
-        learner.begin_step()
+        calls.call("refuse")
     except RunError as error:
-        message = str(error)
-    reader.close()
-    return message, learner.everywhere(partial(count_steps, more=5))
+        said = str(error)
+    return said, calls.call("everyone"), calls.is_torn
 
 
-def hang(lead):
-    """A follower that takes no more calls: rank 0 does not wait for ever."""
-    learner = make(lead)
-    learner.everywhere(fall_asleep)
+def hang(calls):
+    """A rank that takes no more calls: rank 0 does not wait for ever."""
+    calls.call("nap")
     try:
-        learner.begin_step()
+        calls.call("note")
     except RuntimeError as error:
-        return "imed out" in str(error), lead.is_torn
+        return "imed out" in str(error), calls.is_torn
     return "it waited"
-
-
-def fall_asleep(learner):
-    if dist.get_rank() > 0:
-        time.sleep(3)
 
 
 def hang_soon():
     """`hang`, with a limit of a second."""
-    limit, runtime_lead.ANSWER = runtime_lead.ANSWER, timedelta(seconds=1)
+    limit, runtime_calls.ANSWER = runtime_calls.ANSWER, timedelta(seconds=1)
     try:
-        return led("hang")
-    except RunError as error:  # the follower, awake again
+        return called("hang")
+    except RunError as error:  # the other rank, awake again
         return str(error)
     finally:
-        runtime_lead.ANSWER = limit
+        runtime_calls.ANSWER = limit
 
 
-def count_steps(learner, more):
-    return learner.num_steps + more
-
-
-DEEDS = {f.__name__: f for f in (stop_reading, use_tags, keep_two, call_within, hang)}
+CASES = {f.__name__: f for f in (same_order, ask_one, refused, hang)}
 
 
 # Ranks that fail.
 
 
-def bad_build(*args, harm, make, **kwargs):
+def bad_build(*args, harm, **kwargs):
     rank, deed = harm
-    engine = make(*args, **kwargs)
+    engine = build_engine(*args, **kwargs)
     end_step = engine.end_step
 
     def end():
@@ -187,20 +182,21 @@ def bad_build(*args, harm, make, **kwargs):
     return engine
 
 
-def harmed(lead, config, notes, fresh, *, command):
-    rank, deed = config.experiment_name.split("-")
-    harm = (int(rank), deed)
-    sft.build_engine = partial(bad_build, harm=harm, make=build_engine)
-    assemble.build_learner = partial(bad_build, harm=harm, make=learners.build_learner)
-    return RUNS[command](lead, config, notes, fresh)
+class Harmed:
+    """The service of a run, with an engine that fails on one rank."""
+
+    def __init__(self, config, rank, device):
+        harm, what = config.experiment_name.split("-")
+        learners.build_engine = partial(bad_build, harm=(int(harm), what))
+        super().__init__(config, rank, device)
 
 
-def harmed_sft(*args):
-    return harmed(*args, command="sft")
+class HarmedSft(Harmed, SftService):
+    pass
 
 
-def harmed_train(*args):
-    return harmed(*args, command="train")
+class HarmedTrain(Harmed, LearnerService):
+    pass
 
 
 def run_harmed(command, rank, deed, task, root):
@@ -213,8 +209,6 @@ def run_harmed(command, rank, deed, task, root):
         "run",
         *(f"experiment_name={rank}-{deed}", f"allocation_mode={layout}", "recover.retries=0"),
     )
-    run, begin = {
-        "sft": (harmed_sft, sft.begin_sft),
-        "train": (harmed_train, assemble.begin_train),
-    }[command]
-    return run_over_ranks(run, begin, config, notes, False, "cpu")
+    run, _, begin = RUNS[command]
+    harmed = {"sft": HarmedSft, "train": HarmedTrain}[command]
+    return run_over_ranks(run, harmed, begin, config, notes, False, "cpu")

@@ -44,7 +44,10 @@ def alone(task, tmp_path_factory):
     config, notes = config_of(task, root, "sft", "sft", "total_train_steps=3")
     ppo = [*PPO, "allocation_mode=embedded:d1|archon:d1"]
     other, more = config_of(task, root, "train", "ppo", *ppo)
-    return {"sft": run_sft(config, notes, device="cpu"), "ppo": run_train(other, more, device="cpu")}
+    return {
+        "sft": run_sft(config, notes, device="cpu"),
+        "ppo": run_train(other, more, device="cpu"),
+    }
 
 
 PPO = ["algorithm.name=ppo", "total_train_steps=2"]
@@ -135,17 +138,15 @@ def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("deed", "expected"),
+    ("case", "expected"),
     [
-        ("stop_reading", lambda seen: seen[0] and seen[1] > 10 and seen[2] > 0),
-        ("use_tags", lambda seen: seen == (True, False)),
-        ("keep_two", lambda seen: seen[0] and seen[1] > 10),
-        ("call_within", lambda seen: "within another call" in seen[0] and seen[1] == 5),
+        ("same_order", (True, 40, [0, 41])),
+        ("ask_one", [[{"a": 1}], []]),
+        ("refused", ("refused by rank 0", [["refused"], ["refused"]], False)),
     ],
 )
-def test_what_rank_0_does_with_a_learner_all_ranks_do(pool, deed, expected):
-    seen = pool.run(2, "run_cases", "led", deed=deed)
-    assert expected(seen), seen
+def test_a_call_reaches_all_ranks_and_a_question_one(pool, case, expected):
+    assert pool.run(2, "run_cases", "called", case=case) == expected
 
 
 def test_a_rank_that_takes_no_call_is_not_waited_for_for_ever(pool):

@@ -136,15 +136,12 @@ def test_a_signal_before_the_first_step_is_answered_with_a_sentence(lab, monkeyp
         signal.raise_signal(signal.SIGTERM)
         return build(*args, **kwargs)
 
-    monkeypatch.setattr(f"pentad.trainer.{MODULES[command]}.build_engine", interrupted)
+    monkeypatch.setattr(learners, "build_engine", interrupted)
     with pytest.raises(RunError, match="stopped by SIGTERM before the first step; nothing was"):
         lab.train(trial="early") if command == "train" else lab.sft()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     (log,) = lab.fileroot.rglob("log.txt")
     assert "the run ended: stopped by SIGTERM" in log.read_text()
-
-
-MODULES = {"train": "learners", "sft": "sft"}
 
 
 def test_a_signal_during_the_baseline_stops_an_rl_run_with_a_sentence(lab, task, monkeypatch):

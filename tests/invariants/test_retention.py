@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from test_saving import exports_of, log_of, weights_of
 
 from pentad.rollout import evaluation
@@ -115,8 +114,8 @@ def test_the_state_of_a_saver_is_json_and_comes_back(tmp_path):
 
     def made():
         frequency = Frequency(seconds=60, clock=lambda: now[0])
-        rest = {"steps_per_epoch": 2, "device": torch.device("cpu")}
-        return Saver(learner=None, root=tmp_path, frequency=frequency, **rest)
+        rest = {"steps_per_epoch": 2, "calls": None, "role": "actor"}
+        return Saver(root=tmp_path, frequency=frequency, **rest)
 
     one = made()
     one.frequency.is_due(1)

@@ -13,12 +13,12 @@ from functools import partial
 
 import pytest
 import torch
+from pentad.runtime.lead import Lead
 
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.runtime.lead import Lead
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import rollout_pump, saver

@@ -37,6 +37,7 @@ from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.budget import Budget
+from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.preflight import check_train
 from pentad.trainer.retries import Retries, run_path_of
 from pentad.trainer.rollout_pump import RolloutPump
@@ -242,19 +243,16 @@ async def selftest(shift, shift_alone):
         async def generate(self, request):
             return [Generation([1], [0.0], [0], "stop") for _ in request.seeds]
 
-    def forward(rows):
+    def call(method, rows):
         moved = shift + (shift_alone if len(rows) == 1 else 0.0)
-        return [{"logprobs": zeros(len(row.ids)) + moved} for row in rows]
+        return [[moved] * len(row) for row in rows]
 
-    await run_selftest(
-        SimpleNamespace(forward=forward),
-        [Fixed()],
-        [(1, 2)],
-        temperature=1.0,
-        weights_digest="",
-        tolerance=FLOAT32,
-        seed=1,
-    )
+    learner = LearnerThread(SimpleNamespace(call=call))
+    how = {"temperature": 1.0, "weights_digest": "", "tolerance": FLOAT32, "seed": 1}
+    try:
+        await run_selftest(learner, [Fixed()], [(1, 2)], **how)
+    finally:
+        learner.close(5.0)
 
 
 def run_out_of_memory():

@@ -8,7 +8,7 @@ import pytest
 
 from pentad.core.settings import BoundSettings
 from pentad.core.types import Sample, StepResult
-from pentad.rl.bounds import SHARE_WINDOW, Bounds, compare, num_impossible
+from pentad.rl.bounds import SHARE_WINDOW, Bounds, compare
 
 RNG = np.random.default_rng(0)
 
@@ -100,7 +100,7 @@ def test_impossible_tokens_are_no_usable_gradient():
     own, said = sample(0.0, 3)
     said[5] = -math.inf
     compared = seen((own, said))
-    assert num_impossible(compared) == 1
+    assert compared.num_impossible == 1
     bounds = Bounds(BoundSettings(patience_steps=2))
     assert [bool(text) for text in sentences(bounds, compared, compared)] == [False, True]
 

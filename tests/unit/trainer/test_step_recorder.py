@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from pentad.checkpoint.tiers import Tiers
 from pentad.core.layout import Layout
 from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
+from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.records import StepRecorder
@@ -29,27 +29,22 @@ DIMS = dims_of(
 )
 
 RECOVER = RecoverHandler(
-    learners={}, tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
+    calls=None, roles={}, tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
 )
-SAVER = Saver(
-    learner=None,
-    root=Path(),
-    frequency=Frequency(),
-    steps_per_epoch=10,
-    device=torch.device("cpu"),
-)
+SAVER = Saver(calls=None, role="actor", root=Path(), frequency=Frequency(), steps_per_epoch=10)
 
 
 def record_of(balance=(), world=1):
     recorder = StepRecorder(
         DIMS,
-        torch.device("cpu"),
         layout=Layout(dp_shard=world),
         peak_tflops=1e-6,
         steps_per_epoch=10,
     )
     result = StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance)
-    return recorder.sft_record(1, result, [8], ticking_timer(), SAVER, RECOVER).as_json()
+    return recorder.sft_record(
+        1, result, [8], ticking_timer(), MemoryUse(), SAVER, RECOVER
+    ).as_json()
 
 
 def ticking_timer():

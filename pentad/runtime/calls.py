@@ -1,0 +1,135 @@
+"""How one call reaches all ranks of a group: rank 0 sends it as JSON, every rank makes it.
+
+What the ranks of a group can do is a service: an object with methods that take and return JSON
+values. Rank 0 takes the calls (`RankCalls`), the others wait for them (`serve`). All ranks make the
+same calls in one order; the answer is rank 0's.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from pentad.core.errors import RunError, Transient, UserError
+from pentad.core.group_values import broadcast_value
+from pentad.runtime.rank import Rank
+from pentad.runtime.signals import hearing
+
+PATIENCE = timedelta(days=60)
+"""How long ranks wait for the next call: rank 0 may generate, evaluate or save for hours."""
+ANSWER = timedelta(minutes=30)
+"""How long rank 0 waits for them to take one: they do what it does, so who takes none hangs."""
+STOP = "stop"
+"""No method: the last word to the other ranks."""
+
+
+class RankService(Protocol):
+    """What every rank of a group runs, besides its own methods."""
+
+    rank: Rank
+    mild: frozenset[str]
+    """Methods that may fail with OSError, RunError or UserError and leave all ranks together: the
+    caller is told, and the next call can be made."""
+
+    def close(self, *, is_failed: bool) -> None:
+        """Ends what it has under way: waits for it, or after a failure gives it up."""
+        ...
+
+
+class Channel:
+    """Calls from rank 0 to all others, in a process group of its own: there ranks wait for long."""
+
+    def __init__(self) -> None:
+        timeout = ANSWER if dist.get_rank() == 0 else PATIENCE
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def send(self, method: str, arguments: dict[str, Any]) -> None:
+        broadcast_value([method, arguments], self.group)
+
+    def receive(self) -> tuple[str, dict[str, Any]]:
+        try:
+            method, arguments = broadcast_value(None, self.group)
+        except RuntimeError as error:
+            raise RunError(f"connection closed: rank 0 is gone ({error})") from error
+        return method, arguments
+
+
+class RankCalls:
+    """Rank 0's end. In a world of one a call is a plain call.
+
+    Closing it, as a context, ends the other ranks and the service of this one.
+    """
+
+    def __init__(self, service: RankService) -> None:
+        assert service.rank.rank == 0, "calls go out from rank 0"
+        self.service = service
+        self.rank = service.rank
+        self.channel = Channel() if self.rank.world > 1 else None
+        self.lock = threading.Lock()
+        self.is_torn = False
+        """Whether a call failed here: nobody knows then where the other ranks stand."""
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Makes the call on all ranks, one at a time, from any thread; rank 0's answer."""
+        if self.channel is None:
+            return getattr(self.service, method)(**arguments)
+        with self.lock:
+            if self.is_torn:
+                raise Transient("the ranks do not answer any more: a call failed before")
+            with self.rank.calling():
+                try:
+                    self.channel.send(method, arguments)
+                    return getattr(self.service, method)(**arguments)
+                except BaseException as error:
+                    is_mild = isinstance(error, OSError | RunError | UserError)
+                    self.is_torn = not (is_mild and method in self.service.mild)
+                    raise
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """A question to rank 0 alone, beside a call under way: for methods where ranks do not meet
+        and no device works."""
+        return getattr(self.service, method)(**arguments)
+
+    def __enter__(self) -> RankCalls:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.channel is not None and not self.is_torn:
+            self.channel.send(STOP, {"is_whole": error is None})
+        self.service.close(is_failed=error is not None)
+
+
+def serve(service: RankService) -> None:
+    """Makes the calls that rank 0 sends, until it says stop.
+
+    Signals that stop a run are rank 0's: one that reached all ranks would end some in mid call.
+    """
+    with hearing(signal.SIG_IGN):
+        _serve(Channel(), service)
+
+
+def _serve(channel: Channel, service: RankService) -> None:
+    while True:
+        method, arguments = channel.receive()
+        if method == STOP:
+            is_whole = arguments["is_whole"]
+            service.close(is_failed=not is_whole)
+            if not is_whole:  # rank 0 says why, and does not come to the end where ranks meet
+                raise SystemExit(0)
+            return
+        with service.rank.calling():
+            try:
+                getattr(service, method)(**arguments)
+            except (OSError, RunError, UserError):
+                if method not in service.mild:
+                    raise

@@ -1,0 +1,266 @@
+"""What every rank of a learner runs: engines by role, their steps, weights, state and exports.
+
+The scheduler reaches it through `runtime.calls`: methods take and return JSON values. Groups are
+read from the store, weights and state leave by files or by the memory of this process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentad.checkpoint.folders import Damaged, info_folder, read_checkpoint
+from pentad.checkpoint.job import ExportJob
+from pentad.checkpoint.restore import restore_learner
+from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.staging import HostMemory
+from pentad.checkpoint.writer import Pending, Writer
+from pentad.config.schema import Config
+from pentad.core.errors import RunError, UserError
+from pentad.core.group_values import gather_values
+from pentad.core.sizes import RunSize
+from pentad.core.types import Prompt, Row
+from pentad.data.store import GroupStore, open_store
+from pentad.engine.engine import Engine
+from pentad.rl.bounds import compare
+from pentad.rl.metrics import compute_metrics
+from pentad.runtime.rank import Rank
+from pentad.sync.publisher import Snapshot, take_snapshot
+from pentad.telemetry.host import rss_gb
+from pentad.trainer.facts import BatchFacts
+from pentad.trainer.learners import build_learner, build_update, load_tags
+from pentad.trainer.saver import file_specs
+from pentad.trainer.start import Role
+from pentad.trainer.translate import algorithm_settings
+from pentad.trainer.update import BatchResult, on_host
+
+FAILURES: dict[str, type[RunError]] = {"Damaged": Damaged}
+"""Of a rank that the others raise as well; any other is a RunError."""
+
+
+@dataclass(slots=True)
+class Exporting:
+    """Rank 0's memory for the exports of one role, and what became of the last one."""
+
+    room: HostMemory = field(default_factory=HostMemory)
+    pending: Pending | None = None
+
+
+class EngineService:
+    """What learning from rollouts and from examples have in common."""
+
+    mild = frozenset({"save_state", "restore_state", "export"})
+
+    def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
+        self.config = config
+        self.rank = rank
+        self.device = device
+        self.engines: dict[str, Engine] = {}
+        self.snapshots: dict[int, Snapshot] = {}
+        """By version: weights that were not fetched yet."""
+        self.writer, self.export_writer = Writer(), Writer()
+        """An export must not hold up the state of a later step."""
+        self.savers: dict[str, StateSaver] = {}
+        self.exports: dict[str, Exporting] = {}
+        self.allocated_gb: float | None = None
+
+    # Weights
+
+    def forward(self, rows: list[list[int]]) -> list[list[float]]:
+        """The actor's log-probs of a few rows of ids."""
+        found = self.engines["actor"].forward([Row(torch.tensor(ids), {}) for ids in rows])
+        return [output["logprobs"].float().tolist() for output in found]
+
+    def save_tag(self, tag: str) -> None:
+        self.engines["actor"].save_tag(tag)
+
+    def snapshot(self, version: int, copy: bool, on_host: bool) -> dict[str, Any]:
+        """Keeps the actor's weights as `version` for `fetch`; what they are."""
+        weights = self.engines["actor"].iter_weights()
+        if self.rank.rank > 0:  # it takes part in every gathering
+            for _ in weights:
+                pass
+            return {}
+        taken = take_snapshot(version, weights, copy=copy, on_host=on_host)
+        self.snapshots[version] = taken
+        return {"version": version, "num": len(taken.weights), "digest": taken.digest.hex()}
+
+    def fetch(self, version: int) -> Snapshot:
+        """For the scheduler within the process of rank 0, which holds it from now on."""
+        return self.snapshots.pop(version)
+
+    # State
+
+    def prepare_state(self) -> None:
+        """Makes the memory that saves beside training need."""
+        for role, engine in self.engines.items():
+            self._saver(role).prepare(engine.state_tensors())
+
+    def save_state(self, role: str, root: str, folder: str, is_async: bool) -> list[str]:
+        """The receipts of all ranks. It fails on all ranks or on none."""
+        engine = self.engines[role]
+        staged = save_learner(self._saver(role), engine, Path(root), folder, is_async=is_async)
+        return list(staged.receipts)
+
+    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
+        """The counters of the checkpoint. It fails on all ranks or on none."""
+        failure: RunError | None = None
+        counters: dict[str, Any] = {}
+        try:
+            checkpoint = read_checkpoint(Path(root), step)
+            if checkpoint is None:
+                raise RunError(f"{Path(root) / info_folder(step)}: not seen by every rank")
+            counters = restore_learner(self.engines[role], checkpoint, folder)
+        except RunError as error:
+            failure = error
+        group = self._saver(role).group
+        if group is not None:
+            said = [type(failure).__name__, str(failure)] if failure else None
+            found = [one for one in gather_values(said, group) if one is not None]
+            if found:
+                kind, text = found[0]
+                failure = FAILURES.get(kind, RunError)(text)
+        if failure is not None:
+            raise failure
+        return counters
+
+    def _saver(self, role: str) -> StateSaver:
+        if role not in self.savers:
+            self.savers[role] = StateSaver(self.writer)
+        return self.savers[role]
+
+    # Exports
+
+    def export(self, role: str, folder: str, is_async: bool) -> None:
+        """Writes a HF folder; asynchronous, it is copied when this returns, and `export_status`
+        says what became of it. It fails on all ranks or on rank 0 alone."""
+        engine = self.engines[role]
+        if not is_async:
+            engine.save_hf(folder)
+            return
+        if self.rank.rank > 0:
+            engine.stage_hf(None)
+            return
+        exporting = self.exports.setdefault(role, Exporting())
+        exporting.pending = None
+        try:
+            files = engine.plan_hf()
+            size = sum(part for file in files for _, part in file.pieces if isinstance(part, int))
+            memory = exporting.room.take(size, pins=self.device.type == "cuda")
+        except (OSError, RunError, UserError):
+            engine.stage_hf(None)  # the other ranks wait for it
+            raise
+        engine.stage_hf(exporting.room.bytes[:size])
+        job = ExportJob(Path(folder), file_specs(files, memory))
+        exporting.pending = self.export_writer.submit(job)
+
+    def export_status(self, role: str, wait: bool = False) -> dict[str, Any]:
+        """Of the last asynchronous export: whether it is done, what it failed with, seconds."""
+        pending = self.exports[role].pending
+        assert pending is not None, "there is one"
+        if wait:
+            pending.settled()
+        error = None if pending.error is None else str(pending.error)
+        return {"is_done": pending.is_done, "error": error, "seconds": pending.seconds}
+
+    # Figures
+
+    def memory(self) -> dict[str, float | None]:
+        """Of this process, by the fields of `telemetry.record.MemoryUse`."""
+        if self.device.type != "cuda":
+            return {"host_rss_gb": rss_gb()}
+        before, self.allocated_gb = self.allocated_gb, torch.cuda.memory_allocated() / 1e9
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return {
+            "peak_allocated_gb": peak / 1e9,
+            "reserved_gb": reserved / 1e9,
+            "leak_delta_gb": None if before is None else self.allocated_gb - before,
+            "host_rss_gb": rss_gb(),
+        }
+
+    def close(self, *, is_failed: bool) -> None:
+        """What is worth waiting for was waited for: after a failure it ends at once."""
+        for writer in (self.export_writer, self.writer):
+            writer.close(0.0 if is_failed else None)
+        for saver in self.savers.values():
+            saver.close()
+        for exporting in self.exports.values():
+            exporting.room.close()
+
+
+class LearnerService(EngineService):
+    """Learns from the groups of a store."""
+
+    def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
+        super().__init__(config, rank, device)
+        self.store: GroupStore | None = None
+        self.batch = 0
+        self.result: BatchResult | None = None
+        """Of the last batch, until the next begins."""
+
+    def build(self, num_steps: int, max_row_tokens: int) -> None:
+        """The models; both numbers follow from the data."""
+        self.algorithm = algorithm_settings(self.config)
+        size = RunSize(num_steps, max_row_tokens)
+        roles: tuple[Role, ...] = ("actor", "critic") if self.algorithm.needs_critic else ("actor",)
+        for role in roles:
+            self.engines[role] = build_learner(self.config, role, size, device=self.device)
+        actor, critic = self.engines["actor"], self.engines.get("critic")
+        self.update = build_update(self.config, self.algorithm, actor, critic)
+
+    def load_tags(self, has: list[str], step: int) -> None:
+        """The frozen weights that the algorithm needs besides those it has, after `step` steps."""
+        load_tags(self.engines["actor"], self.config, self.algorithm, has, step)
+
+    def open_store(self, address: dict[str, Any]) -> None:
+        """Where the groups are; what is learned from them does not ask for their prompts."""
+        self.store = open_store(address, lambda gid: Prompt(gid, (), {}))
+
+    def begin(self, batch: int) -> None:
+        self.rank.report(batch + 1)
+        self.batch, self.result = batch, None
+        self.update.begin()
+
+    def add(self, gids: list[int], last: bool) -> None:
+        """The next groups of the batch; `last` says that no more will come."""
+        assert self.store is not None, "it is opened before the first batch"
+        self.update.add(self.store.get(gids), last=last)
+
+    def finish(self) -> None:
+        """The optimizer steps."""
+        self.result = self.update.finish()
+
+    def measure(self) -> dict[str, Any]:
+        """`BatchFacts` of the batch that was finished last; asked of rank 0."""
+        result = self.result
+        assert result is not None, "a batch is finished first"
+        samples = [sample for sample, _ in result.scored]
+        said = on_host([logprobs for _, logprobs in result.scored])
+        return BatchFacts(
+            result.steps,
+            result.critic_steps,
+            [len(row.ids) for row in result.rows],
+            compute_metrics(
+                self.update.groups, result.rows, result.outputs, self.algorithm, stats=result.stats
+            ),
+            result.rerouted_share,
+            compare(samples, said, self.batch),
+        ).as_json()
+
+    def progress(self) -> dict[str, int]:
+        """Batches that are in the weights, and optimizer steps of the one under way."""
+        return {"num_done": self.update.num_done, "num_moved": self.update.num_moved}
+
+    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
+        counters = super().restore_state(role, root, step, folder)
+        self.update.num_done = step + 1
+        return counters
+
+    def close(self, *, is_failed: bool) -> None:
+        super().close(is_failed=is_failed)
+        if self.store is not None:
+            self.store.close()
