@@ -58,7 +58,8 @@ class Offer:
 
     ticket: Ticket
     source: Iterable[tuple[str, Tensor]]
-    """What was handed over, known again by its identity."""
+    """What was handed over, known again by its identity; nothing for a snapshot, a whole model
+    that need not wait for the next one: its version and digest tell."""
     kept: Pairs
     """Tensors that receivers read in place."""
     num_readers: int = 0
@@ -77,7 +78,7 @@ class Handoff:
     async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         """Writes the weights, unless they were by an earlier call of the same object."""
         async with self.writing:
-            if self.newest is None or self.newest.source is not weights:
+            if self.newest is None or not is_same(self.newest, version, weights):
                 made = await asyncio.to_thread(self._make, version, weights)
                 old, self.newest = self.newest, made
                 if old is not None:
@@ -105,9 +106,9 @@ class Handoff:
 
     def _make(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         pairs = [(name, tensor.detach()) for name, tensor in weights]
-        digest = ""
+        digest, source = "", weights
         if isinstance(weights, Snapshot):
-            digest = weights.digest.hex()
+            digest, source = weights.digest.hex(), ()
         elif len(dict(pairs)) == len(pairs):
             digest = digest_of(pairs).hex()
         if self.kind == "ipc" and all(tensor.is_cuda for _, tensor in pairs):
@@ -117,10 +118,16 @@ class Handoff:
             else:
                 form = torch.contiguous_format
                 kept = [(name, tensor.clone(memory_format=form)) for name, tensor in pairs]
-            return Offer(share_on_gpu(version, kept, digest), weights, kept)
+            return Offer(share_on_gpu(version, kept, digest), source, kept)
         path = self.folder / f"{version}-{next(_numbers)}"
         kind: Kind = "file" if self.kind == "file" else "shm"
-        return Offer(write_ticket(version, pairs, digest, path, kind), weights, ())
+        return Offer(write_ticket(version, pairs, digest, path, kind), source, ())
+
+
+def is_same(offer: Offer, version: int, weights: Iterable[tuple[str, Tensor]]) -> bool:
+    if not isinstance(weights, Snapshot):
+        return offer.source is weights
+    return (offer.ticket.version, offer.ticket.digest) == (version, weights.digest.hex())
 
 
 # Files.

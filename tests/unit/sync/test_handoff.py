@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import gc
 import json
 import os
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -215,6 +217,24 @@ def test_one_object_is_written_once_and_another_anew(tmp_path):
         offers = await asyncio.gather(*(handoff.offer(1, pairs) for _ in range(5)))
         assert len(set(map(id, offers))) == 1
         assert await handoff.offer(1, list(pairs)) is not offers[0]
+
+    asyncio.run(main())
+
+
+def test_a_snapshot_that_was_written_is_not_kept(tmp_path):
+    """A whole model, which must not wait for the next one; receivers find it by its digest."""
+
+    async def main():
+        handoff = Handoff("shm", tmp_path)
+        snapshot = take_snapshot(1, weights(1), copy=True)
+        again = replace(snapshot)
+        offer = await handoff.offer(1, snapshot)
+        held = weakref.ref(snapshot.weights[0][1])
+        assert await handoff.offer(1, again) is offer
+        assert await handoff.offer(2, again) is not offer
+        del snapshot, again, offer
+        gc.collect()
+        assert held() is None
 
     asyncio.run(main())
 
