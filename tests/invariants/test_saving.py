@@ -13,12 +13,12 @@ from functools import partial
 
 import pytest
 import torch
-from pentad.runtime.lead import Lead
 
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.runtime.calls import RankCalls
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import rollout_pump, saver
@@ -350,15 +350,15 @@ def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
 def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
     lab, monkeypatch, capsys, command
 ):
-    plain = Lead.report
+    plain = RankCalls.call
 
-    def report(self, step):
-        if step == 3:
+    def call(self, method, **arguments):
+        if (method, arguments) in (("begin", {"batch": 2}), ("step", {"step": 2})):
             self.is_torn = True
             raise RuntimeError("Connection closed by peer")
-        plain(self, step)
+        return plain(self, method, **arguments)
 
-    monkeypatch.setattr(Lead, "report", report)
+    monkeypatch.setattr(RankCalls, "call", call)
     often = ("recover.freq_steps=1", "saver.mode=sync", "trial_name=torn")
     with pytest.raises(RuntimeError, match="closed by peer"):
         getattr(lab, command)(*often)
