@@ -25,6 +25,7 @@ from simulation import SimulatedLearner, Simulation, VirtualLoop, World  # noqa:
 
 from pentad.core.types import Group, Prompt  # noqa: E402
 from pentad.rollout.executor import Hold  # noqa: E402
+from pentad.trainer.train_pump import TrainedBatch  # noqa: E402
 
 BATCH = 256
 """Groups of a step."""
@@ -54,6 +55,9 @@ class Light(Simulation):
 
     def check_lags(self, gids: list[int]) -> None:
         self.most_live = max(self.most_live, self.state.ledger.funnel().in_flight)
+
+    def after_step(self, trained: TrainedBatch) -> None:
+        """A checkpoint's JSON is written beside the event loop."""
 
 
 def measure(num_ranks: int, num_groups: int, num_steps: int) -> tuple[float, float]:

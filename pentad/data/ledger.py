@@ -74,6 +74,8 @@ class Ledger:
         """In order, without gaps; fully trained batches are forgotten."""
         self._first_batch = 0
         """Every batch below is fully trained."""
+        self._next_open = 0
+        """No batch below has a free slot."""
         self._trained = 0
         self._dropped: dict[str, int] = {}
 
@@ -138,6 +140,7 @@ class Ledger:
         batch = self._batches[entry.batch]
         del batch.slots[entry.slot]
         heappush(batch.free, entry.slot)
+        self._next_open = min(self._next_open, entry.batch)
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
 
     # -- training -------------------------------------------------------------------------------
@@ -172,10 +175,10 @@ class Ledger:
     @property
     def next_batch(self) -> int:
         """The oldest batch with a free slot."""
-        batch = self._first_batch
-        while not self.num_missing(batch):
-            batch += 1
-        return batch
+        self._next_open = max(self._next_open, self._first_batch)
+        while not self.num_missing(self._next_open):
+            self._next_open += 1
+        return self._next_open
 
     def num_missing(self, batch: int) -> int:
         """Free slots of the batch."""
@@ -220,14 +223,8 @@ class Ledger:
                 }
                 for number, batch in self._batches.items()
             ],
-            "live": [
-                {
-                    "gid": gid,
-                    "batch": entry.batch,
-                    "slot": entry.slot,
-                    "state": entry.state,
-                    "num_attempts": entry.num_attempts,
-                }
+            "live": [  # short, since one is taken after every step
+                [gid, entry.batch, entry.slot, entry.state, entry.num_attempts]
                 for gid, entry in self._live.items()
             ],
         }
@@ -247,9 +244,9 @@ class Ledger:
                 [], done, int(saved["num_drawn"]), len(done)
             )
         for saved in snapshot["live"]:
-            numbers = (int(saved[name]) for name in ("gid", "batch", "slot", "num_attempts"))
-            gid, batch, slot, num_attempts = numbers
-            entry = _Entry(batch, slot, saved["state"], num_attempts)
+            *place, state, attempts = saved
+            gid, batch, slot, num_attempts = map(int, (*place, attempts))
+            entry = _Entry(batch, slot, state, num_attempts)
             if entry.state in ("ready", "leased") and gid in available:
                 entry.state = "ready"
             elif entry.state != "planned":

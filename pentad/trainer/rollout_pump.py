@@ -94,11 +94,8 @@ class RolloutPump:
 
     def _next_batch(self) -> int | None:
         """The oldest open batch with free slots."""
-        ledger, budget = self.state.ledger, self.state.budget
-        for batch in range(budget.trained, budget.last_open_batch + 1):
-            if ledger.num_missing(batch):
-                return batch
-        return None
+        batch = self.state.ledger.next_batch
+        return batch if self.state.budget.may_admit(batch) else None
 
     def _can_admit(self) -> bool:
         if self.running >= (1 if self.in_waves else self.max_groups):

@@ -77,7 +77,7 @@ class RunState:
         TypeError or ValueError, and no change, for what `progress` would not give."""
         if snapshot["groups_per_batch"] != self.ledger.groups_per_batch:
             raise ValueError(f"a batch has {snapshot['groups_per_batch']} groups")
-        batches = {entry["gid"]: entry["batch"] for entry in snapshot["live"]}
+        batches = {gid: batch for gid, batch, *_ in snapshot["live"]}
         oldest = self.budget.max_staleness
         kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
         restored = Ledger.restore(snapshot, kept)

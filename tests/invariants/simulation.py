@@ -115,7 +115,7 @@ class Replica:
         if self.death.is_set():
             raise RunError("the replica is dead")
         self.version, self.is_serving = max(version, self.version), True
-        return Installed(version, len(weights), snapshot_of(version).digest.hex())
+        return Installed(version, len(list(weights)), snapshot_of(version).digest.hex())
 
     async def sleep(self) -> None:
         await self.simulation.pass_time(0.1)
@@ -380,7 +380,7 @@ class Simulation:
             progress = trained.progress
             self.saved = json.dumps(progress.ledger), progress.ready, trained.batch + 1
             gone = progress.ledger["next_gid"]
-            live = {entry["gid"] for entry in progress.ledger["live"]}
+            live = {gid for gid, *_ in progress.ledger["live"]}
             self.ended_when_saved = {
                 gid: how for gid, how in self.ended.items() if gid < gone and gid not in live
             }
