@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from pentad.core.errors import Interrupted, RunError
-from pentad.runtime.signals import hearing, heeded
+from pentad.runtime.signals import Repeats, hearing, heeded
 
 
 @dataclass(slots=True)
@@ -96,19 +96,22 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """For an event loop: the first signal asks, a second one cancels the task that is here."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     asked = False
+    is_repeat = Repeats()
 
-    def stop(name: str) -> None:
+    def stop(number: signal.Signals) -> None:
         nonlocal asked
+        if is_repeat(number):
+            return
         if asked and task is not None:
             task.cancel()
         asked = True
-        request_stop(name)
+        request_stop(number.name)
 
     before: dict[signal.Signals, object] = {}
     for number in heeded():
         handler = signal.getsignal(number)
         try:
-            loop.add_signal_handler(number, stop, number.name)
+            loop.add_signal_handler(number, stop, number)
         except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
             continue
         before[number] = handler

@@ -117,6 +117,7 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, rec
     run = Run(task, tmp_path, command, 60.0, "saver.freq_steps=1", *often)
     before = time.monotonic()
     run.interrupt()
+    run.interrupt()  # sent to the process and to its group, as `timeout` does: still the first
     time.sleep(1.0)
     assert run.process.poll() is None  # it finishes its step
     run.interrupt()

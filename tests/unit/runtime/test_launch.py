@@ -15,6 +15,7 @@ from pentad.core.errors import RunError, UserError
 from pentad.runtime import launch
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.launch import LaunchSettings, run_ranks
+from pentad.runtime.signals import SAME_S
 
 LIGHT = LaunchSettings(has_group=False)
 PROGRAM = Path(__file__).parent / "rank_targets.py"
@@ -227,6 +228,7 @@ def test_a_led_run_that_is_cut_short_says_so_and_who_held_it_up(tmp_path, number
     os.kill(pids[1], signal.SIGSTOP)
     main.send_signal(signal.SIGTERM)
     until((tmp_path / "asked").exists)
+    time.sleep(2 * SAME_S)  # or it would pass for the same
     main.send_signal(number)
     out, _ = main.communicate(timeout=30)
     kind = "Interrupted" if number == signal.SIGINT else "RunError"
@@ -243,6 +245,7 @@ def test_a_second_signal_is_rank_0s_too_which_knows_what_is_saved(tmp_path):
     alive_notes(tmp_path)
     main.send_signal(signal.SIGTERM)
     until((tmp_path / "asked").exists)
+    time.sleep(2 * SAME_S)  # or it would pass for the same
     main.send_signal(signal.SIGTERM)
     out, _ = main.communicate(timeout=30)
     assert (main.returncode, out) == (1, f"RunError: {words}\n")
