@@ -68,7 +68,7 @@ class RolloutPump:
         """What was said when a group failed, numbers aside -> how often."""
 
     async def run(self) -> None:
-        rolling: set[asyncio.Task[None]] = set()
+        rolling: dict[asyncio.Task[None], int] = {}  # in the order of their start
         async with asyncio.TaskGroup() as tasks:
             while not self.state.is_over:
                 if not self._can_admit():
@@ -78,8 +78,8 @@ class RolloutPump:
                 for gid in self._next_groups():
                     self.running += 1
                     task = tasks.create_task(self._roll(gid), name=f"group {gid}")
-                    rolling.add(task)
-                    task.add_done_callback(rolling.discard)
+                    rolling[task] = gid
+                    task.add_done_callback(rolling.pop)
             for task in rolling:  # the run is over: nobody waits for these any more
                 task.cancel()
 

@@ -12,7 +12,6 @@ import selectors
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,9 +44,6 @@ FACTS = {
     "rerouted_share": None,
     "signs": {"num_impossible": 0, "constant": None, "gap": None, "is_fresh": True},
 }
-
-
-TAKES_CALLS = "fetch" in signature(TrainPump).parameters
 
 
 class Deadlock(AssertionError):
@@ -151,18 +147,6 @@ class SimulatedLearner:
         await self.simulation.pass_time(0.1)
         return function()
 
-    def begin(self) -> None:
-        pass
-
-    def add(self, groups: list[Group], last: bool) -> None:
-        self.simulation.check_lags([group.gid for group in groups])
-
-    def finish(self) -> SimpleNamespace:
-        return SimpleNamespace(steps=[], critic_steps=[], scored=[])
-
-    def iter_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.simulation.fetch(self.simulation.budget.trained).weights)
-
 
 class Simulation:
     """One run over all its starts."""
@@ -238,7 +222,8 @@ class Simulation:
             self.state.resume(json.loads(ledger), groups, trained)
         self.ended = dict(self.ended_when_saved)
         self._watch_ends(self.state.ledger)
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.zombies: set[asyncio.Task[None] | None] = set()
         self.newest_version = self.budget.published
         self.replicas = [Replica(self) for _ in range(world.num_replicas)]
         placement = Placement(
@@ -272,12 +257,7 @@ class Simulation:
             "on_trained": lambda trained: None,
             "after_step": self.after_step,
         }
-        if TAKES_CALLS:
-            return TrainPump(self.state, learner, self.fetch, publish, placement, turnstile, **rest)
-        rest["before_step"] = lambda batch: None
-        return TrainPump(
-            self.state, learner, learner, publish, placement, turnstile, learner, **rest
-        )
+        return TrainPump(self.state, learner, self.fetch, publish, placement, turnstile, **rest)
 
     def _watch_ends(self, ledger: Ledger) -> None:
         """Notes the end of every gid. A second end is the ledger's to refuse."""
@@ -308,8 +288,7 @@ class Simulation:
         await asyncio.sleep(long * self.draw.expovariate(1 / mean_s) if mean_s else 0)
 
     def beside(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
+        self.tasks.append(asyncio.ensure_future(work))
 
     # -- the executor ---------------------------------------------------------------------------
 
@@ -347,9 +326,10 @@ class Simulation:
         if self.happens("hang"):
             try:
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                if not self.happens("zombie"):
+            except asyncio.CancelledError:  # one that never obeys would keep any run from its end
+                if asyncio.current_task() in self.zombies or not self.happens("zombie"):
                     raise
+                self.zombies.add(asyncio.current_task())
                 asyncio.current_task().uncancel()
         await self.pass_time(self.world.rollout_s)
         return None if death.is_set() else [first, replica.version]
