@@ -30,10 +30,10 @@ HOLDER = re.compile(r"process (\d+) on (\S+) since ")
 class FolderLock:
     """Held until it is closed or the process ends."""
 
-    def __init__(self, folder: Path, where: str) -> None:
+    def __init__(self, folder: Path, where: str, name: str = NAME) -> None:
         """Makes the folder. UserError about `where` if another program has the lock; OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / NAME
+        self.path = folder / name
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip()

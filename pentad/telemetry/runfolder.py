@@ -33,7 +33,7 @@ FILES = {
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt.",
-    "servers/": "Output of the vLLM or SGLang servers that the run started, a file each.",
+    "servers/": "Output of the samplers that the run started as processes or servers, a file each.",
     "tensorboard/": "The numbers of steps.jsonl as curves and samples as text, if "
     "telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",

@@ -308,7 +308,8 @@ def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
         yield
         return
     with writing_checkpoints(root):
-        lock = FolderLock(root, f"checkpoint folder = {root}")
+        # Beside it, so that checkpoints of elsewhere can be moved to its place.
+        lock = FolderLock(root.parent, f"checkpoint folder = {root}", f".{root.name}.lock")
     with closing(lock):
         yield
 

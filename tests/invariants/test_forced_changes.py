@@ -74,7 +74,7 @@ def test_checkpoints_that_another_run_writes_are_left_alone(lab, tmp_path):
     disk = f"checkpoint.local_dir={tmp_path / 'disk'}"
     root = lab.train(ONE, disk, trial="shared").model.parents[1]
     with (
-        closing(FolderLock(root, "")),
+        closing(FolderLock(root.parent, "", f".{root.name}.lock")),
         pytest.raises(UserError, match=f"checkpoint folder = {root}: another program runs in it"),
     ):
         lab.train(ONE, disk, f"fileroot={tmp_path / 'other'}", trial="shared")

@@ -175,7 +175,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
         int(path.parent.name.removeprefix("globalstep"))
         for path in rl.checkpoints("damaged").glob("recover_info/globalstep*/COMMIT")
     )
-    assert len(found) == 2, "recover.keep_last"
+    # `recover.keep_last`, and one more where it was killed before the oldest was removed
+    assert len(found) in (2, 3)
     state = rl.checkpoints("damaged") / f"default/recover_checkpoint/globalstep{found[-1]}"
     data = bytearray((state / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
@@ -184,7 +185,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
     same_end(rl, "damaged")
     said = rl.log("damaged").read_text()
     assert "does not have the digest it was saved with; the checkpoint is set aside as" in said
-    assert f"resumed after step {found[0] + 1} from" in said
+    assert f"resumed after step {found[-2] + 1} from" in said
     assert (rl.checkpoints("damaged") / f"recover_info/globalstep{found[-1]}.damaged").is_dir()
 
 

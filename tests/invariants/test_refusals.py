@@ -67,11 +67,12 @@ def test_everything_wrong_with_the_inputs_comes_at_once(lab, task):
     with pytest.raises(UserError) as caught:
         lab.train(
             f"train_dataset.path={broken}",
-            "allocation_mode=embedded:d1|archon:t8",
+            "allocation_mode=vllm:d1|archon:d1",
+            "rollout.server.python=/no/such/python",
             "rollout.workflow=no.such.module:Flow",
         )
     text = str(caught.value)
-    assert "broken.jsonl:2" in text and "archon:t8" in text and "no.such.module" in text
+    assert "broken.jsonl:2" in text and "/no/such/python" in text and "no.such.module" in text
 
 
 def test_a_sampler_that_keeps_its_old_weights_stops_the_run(lab, monkeypatch):

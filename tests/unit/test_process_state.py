@@ -51,4 +51,4 @@ def test_it_costs_next_to_nothing():
     for _ in range(100):
         with process_restored():
             pass
-    assert time.process_time() - started < 0.1
+    assert time.process_time() - started < 0.5
