@@ -30,6 +30,7 @@ FILES = {
     "answer, reward and its parts, token ids, and the weight versions that sampled them.",
     "batches/": "The groups that the last steps trained, telemetry.keep_batches of them, a file "
     "each: `pentad replay` trains one of these steps again.",
+    "groups/": "Samples on their way to ranks of other machines, in a run over several of them.",
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt.",
