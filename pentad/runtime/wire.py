@@ -1,10 +1,9 @@
-"""Frames between the processes of a run: JSON and raw arrays over TCP, many calls in flight.
+"""Connections between the processes of a run: frames over TCP, many calls in flight.
 
-A frame is three sizes, a table of arrays (JSON), items (JSON) and the bytes of the arrays; nothing
-in it is unpickled or run. Both ends prove that they know one token before the first frame. Every
-frame carries the generation of its sender, and one of another generation is refused. Calls made in
-one turn of the event loop travel in one frame, and the other end starts all of them before any of
-them goes on. Sizes, calls under way, unread answers and silence are bounded.
+Both ends prove that they know one token before the first frame, and a frame of another generation
+is refused. Calls made in one turn of the event loop travel in one frame, and the other end starts
+all of them before any of them goes on. Sizes, calls under way, unread answers and silence are
+bounded.
 """
 
 from __future__ import annotations
@@ -13,28 +12,29 @@ import asyncio
 import hashlib
 import hmac
 import itertools
-import json
 import logging
-import math
 import secrets
 import socket
-import struct
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
-
-from pentad.core.errors import Interrupted, Problem, RunError, Transient, UserError
+from pentad.core.errors import RunError, UserError
 from pentad.core.failures import DataFailure, InfraFailure
+from pentad.runtime.frames import (
+    MAX_FRAME_BYTES,
+    PLAIN,
+    BadFrame,
+    describe_error,
+    pack,
+    read_frame,
+    revive_error,
+)
 
 log = logging.getLogger(__name__)
 
 MAGIC = b"PENTAD1\n"
 NONCE = 32
-SIZES = struct.Struct("!IIQ")
-"""Bytes of the table, of the items and of the arrays."""
-MAX_FRAME_BYTES = 1 << 28
 MAX_CALLS = 1 << 16
 """Under way at once on one connection; also unsent items, before the peer counts as dead."""
 HANDSHAKE_S = 10.0
@@ -43,113 +43,10 @@ MAX_STRANGERS = 32
 STALL_S = 60.0
 """A peer that takes nothing of a frame for so long is given up."""
 CLOSE_S = 1.0
-ALIGN = 8
-ARRAY = "__array__"
 
 Serve = Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
 """Answers a call: method and arguments to a JSON value with arrays."""
 OnEvent = Callable[[str, Any], None]
-
-
-class BadFrame(Exception):
-    """What came is no frame."""
-
-
-# Frames.
-
-
-def pack(generation: int, items: list[dict[str, Any]]) -> list[bytes | memoryview]:
-    """The parts of a frame; numpy arrays may stand anywhere in the items."""
-    arrays: list[np.ndarray] = []
-
-    def convert(value: object) -> object:
-        if isinstance(value, np.ndarray):
-            if value.dtype.kind not in "biuf":
-                raise TypeError(f"arrays of {value.dtype} do not travel")
-            arrays.append(np.asarray(value, order="C"))
-            return {ARRAY: len(arrays) - 1}
-        if isinstance(value, np.generic):
-            return value.item()
-        raise TypeError(f"{type(value).__name__} does not travel")
-
-    text = json.dumps(items, default=convert, separators=(",", ":")).encode()
-    table = json.dumps([generation, [[a.dtype.str, a.shape] for a in arrays]]).encode()
-    data: list[bytes | memoryview] = []
-    for array in arrays:
-        data += [array.reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGN)]
-    size = sum(len(part) for part in data)
-    return [SIZES.pack(len(table), len(text), size), table, text, *data]
-
-
-def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, Any]]]:
-    """The generation and the items of a frame. Raises BadFrame."""
-    try:
-        generation, shapes = json.loads(table)
-        arrays, end = [], 0
-        for name, shape in shapes:
-            dtype = np.dtype(name)
-            if dtype.kind not in "biuf" or any(not isinstance(n, int) or n < 0 for n in shape):
-                raise BadFrame("holds something else than arrays of numbers")
-            count = math.prod(shape)
-            arrays.append(np.frombuffer(data, dtype, count, end).reshape(shape))
-            end += count * dtype.itemsize
-            end += -end % ALIGN
-        if end != len(data):
-            raise BadFrame(f"has {len(data)} bytes of arrays where its table says {end}")
-
-        def revive(value: dict[str, Any]) -> Any:
-            return arrays[value[ARRAY]] if ARRAY in value else value
-
-        items = json.loads(text, object_hook=revive)
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        raise BadFrame(f"cannot be read ({type(error).__name__})") from error
-    is_form = isinstance(items, list) and all(isinstance(item, dict) for item in items)
-    if not is_form or not isinstance(generation, int):
-        raise BadFrame("holds something else than items")
-    return generation, items
-
-
-async def read_frame(
-    reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES
-) -> tuple[int, list[dict[str, Any]]]:
-    sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
-    if sum(sizes) > max_bytes:
-        raise BadFrame(f"has {sum(sizes)} bytes, and {max_bytes} are allowed")
-    return unpack(*[await reader.readexactly(size) for size in sizes])
-
-
-# Errors.
-
-PLAIN: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (RunError, Transient, Interrupted, InfraFailure)
-}
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as a JSON value from which `revive_error` makes the like."""
-    if isinstance(error, UserError):
-        told = [
-            [p.where, p.rule, p.remedy] if isinstance(p, Problem) else p for p in error.problems
-        ]
-        return {"kind": "UserError", "problems": told}
-    if isinstance(error, DataFailure):
-        told = [error.reason, error.detail]
-        return {"kind": "DataFailure", "told": told, "is_final": error.is_final}
-    name = type(error).__name__
-    return {"kind": name, "text": str(error)}
-
-
-def revive_error(where: str, told: Mapping[str, Any]) -> Exception:
-    kind = str(told.get("kind"))
-    if kind == "UserError":
-        return UserError([p if isinstance(p, str) else Problem(*p) for p in told["problems"]])
-    if kind == "DataFailure":
-        return DataFailure(*told["told"], is_final=bool(told["is_final"]))
-    text = str(told.get("text"))
-    return PLAIN[kind](text) if kind in PLAIN else RunError(f"{where} failed: {kind}: {text}")
-
-
-# Connections.
 
 
 class Connection:

@@ -7,8 +7,16 @@ from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.fit import strict_problems
+from pentad.core.layout import Component
 
 RULES: Rules[[Config]] = Rules()
+
+
+def server_of(config: Config) -> Component | None:
+    """Who samples, where it is not the embedded engine."""
+    allocation = parsed_allocation(config)
+    rollout = allocation and allocation.find("rollout")
+    return None if not rollout or rollout.backend == "embedded" else rollout
 
 
 @RULES.add("mode", "allocation_mode", "resource")
@@ -74,9 +82,8 @@ def one_process_holds_one_of_each(config: Config) -> Problem | None:
 
 @RULES.add("cluster.share_gpus", "allocation_mode")
 def embedded_samplers_share_gpus(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    if not config.cluster.share_gpus or not rollout or rollout.backend == "embedded":
+    rollout = server_of(config)
+    if not config.cluster.share_gpus or not rollout:
         return None
     rule = f"{rollout} takes its part of a GPU by | and rollout.server.gpu_memory_share"
     return Problem("cluster.share_gpus = true", rule, "leave it out, or use embedded")
@@ -84,9 +91,8 @@ def embedded_samplers_share_gpus(config: Config) -> Problem | None:
 
 @RULES.add("strict", "allocation_mode")
 def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    if not config.strict or not rollout or rollout.backend == "embedded":
+    rollout = server_of(config)
+    if not config.strict or not rollout:
         return None
     rule = f"{rollout.backend} computes with other kernels than the trainer"
     return Problem("strict = true", rule, "use embedded in allocation_mode")
@@ -94,9 +100,8 @@ def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
 
 @RULES.add("rollout.replay_routes", "allocation_mode")
 def replay_needs_a_sampler_that_tells(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    if not config.rollout.replay_routes or not rollout or rollout.backend == "embedded":
+    rollout = server_of(config)
+    if not config.rollout.replay_routes or not rollout:
         return None
     rule = f"{rollout.backend} does not tell which experts it used"
     return Problem("rollout.replay_routes = true", rule, "use embedded in allocation_mode")

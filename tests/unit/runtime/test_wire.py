@@ -12,7 +12,7 @@ from role_targets import ERRORS, Thing
 
 from pentad.core.errors import RunError
 from pentad.core.failures import InfraFailure
-from pentad.runtime import wire
+from pentad.runtime import frames, wire
 
 TOKEN = "secret of the run"
 
@@ -293,7 +293,7 @@ def test_strangers_are_bounded(monkeypatch):
 
 
 def frame(table, text=b"[]", data=b"", sizes=None):
-    return wire.SIZES.pack(*(sizes or (len(table), len(text), len(data)))) + table + text + data
+    return frames.SIZES.pack(*(sizes or (len(table), len(text), len(data)))) + table + text + data
 
 
 CALL = json.dumps([{"call": 1, "method": "echo", "arguments": {"x": {"__array__": 0}}}]).encode()

@@ -1,0 +1,120 @@
+"""What travels between the processes of a run: frames of JSON and raw arrays, and errors as JSON.
+
+A frame is three sizes, a table of arrays (JSON), items (JSON) and the bytes of the arrays; nothing
+in it is unpickled or run. Every frame carries the generation of its sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pentad.core.errors import Interrupted, Problem, RunError, Transient, UserError
+from pentad.core.failures import DataFailure, InfraFailure
+
+SIZES = struct.Struct("!IIQ")
+"""Bytes of the table, of the items and of the arrays."""
+MAX_FRAME_BYTES = 1 << 28
+ALIGN = 8
+ARRAY = "__array__"
+
+
+class BadFrame(Exception):
+    """What came is no frame."""
+
+
+def pack(generation: int, items: list[dict[str, Any]]) -> list[bytes | memoryview]:
+    """The parts of a frame; numpy arrays may stand anywhere in the items."""
+    arrays: list[np.ndarray] = []
+
+    def convert(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind not in "biuf":
+                raise TypeError(f"arrays of {value.dtype} do not travel")
+            arrays.append(np.asarray(value, order="C"))
+            return {ARRAY: len(arrays) - 1}
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} does not travel")
+
+    text = json.dumps(items, default=convert, separators=(",", ":")).encode()
+    table = json.dumps([generation, [[a.dtype.str, a.shape] for a in arrays]]).encode()
+    data: list[bytes | memoryview] = []
+    for array in arrays:
+        data += [array.reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGN)]
+    size = sum(len(part) for part in data)
+    return [SIZES.pack(len(table), len(text), size), table, text, *data]
+
+
+def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, Any]]]:
+    """The generation and the items of a frame. Raises BadFrame."""
+    try:
+        generation, shapes = json.loads(table)
+        arrays, end = [], 0
+        for name, shape in shapes:
+            dtype = np.dtype(name)
+            if dtype.kind not in "biuf" or any(not isinstance(n, int) or n < 0 for n in shape):
+                raise BadFrame("holds something else than arrays of numbers")
+            count = math.prod(shape)
+            arrays.append(np.frombuffer(data, dtype, count, end).reshape(shape))
+            end += count * dtype.itemsize
+            end += -end % ALIGN
+        if end != len(data):
+            raise BadFrame(f"has {len(data)} bytes of arrays where its table says {end}")
+
+        def revive(value: dict[str, Any]) -> Any:
+            return arrays[value[ARRAY]] if ARRAY in value else value
+
+        items = json.loads(text, object_hook=revive)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise BadFrame(f"cannot be read ({type(error).__name__})") from error
+    is_form = isinstance(items, list) and all(isinstance(item, dict) for item in items)
+    if not is_form or not isinstance(generation, int):
+        raise BadFrame("holds something else than items")
+    return generation, items
+
+
+async def read_frame(
+    reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES
+) -> tuple[int, list[dict[str, Any]]]:
+    sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
+    if sum(sizes) > max_bytes:
+        raise BadFrame(f"has {sum(sizes)} bytes, and {max_bytes} are allowed")
+    return unpack(*[await reader.readexactly(size) for size in sizes])
+
+
+# Errors.
+
+PLAIN: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (RunError, Transient, Interrupted, InfraFailure)
+}
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """An error as a JSON value from which `revive_error` makes the like."""
+    if isinstance(error, UserError):
+        told = [
+            [p.where, p.rule, p.remedy] if isinstance(p, Problem) else p for p in error.problems
+        ]
+        return {"kind": "UserError", "problems": told}
+    if isinstance(error, DataFailure):
+        told = [error.reason, error.detail]
+        return {"kind": "DataFailure", "told": told, "is_final": error.is_final}
+    name = type(error).__name__
+    return {"kind": name, "text": str(error)}
+
+
+def revive_error(where: str, told: Mapping[str, Any]) -> Exception:
+    kind = str(told.get("kind"))
+    if kind == "UserError":
+        return UserError([p if isinstance(p, str) else Problem(*p) for p in told["problems"]])
+    if kind == "DataFailure":
+        return DataFailure(*told["told"], is_final=bool(told["is_final"]))
+    text = str(told.get("text"))
+    return PLAIN[kind](text) if kind in PLAIN else RunError(f"{where} failed: {kind}: {text}")
