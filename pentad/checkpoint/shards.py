@@ -11,7 +11,6 @@ import io
 import json
 import math
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,8 +95,6 @@ class Staged:
     pending: Pending
     receipts: tuple[str, ...]
     """Of all ranks, for the commit."""
-    stall_s: float
-    """How long the state was held."""
     num_bytes: int
     """That this rank writes."""
 
@@ -133,7 +130,6 @@ class StateSaver:
     ) -> Staged:
         """Returns when the state may change again. What the writing fails with is the pending's,
         so that all ranks come back. `counters` are written beside the tensors."""
-        begun = time.monotonic()
         self.finish()
         plan = self._plan_for(tensors)
         receipts = self._receipts(folder)
@@ -155,7 +151,7 @@ class StateSaver:
             pending.settle({}, error)
         self.pending = pending
         num_bytes = sum(item.size_bytes for item in plan.items)
-        return Staged(pending, receipts, time.monotonic() - begun, num_bytes)
+        return Staged(pending, receipts, num_bytes)
 
     def finish(self) -> None:
         """Waits until the writer has done with the memory; how that ended is the pending's."""
