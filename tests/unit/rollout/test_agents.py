@@ -222,9 +222,7 @@ def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(lab, monkeypa
             await lab.executor(stubborn, deadline_s=0.2).rollout(Prompt(5, (1, 2), {}, "what?"), 0)
         release.append(True)
 
-    started = time.monotonic()
-    asyncio.run(main())
-    assert time.monotonic() - started < 5
+    asyncio.run(main())  # ends
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_a_failing_replica_is_left_for_another(lab, scripted):
 
 
 def test_the_deadline_ends_the_program_and_its_requests(lab):
-    lab.sampler.delay_s = 30.0
+    lab.sampler.delay_s = 600.0
     ended = []
 
     async def slow(base_url, api_key, model):
@@ -287,26 +285,25 @@ def test_the_deadline_ends_the_program_and_its_requests(lab):
         finally:
             ended.append(True)
 
-    started = time.monotonic()
     with pytest.raises(InfraFailure, match="waiting for tokens"):
-        lab.run(slow, deadline_s=0.5, max_infra_retries=0)
-    assert time.monotonic() - started < 5 and ended == [True]
+        lab.run(slow, deadline_s=3.0, max_infra_retries=0)
+    assert ended == [True] and not lab.sampler.num_finished
     assert len(lab.sampler.aborted) == 1
 
 
 def test_a_thread_that_hangs_does_not_hold_the_run(lab):
-    release = threading.Event()
+    release, outlasted = threading.Event(), []
 
     def hanging(base_url, api_key, model):
         openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(
             model=model, prompt="a"
         )
-        release.wait(30)
+        release.wait(600)
+        outlasted.append(True)
 
-    started = time.monotonic()
     with pytest.raises(DataFailure, match="deadline"):
-        lab.run(hanging, deadline_s=0.5)
-    assert time.monotonic() - started < 5
+        lab.run(hanging, deadline_s=3.0)
+    assert not outlasted
     release.set()
 
 

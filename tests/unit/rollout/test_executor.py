@@ -1,7 +1,6 @@
 """The executor: what enters a batch was sampled as it says, and every failure has one end."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -45,7 +44,7 @@ def settings(**changes) -> ExecutorSettings:
         num_samples=4,
         run_seed=5,
         vocab_size=VOCAB,
-        replica_patience_s=0.5,
+        replica_patience_s=60.0,
         replica_backoff_s=0.01,
     )
     return replace(base, **changes)
@@ -141,7 +140,7 @@ def test_a_dead_replica_is_left_alone_until_it_is_well(scripted, build):
         groups = [await executor.rollout(prompt(gid), 0) for gid in range(12)]
         before = len(dead.requests)
         dead.error, dead.is_healthy = None, True
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while any(r.last_error for r in executor.fleet.replicas.values()):
                 executor.fleet._probe_suspects(at_once=False)  # as any group that is picked does
                 await asyncio.sleep(0.05)
@@ -160,14 +159,12 @@ def test_a_dead_replica_is_left_alone_until_it_is_well(scripted, build):
 def test_no_healthy_replica_is_a_bounded_failure_with_the_reason(scripted, build):
     sampler = scripted(draw)
     sampler.error, sampler.is_healthy = ConnectionError("refused"), False
-    started = time.monotonic()
     with pytest.raises(InfraFailure, match="no replica can serve .r0: RunError: the replica is"):
-        asyncio.run(build([sampler]).rollout(prompt(0), 0))
-    assert time.monotonic() - started < 5
+        asyncio.run(build([sampler], replica_patience_s=0.5).rollout(prompt(0), 0))
 
 
 def test_a_replica_that_comes_late_is_waited_for(scripted, build):
-    executor = build([], replica_patience_s=5.0)
+    executor = build([])
 
     async def run() -> Group:
         task = asyncio.create_task(executor.rollout(prompt(0), 0))
@@ -191,7 +188,7 @@ def test_users_errors_are_not_retried(scripted, build):
 def test_replicas_share_the_load_and_a_prompt_keeps_its_replica(scripted, build):
     samplers = [scripted(draw) for _ in range(3)]
     for sampler in samplers:
-        sampler.delay_s = 0.02
+        sampler.delay_s = 0.3  # until all are under way
     executor = build(samplers)
 
     async def run() -> None:
@@ -209,15 +206,16 @@ def test_replicas_share_the_load_and_a_prompt_keeps_its_replica(scripted, build)
 
 def test_replicas_come_and_go_while_groups_are_under_way(scripted, build):
     slow, fresh = scripted(draw), scripted(draw)
-    slow.delay_s = 30.0
+    slow.delay_s = 600.0
     executor = build([slow])
 
     async def run() -> list[Group]:
         tasks = [asyncio.create_task(executor.rollout(prompt(gid), 0)) for gid in range(3)]
-        await asyncio.sleep(0.05)
+        while len(slow.requests) < 3:
+            await asyncio.sleep(0.01)
         executor.fleet.add("new", fresh)
         executor.fleet.remove("r0")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await asyncio.gather(*tasks)
 
     groups = asyncio.run(run())
@@ -227,9 +225,9 @@ def test_replicas_come_and_go_while_groups_are_under_way(scripted, build):
 
 def test_a_deadline_stops_the_work_and_not_only_the_waiting(scripted, build):
     sampler = scripted(draw)
-    sampler.delay_s = 30.0
-    executor = build([sampler], deadline_s=0.1, max_infra_retries=1)
-    with pytest.raises(InfraFailure, match=r"not done after 0\.1 s, waiting for tokens"):
+    sampler.delay_s = 600.0
+    executor = build([sampler], deadline_s=0.5, max_infra_retries=1)
+    with pytest.raises(InfraFailure, match=r"not done after 0\.5 s, waiting for tokens"):
         asyncio.run(executor.rollout(prompt(0), 0))
     assert sampler.aborted == [request.id for request in sampler.requests]
     assert len(sampler.aborted) == 2 and sampler.num_finished == 0
@@ -253,7 +251,7 @@ class Endless:
 
 def test_an_environment_that_hangs_is_a_data_failure_and_is_closed(scripted, build):
     Endless.closed = 0
-    executor = build([scripted(draw)], MultiTurn(Endless), deadline_s=0.1, max_retries=1)
+    executor = build([scripted(draw)], MultiTurn(Endless), deadline_s=0.5, max_retries=1)
     with pytest.raises(DataFailure, match="in the workflow") as caught:
         asyncio.run(executor.rollout(prompt(0), 0))
     assert caught.value.reason == "deadline"
@@ -262,12 +260,13 @@ def test_an_environment_that_hangs_is_a_data_failure_and_is_closed(scripted, bui
 
 def test_a_cancelled_rollout_aborts_its_requests(scripted, build):
     sampler = scripted(draw)
-    sampler.delay_s = 30.0
+    sampler.delay_s = 600.0
     executor = build([sampler])
 
     async def run() -> None:
         task = asyncio.create_task(executor.rollout(prompt(0), 0))
-        await asyncio.sleep(0.05)
+        while not sampler.requests:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

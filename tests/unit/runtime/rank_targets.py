@@ -40,9 +40,18 @@ def work(rank, payload):
         time.sleep(0.01)
 
 
+def meet(rank, payload):
+    """Returns when every rank is here: they do not start at one moment."""
+    folder = Path(payload["folder"])
+    (folder / f"here-{rank.rank}").touch()
+    while len(list(folder.glob("here-*"))) < rank.world:
+        time.sleep(0.01)
+
+
 def lose(rank, payload):
     """One rank dies of its own error; the others say that they lost it, and say it sooner."""
     rank.report(5)
+    meet(rank, payload)
     if rank.rank == payload["rank"]:
         time.sleep(0.3)
         raise KeyError("the cause")
@@ -52,6 +61,7 @@ def lose(rank, payload):
 def wait_for_one(rank, payload):
     """One rank waits for ever; the others give up."""
     rank.report(2)
+    meet(rank, payload)
     if rank.rank == payload["rank"]:
         sleeping_in_a_loop()
     rank.report(3)
@@ -61,6 +71,7 @@ def wait_for_one(rank, payload):
 
 def stall(rank, payload):
     """All ranks stop moving; one of them a step behind the others."""
+    meet(rank, payload)
     rank.report(4)
     if rank.rank != payload["rank"]:
         rank.report(5)

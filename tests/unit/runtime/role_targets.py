@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -59,8 +60,10 @@ class Thing:
     async def wrong(self):
         return {1, 2}
 
-    async def block(self, seconds):
-        time.sleep(seconds)
+    async def block(self, until):
+        """The whole process, until the file is there."""
+        while not Path(until).exists():
+            time.sleep(0.05)
 
     async def environment(self, names):
         return [os.getpid(), sorted(os.sched_getaffinity(0)), {n: os.environ.get(n) for n in names}]
@@ -72,7 +75,9 @@ class Thing:
 
 
 def make(payload, emit):
-    time.sleep(payload.get("making_s", 0))
+    if until := payload.get("made_when"):
+        while not Path(until).exists():
+            time.sleep(0.05)
     if kind := payload.get("fails"):
         raise ERRORS[kind]
     return Thing(payload, emit)

@@ -53,15 +53,17 @@ def test_an_actor_serves_as_a_process_of_this_machine_does(tmp_path):
             assert pid == process.pid != os.getpid() and values == {"OWN": "x"}
             while not (beats and beats[-1]):
                 await asyncio.sleep(0.05)
-            call = asyncio.ensure_future(connection.call("block", seconds=2))
-            process.stacks()
+            call = asyncio.ensure_future(connection.call("block", until=str(tmp_path / "end")))
+            while "in block" not in (tmp_path / "log" / "rollout-0.log").read_text():
+                process.stacks()
+                await asyncio.sleep(0.1)
+            (tmp_path / "end").touch()
             await call
             await connection.close()
             return await poll_until_ended(process)
 
     assert asyncio.run(main()).startswith("ended with exit code 0")
     assert beats[-1]["num_calls"] == 1
-    assert "role_targets.py" in (tmp_path / "log" / "rollout-0.log").read_text()  # the stacks
 
 
 def test_a_killed_actor_is_noticed_and_its_place_is_taken_again(tmp_path):

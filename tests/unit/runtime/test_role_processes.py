@@ -79,13 +79,16 @@ def test_beats_carry_stats_also_while_the_object_is_made(tmp_path):
     beats = []
 
     async def scenario(process, connection):
+        while len(beats) < 2:
+            await asyncio.sleep(0.05)
+        (tmp_path / "now").touch()
         assert await connection.call("echo", x=1) == {"x": 1}
         while not (beats and beats[-1].get("num_calls")):
             await asyncio.sleep(0.05)
 
-    play(scenario, spec(tmp_path, {"making_s": 1.5}), on_event=lambda name, v: beats.append(v))
-    assert beats[0] == {} and beats[-1] == {"num_calls": 1, "num_cancelled": 0}
-    assert len(beats) >= 3
+    wanted = spec(tmp_path, {"made_when": str(tmp_path / "now")})
+    play(scenario, wanted, on_event=lambda name, v: beats.append(v))
+    assert beats[:2] == [{}, {}] and beats[-1] == {"num_calls": 1, "num_cancelled": 0}
 
 
 @pytest.mark.parametrize(
@@ -150,27 +153,26 @@ def test_a_killed_process_is_a_lost_connection_and_says_how(tmp_path):
 def test_a_process_that_hangs_is_noticed_by_its_silence(tmp_path, how):
     async def scenario(process, connection):
         await connection.call("echo")
-        call = asyncio.ensure_future(connection.call("block", seconds=30))
+        call = asyncio.ensure_future(connection.call("block", until=str(tmp_path / "never")))
         if how == "stopped":
             os.kill(process.process.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(InfraFailure, match="nothing was heard of it for 3 s"):
+        with pytest.raises(InfraFailure, match="nothing was heard of it for 4 s"):
             await call
         process.stacks()
-        return time.monotonic() - began
 
-    assert play(scenario, spec(tmp_path), patience_s=3.0) < 10
+    play(scenario, spec(tmp_path), patience_s=4.0)
 
 
 def test_stacks_are_written_to_the_log(tmp_path):
     async def scenario(process, connection):
-        call = asyncio.ensure_future(connection.call("block", seconds=2))
-        await asyncio.sleep(0.3)
-        process.stacks()
+        call = asyncio.ensure_future(connection.call("block", until=str(tmp_path / "end")))
+        while "in block" not in process.log.read_text():
+            process.stacks()
+            await asyncio.sleep(0.1)
+        (tmp_path / "end").touch()
         await call
 
     play(scenario, spec(tmp_path))
-    assert "in block" in (tmp_path / "log" / "rollout-0.log").read_text()
 
 
 STARTER = """
@@ -201,7 +203,7 @@ def test_it_ends_with_its_parent(tmp_path):
     starter.kill()
     starter.wait()
     starter.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -44,7 +44,7 @@ async def joined(address, token=TOKEN, generation=3, **more):
         await connection.close()
 
 
-def play(scenario, seconds=30, **given):
+def play(scenario, seconds=120, **given):
     async def main():
         async with listening(**given) as (listener, address):
             return await asyncio.wait_for(scenario(listener, address), seconds)
@@ -89,10 +89,10 @@ def test_values_and_arrays_arrive_as_they_were():
 def test_many_calls_are_in_flight_and_answers_find_their_callers():
     async def scenario(listener, address):
         async with joined(address) as connection:
-            calls = [connection.call("late", value=i, seconds=0.01 * (i % 7)) for i in range(3000)]
+            calls = [connection.call("late", value=i, seconds=0.01 * (i % 7)) for i in range(500)]
             return await asyncio.gather(*calls)
 
-    assert [value for value, _ in play(scenario)] == list(range(3000))
+    assert [value for value, _ in play(scenario)] == list(range(500))
 
 
 def test_calls_of_one_turn_start_together_and_in_order():
@@ -160,8 +160,10 @@ def test_what_cannot_travel_fails_alone(monkeypatch):
 def test_a_cancelled_call_is_cancelled_there_too():
     async def scenario(listener, address):
         async with joined(address) as connection:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(connection.call("late", value=1, seconds=60), 0.1)
+            call = asyncio.ensure_future(connection.call("late", value=1, seconds=600))
+            while not listener.thing.order:
+                await asyncio.sleep(0.01)
+            call.cancel()
             while not listener.thing.num_cancelled:
                 await asyncio.sleep(0.01)
             assert await connection.call("echo") == {}
@@ -261,16 +263,17 @@ GARBAGE = {
 
 @pytest.mark.parametrize("kind", sorted(GARBAGE))
 def test_strangers_are_refused_and_others_are_served(kind, monkeypatch):
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.3)
-
     async def scenario(listener, address):
+        monkeypatch.setattr(wire, "HANDSHAKE_S", 0.3)
         reader, writer = await asyncio.open_connection(*address)
         writer.write(GARBAGE[kind])
         await reader.read(len(wire.MAGIC) + wire.NONCE)
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()
-        assert not listener.connections and not listener.num_strangers
+        while listener.connections or listener.num_strangers:
+            await asyncio.sleep(0.01)
+        monkeypatch.undo()
         await still_serves(address)
 
     play(scenario)
@@ -330,7 +333,7 @@ def test_broken_frames_end_their_connection_alone(kind):
         async with joined(address) as connection:
             (serving,) = listener.connections
             connection.writer.write(sent)
-            assert sentence in await asyncio.wait_for(asyncio.shield(serving.lost), 5)
+            assert sentence in await asyncio.wait_for(asyncio.shield(serving.lost), 60)
         await still_serves(address)
 
     play(scenario)
@@ -359,7 +362,7 @@ def test_a_slow_reader_is_given_up_and_others_are_served(monkeypatch):
         connection.reader._transport.pause_reading()
         calls = [asyncio.ensure_future(connection.call("big", size=1 << 22)) for _ in range(8)]
         await still_serves(address)
-        assert "taken nothing" in await asyncio.wait_for(asyncio.shield(serving.lost), 10)
+        assert "taken nothing" in await asyncio.wait_for(asyncio.shield(serving.lost), 60)
         await still_serves(address)
         await connection.close()
         await asyncio.gather(*calls, return_exceptions=True)
