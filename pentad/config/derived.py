@@ -156,11 +156,15 @@ def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
 
 
 def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
-    """Whether weights that several GPUs hold are gathered in host memory for a publish: always,
-    unless they go to servers straight from a GPU."""
+    """Whether published weights lie in host memory: those that leave the GPU before samplers wake,
+    and those that several GPUs hold, unless they go to servers straight from a GPU."""
     allocation = allocation_of(config)
     rollout, actor = allocation.find("rollout"), allocation.find("actor")
-    if kind == "cpu" or rollout is None or actor is None or actor.world == 1:
+    if kind == "cpu" or rollout is None or actor is None:
+        return False
+    if config.offload_train:
+        return True
+    if actor.world == 1:
         return False
     return rollout.backend == "embedded" or config.rollout.server.weight_transport == "disk"
 

@@ -143,7 +143,11 @@ def _choose_offloading(draft: _Draft) -> None:
     """What colocation does depends on the memory of the device (`planner.remedies`)."""
     if draft.config.offload_train is None:
         draft.set("offload_train", False)
-    if draft.config.offload_rollout is None and draft.config.mode in ("hybrid", "async"):
+    if draft.config.offload_rollout is not None:
+        return
+    if draft.config.offload_train and draft.config.mode == "colocate":
+        draft.set("offload_rollout", True, "offload_train = true")
+    elif draft.config.mode in ("hybrid", "async"):
         draft.set("offload_rollout", False, "rollout and training do not share devices")
 
 

@@ -581,7 +581,8 @@ class Config(Section):
     updates_per_batch: Count = 1
     """Optimizer steps per batch, each on an equal part of its samples."""
     balance_data: bool = True
-    """Spreads rows over ranks and microbatches by cost."""
+    """Spreads rows over ranks and microbatches by cost. false: in their order, as many rows to each
+    rank. The gradient does not depend on it."""
     num_data_storage_units: Count = 1
     """Storage processes between rollout and training."""
     use_streaming_dataset: bool = False
@@ -589,8 +590,8 @@ class Config(Section):
     ref_update_interval: Count | None = None
     """Makes the reference model the present actor every n steps. null: never."""
     offload_train: bool | None = None
-    """Moves training state to the host during rollout. null: no. true is planned, and refused by
-    `train`: it is not built."""
+    """Moves weights, optimizer and tags to the host while the sampler has the shared devices; it
+    goes with `offload_rollout`. null: no."""
     offload_rollout: bool | None = None
     """Gives the sampler's device memory back during training. null: no in hybrid and async; in
     colocate on a GPU, where the plan says that both do not fit together (a note says so)."""

@@ -303,6 +303,8 @@ class EngineSettings(EngineKeys):
     """Most tokens of one forward pass; None: all rows of a call in one."""
     n_mbs: int = 1
     """Microbatches a call is cut into, at least."""
+    balance_data: bool = True
+    """Rows are dealt to ranks and microbatches by cost; otherwise in their order."""
     pad_to_maximum: bool = False
     """Fills every microbatch up to `max_tokens_per_mb` with tokens that are never trained, so that
     all have one shape."""

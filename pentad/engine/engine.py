@@ -31,6 +31,7 @@ from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
 from pentad.engine.held import HeldModel, decoder_maker
+from pentad.engine.offload import Offload
 from pentad.engine.optim import build_adamw, clip_scale, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
@@ -169,6 +170,7 @@ class Engine:
             if settings.optimizer
             else None
         )
+        self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
         self.step: OpenStep | None = None
         self.is_half_moved = False
@@ -227,6 +229,7 @@ class Engine:
                 max_tokens=self.settings.max_tokens_per_mb,
                 num_ranks=self.meshes.layout.dp,
                 min_per_rank=num,
+                by_cost=self.settings.balance_data,
             )
             if self.pipeline is None or self.pipeline.take(len(plan[0])) == len(plan[0]):
                 break
@@ -270,7 +273,7 @@ class Engine:
 
     def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
         step = self._open_step("accumulate")
-        self.tags.require_actor("a gradient")
+        self._require_actor("a gradient")
         if step.is_complete:
             raise RunError("accumulate was called after the call with last=True; begin a new step")
         check_rows(rows, loss.columns, self.dims.vocab_size)
@@ -294,6 +297,7 @@ class Engine:
         assert self.settings.optimizer is not None
         if not step.is_complete:
             raise RunError("end_step was called before accumulate(..., last=True)")
+        self.onload()
         lr = compute_lr(self.settings.optimizer, self.num_steps)
         gradients = self._gradients()
         norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
@@ -345,15 +349,46 @@ class Engine:
             raise RunError(f"{deed} was called outside a step; call begin_step first")
         return self.step
 
+    def offload(self) -> None:
+        """Weights, optimizer and tags leave the device; whatever needs them brings them back."""
+        if self.is_offloaded:
+            return
+        self.held.rest()
+        states = self.optimizer.state.values() if self.optimizer else ()
+        copies = [*self.tags.copies.values(), *([self.tags.stash] if self.tags.stash else [])]
+        self.offloaded.leave(
+            [
+                *self.tensors.values(),
+                *(tensor for state in states for tensor in state.values()),
+                *(view for copy in copies for view in copy.views),
+            ]
+        )
+
+    def onload(self) -> None:
+        if self.is_offloaded:
+            self.offloaded.come_back()
+
+    @property
+    def is_offloaded(self) -> bool:
+        return bool(self.offloaded.away)
+
+    def _require_actor(self, deed: str) -> None:
+        self.onload()
+        self.tags.require_actor(deed)
+
     # Weights
 
     def use(self, tag: str) -> AbstractContextManager[None]:
+        self.onload()
         return self.tags.use(tag)
 
     def save_tag(self, tag: str) -> None:
+        self.onload()
         self.tags.save(tag)
 
     def load_tag(self, tag: str, weights: str | Path) -> None:
+        self.onload()
+
         def write() -> None:
             self.held.rest()
             self.held.load(weights)
@@ -401,7 +436,7 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        self.tags.require_actor("saving")
+        self._require_actor("saving")
         self._require_whole()
         return self._gathered()
 
@@ -411,6 +446,7 @@ class Engine:
             raise RunError(f"{what}, so the weights are of no step")
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         for pair in self.held.iter_hf(self._publish_dtype):
             pulse()
             yield pair
@@ -433,7 +469,7 @@ class Engine:
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors that training continues from, by the names of `engine.state`: live memory,
         not copies, but for random states, which are those of now."""
-        self.tags.require_actor("the state")
+        self._require_actor("the state")
         if self.restoring is None:
             self._require_whole()
         parts = {"model": self.tensors}
@@ -476,7 +512,7 @@ class Engine:
     def begin_restore(self, counters: Mapping[str, Any]) -> None:
         """Makes room for what is restored. From here to `end_restore` the weights are of no step:
         whoever writes to `state_tensors` in between writes all of them."""
-        self.tags.require_actor("restoring")
+        self._require_actor("restoring")
         if counters["model"] != self._model_digest():
             raise RunError(
                 "the checkpoint is of another model: its tensors have other names or shapes"

@@ -8,6 +8,7 @@ nothing is exchanged.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 
 from pentad.core.dims import ModelDims
@@ -32,8 +33,9 @@ def plan_microbatches(
     max_tokens: int | None = None,
     num_ranks: int = 1,
     min_per_rank: int = 1,
+    by_cost: bool = True,
 ) -> Plan:
-    """Deals rows to ranks and microbatches.
+    """Deals rows to ranks and microbatches, by cost or in their order (`_in_order`).
 
     No microbatch exceeds `max_tokens`, except one that holds a single longer row. There are as
     few microbatches as that allows (more, if `min_per_rank` says so), the same number on each
@@ -42,6 +44,8 @@ def plan_microbatches(
     """
     assert num_ranks > 0 and min_per_rank > 0 and all(n > 0 for n in lengths)
     budget = max_tokens or max(sum(lengths), 1)
+    if not by_cost:
+        return _in_order(lengths, budget, num_ranks, min_per_rank)
     costs = {n: cost(n) for n in set(lengths)}
     # Longest first, ties by index: the order is a function of the lengths alone.
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -54,6 +58,31 @@ def plan_microbatches(
         if bins is not None:
             return _deal(bins, lengths, costs, num_ranks)
         num_bins += num_ranks
+
+
+def _in_order(lengths: Sequence[int], budget: int, num_ranks: int, min_per_rank: int) -> Plan:
+    """Each rank an equal number of rows that follow each other, cut where the budget ends; ranks
+    that need fewer microbatches than others have empty ones at the end."""
+    plan: Plan = []
+    for rows in _parts(range(len(lengths)), num_ranks):
+        cut: list[list[int]] = []
+        for part in _parts(rows, min_per_rank):
+            cut.append([])
+            room = budget
+            for row in part:
+                if cut[-1] and lengths[row] > room:
+                    cut.append([])
+                    room = budget
+                cut[-1].append(row)
+                room -= lengths[row]
+        plan.append(cut)
+    most = max(map(len, plan))
+    return [cut + [[] for _ in range(most - len(cut))] for cut in plan]
+
+
+def _parts(rows: range, num: int) -> list[range]:
+    bounds = [part * len(rows) // num for part in range(num + 1)]
+    return [rows[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _fill(

@@ -283,7 +283,8 @@ def embedded_cache(
     if device.kind == "cpu":
         return min(wanted, EMBEDDED_CPU_BYTES)
     # It is built when weights are loaded and the optimizer has no state yet.
-    loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
+    there = [] if config.offload_train else near
+    loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in there)
     free = device.memory_bytes - max(loaded, PROCESS_BYTES["cuda"]) - sampler_weights(sampling)
     return min(wanted, EMBEDDED_SHARE * max(free, 0.0))
 
@@ -307,7 +308,7 @@ def add_neighbours(
                 continue
             if others:
                 phase.device["other models"] = others
-            if name == "rollout" and config.offload_train:
+            if name in ("rollout", "publish") and config.offload_train:
                 if trainer.training.device == "cuda":
                     phase.device.pop("other models", None)  # each of them moves itself
                 _move_to_host(phase)

@@ -144,6 +144,7 @@ class Assembly:
             max_staleness=config.max_staleness,
             snapshots_on_host=snapshot_on_host(config, kind_of(service.device)),
             offload_rollout=bool(config.offload_rollout),
+            offload_train=bool(config.offload_train),
         )
         size = size_of(config, checked, num_steps)
         with announced(log, "making the model"):
@@ -232,6 +233,8 @@ class Assembly:
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
             with stop_task_early(partial(standing, self.config)):
+                if self.placement.offload_train:
+                    await self.learner.call("offload")
                 self.samplers = await open_samplers(
                     self.config,
                     self.checked.dims,
@@ -240,7 +243,10 @@ class Assembly:
                     self.open.folder.file("servers/"),
                     stack,
                 )
-                self.publisher = Publisher(list(self.samplers.values()))
+                samplers = list(self.samplers.values())
+                self.publisher = Publisher(samplers)
+                offload = partial(self.learner.call, "offload")
+                self.turnstile = Turnstile(self.placement, samplers, offload)
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
                 await self._begin(evaluator)
@@ -255,12 +261,16 @@ class Assembly:
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""
+        if self.placement.offload_train:
+            await self.turnstile.enter("actor")
         trained = await self.learner.run(self._resume)
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             await self.learner.run(self._load_tags)
             await self.learner.run(self.recover.prepare)
             on_host = self.placement.snapshots_on_host
-            await self.learner.call("snapshot", version=trained, copy=False, on_host=on_host)
+            copy = self.placement.offload_train
+            await self.learner.call("snapshot", version=trained, copy=copy, on_host=on_host)
+            await self.turnstile.enter("rollout")
             digest = await self.publisher.publish(self.service.fetch(trained))
             found = await run_selftest(
                 self.learner,
@@ -331,13 +341,12 @@ class Assembly:
     ) -> Scheduler:
         config, state = self.config, self.state
         executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
-        turnstile = Turnstile(self.placement, list(self.samplers.values()))
         publish = PublishPump(
             state,
             self.publisher,
             evaluator,
             self.placement,
-            turnstile,
+            self.turnstile,
             self._prober(),
         )
         train = TrainPump(
@@ -346,7 +355,7 @@ class Assembly:
             self.service.fetch,
             publish,
             self.placement,
-            turnstile,
+            self.turnstile,
             num_chunks=config.num_iters_per_train_update,
             ref_update_interval=config.ref_update_interval,
             bounds=self.bounds,
@@ -358,7 +367,7 @@ class Assembly:
             self.checked.stream,
             executor,
             self.placement,
-            turnstile,
+            self.turnstile,
             rejection(self.checked.algorithm),
             max_groups=config.rollout.max_concurrent_groups,
         )

@@ -72,6 +72,7 @@ def build_role(
         total_steps=total_steps,
         max_row_tokens=max_row_tokens,
         strict=strict,
+        balance_data=config.balance_data,
     )
     return build_engine(
         path,

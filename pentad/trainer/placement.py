@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from pentad.core.roles import Sampler
@@ -25,6 +26,8 @@ class Placement:
     """Weights that are published lie in host memory (`config.derived.snapshot_on_host`)."""
     offload_rollout: bool = False
     """Put the samplers to sleep while the trainer has the shared devices."""
+    offload_train: bool = False
+    """Put the trainer's state in host memory while the samplers have them."""
 
     @property
     def is_on_policy(self) -> bool:
@@ -38,22 +41,31 @@ class Placement:
 
     @property
     def copies_snapshots(self) -> bool:
-        """The learner moves on while its weights travel."""
-        return not self.takes_turns
+        """The learner moves on, or away, while its weights travel."""
+        return not self.takes_turns or self.offload_train
 
 
 class Turnstile:
     """Roles that share devices pass one at a time; all sleep before any wakes."""
 
-    def __init__(self, placement: Placement, samplers: list[Sampler]) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        samplers: Sequence[Sampler],
+        offload: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`offload` makes the trainer leave; it comes back by itself when it is used."""
         self.samplers = samplers
         self.alternates = placement.takes_turns and placement.offload_rollout
+        self.offload = offload if placement.offload_train else None
         self.holder = "rollout"
 
     async def enter(self, role: str) -> None:
         """Gives the shared devices to `role`: "rollout" or "actor"."""
         if not self.alternates or self.holder == role:
             return
+        if role == "rollout" and self.offload is not None:
+            await self.offload()
         for sampler in self.samplers:
             await (sampler.wake() if role == "rollout" else sampler.sleep())
         self.holder = role

@@ -70,9 +70,18 @@ class EngineService:
     # Weights
 
     def forward(self, rows: list[list[int]]) -> list[list[float]]:
-        """The actor's log-probs of a few rows of ids."""
-        found = self.engines["actor"].forward([Row(torch.tensor(ids), {}) for ids in rows])
+        """The actor's log-probs of a few rows of ids, for which an offloaded actor returns."""
+        actor = self.engines["actor"]
+        is_offloaded = actor.is_offloaded
+        found = actor.forward([Row(torch.tensor(ids), {}) for ids in rows])
+        if is_offloaded:
+            actor.offload()
         return [output["logprobs"].float().tolist() for output in found]
+
+    def offload(self) -> None:
+        """Whatever needs it brings it back, so that nothing has to be called for that."""
+        for engine in self.engines.values():
+            engine.offload()
 
     def save_tag(self, tag: str) -> None:
         self.engines["actor"].save_tag(tag)

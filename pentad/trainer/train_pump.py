@@ -72,6 +72,8 @@ class TrainPump:
         """Called as soon as a batch is in the weights."""
         self.after_step = after_step
         """Called on the learner's thread with the weights of the step still in place."""
+        self.timer: PhaseTimer | None = None
+        """Of the step to come, if it has begun."""
 
     async def run(self) -> None:
         while not self.state.is_over:
@@ -82,7 +84,7 @@ class TrainPump:
 
     async def _step(self, batch: int) -> TrainedBatch | None:
         """Trains one batch; None when the run was stopped before the batch was whole."""
-        timer = PhaseTimer()
+        timer, self.timer = self.timer or PhaseTimer(), None
         groups: list[Group] = []
         with self.state.doing(f"the start of step {batch + 1}"):
             await self.learner.call("begin", batch=batch)
@@ -163,12 +165,24 @@ class TrainPump:
             copy, on_host = self.placement.copies_snapshots, self.placement.snapshots_on_host
             with self.state.doing(f"the copy of version {version}"):
                 await self.learner.call("snapshot", version=version, copy=copy, on_host=on_host)
+        if self.placement.offload_train:  # it leaves when samplers wake, so it is saved before
+            await self._record(trained)
+            self.timer = PhaseTimer()
+            await self._hand_on(version, self.timer)
+        else:
+            await self._hand_on(version, trained.timer)
+            await self._record(trained)
+        self.state.changed.notify()
+
+    async def _hand_on(self, version: int, timer: PhaseTimer) -> None:
+        with timer.phase("publish"):
             self.publish.submit(self.fetch(version))
             if self.placement.takes_turns:
                 await self.publish.wait_published(version)
-        sentence = self._past_bounds(trained)
-        with self.state.doing(f"saving and recording step {version}"):
+
+    async def _record(self, trained: TrainedBatch) -> None:
+        sentence, step = self._past_bounds(trained), trained.batch + 1
+        with self.state.doing(f"saving and recording step {step}"):
             await self.learner.run(lambda: self.after_step(trained))
         if sentence:
-            raise RunError(f"step {version}: {sentence}")
-        self.state.changed.notify()
+            raise RunError(f"step {step}: {sentence}")

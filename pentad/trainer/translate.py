@@ -69,6 +69,7 @@ def engine_settings(
     pp: int = 1,
     world: int = 1,
     strict: bool = False,
+    balance_data: bool = True,
 ) -> EngineSettings:
     """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller.
 
@@ -88,6 +89,7 @@ def engine_settings(
         compute_dtype=compute_dtype(model, device),
         temperature=temperature,
         max_tokens_per_mb=budget,
+        balance_data=balance_data,
         pad_to_maximum=model.pad_to_maximum is True,
         compile=archon.enable_compile is True
         or (archon.enable_compile == "auto" and is_cuda and not strict),

@@ -110,8 +110,9 @@ def test_ranks_start_from_a_megatron_folder_of_another_layout(pool, task, tmp_pa
     check_equal(Path(summary["records"]), summary["model"], truth)
 
 
-def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_path, alone):
-    overrides = [*PPO, "allocation_mode=embedded:d1|archon:d2"]
+@pytest.mark.parametrize("more", [[], ["offload_train=true", "balance_data=false"]])
+def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_path, alone, more):
+    overrides = [*PPO, "allocation_mode=embedded:d1|archon:d2", *more]
     summary = pool.run(
         2,
         "run_cases",

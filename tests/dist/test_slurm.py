@@ -137,7 +137,8 @@ def test_without_sbatch_it_says_where_the_job_is_and_a_refusal_is_passed_on(
 
 def test_what_is_wrong_is_said_before_a_job_is_written(task, tmp_path):
     words = settings_of(task, tmp_path, "train", "bad", "scheduler.type=slurm")
-    more = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "offload_train=true"]
+    more = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "offload_rollout=false"]
+    more += ["offload_train=true"]
     more += ["allocation_mode=embedded:d1|archon:d3", "train_dataset.path=no.jsonl"]
     shown = CliRunner().invoke(app, ["train", *words, *more])
     assert shown.exit_code == 2

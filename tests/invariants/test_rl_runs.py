@@ -8,9 +8,12 @@ from run_lab import FLOAT32, steps_of, values_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pentad.infer.sampler import EmbeddedSampler
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
+from pentad.trainer import service
 from pentad.trainer.assemble import run_train
+from pentad.trainer.learners import build_learner
 
 
 def weights_of(summary):
@@ -54,6 +57,54 @@ def test_chunks_change_nothing_but_rounding(lab):
     for one, other in zip(steps_of(whole)[:1], steps_of(chunked)[:1], strict=True):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
         assert other["rl"]["reward_mean"] == one["rl"]["reward_mean"]
+
+
+def test_unbalanced_data_changes_nothing_but_the_passes(lab):
+    small = ["actor.mb_spec.max_tokens_per_mb=50", "gconfig.max_new_tokens=12"]
+    by_cost, in_order = (
+        steps_of(lab.train(*small)),
+        steps_of(lab.train(*small, "balance_data=false")),
+    )
+    assert in_order[0]["grad_norm"] == pytest.approx(by_cost[0]["grad_norm"], rel=1e-4)
+    assert in_order[0]["rl"]["reward_mean"] == by_cost[0]["rl"]["reward_mean"]
+    passes, fewest = (sum(step["num_microbatches"] for step in x) for x in (in_order, by_cost))
+    assert passes > fewest
+
+
+def test_a_trainer_that_makes_room_trains_the_same(lab, task, monkeypatch):
+    """Its memory is gone while the sampler decodes; evaluation, saves and resume bring it back."""
+    sizes = []
+    generate = EmbeddedSampler.generate
+
+    async def note(self, *args, **kwargs):
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in engine.tensors.values()))
+        return await generate(self, *args, **kwargs)
+
+    def build(*args, **kwargs):
+        nonlocal engine
+        engine = build_learner(*args, **kwargs)
+        return engine
+
+    engine = None
+    monkeypatch.setattr(EmbeddedSampler, "generate", note)
+    monkeypatch.setattr(service, "build_learner", build)
+    more = ["algorithm.kl_coef=0.1", f"valid_dataset.path={task / 'valid.jsonl'}"]
+    more += ["evaluator.freq_steps=2", "saver.freq_steps=2", "recover.freq_steps=1"]
+    plain = lab.train(*more)
+    assert all(sizes)
+    sizes.clear()
+    moved = lab.train(*more, "offload_train=true", "total_train_steps=2", trial="moved")
+    assert sizes and not any(sizes)
+    moved = lab.train(*more, "offload_train=true", trial="moved")
+    assert not any(sizes)
+    assert_same_weights(moved, plain)
+    # It is recorded before it leaves, and so before it is published and evaluated.
+    one, other = (
+        [json.loads(line) | {"evals": None} for line in values_of(x)] for x in (moved, plain)
+    )
+    assert one == other
+    one, other = (read_lines(x.records / "evals.jsonl") for x in (moved, plain))
+    assert [line["reward_mean"] for line in one] == [line["reward_mean"] for line in other]
 
 
 def test_staleness_is_bounded_and_used(lab):

@@ -42,6 +42,24 @@ def colocation_is_on_policy(config: Config) -> Problem | None:
     return Problem(where, rule, "set mode: hybrid and join the allocation with +")
 
 
+@RULES.add("offload_train", "offload_rollout", "mode", "allocation_mode", "rollout.server")
+def offloaded_training_takes_turns(config: Config) -> Problem | None:
+    if not config.offload_train:
+        return None
+    where, transport = "offload_train = true", config.rollout.server.weight_transport
+    if config.mode != "colocate":
+        rule = f"nobody else has the trainer's devices in mode = {config.mode}"
+        return Problem(where, rule, "leave it out, or set mode: colocate")
+    if config.offload_rollout is False:
+        rule = "offload_rollout = false: the sampler would not make room when training comes back"
+        return Problem(where, rule, "set both, or neither")
+    if server_of(config) is not None and transport != "disk":
+        where = f"rollout.server.weight_transport = {transport}"
+        rule = "offload_train = true: weights have left the GPU when the server takes them"
+        return Problem(where, rule, "use disk")
+    return None
+
+
 @RULES.add("resource", "allocation_mode")
 def resource_agrees_with_the_allocation(config: Config) -> list[Problem]:
     allocation = parsed_allocation(config)

@@ -23,15 +23,7 @@ RANKS_PER_CORE = 16
 
 def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     """What the schema and `plan` know and this version cannot do: refused, never ignored."""
-    found: dict[str, tuple[object, object, str]] = {
-        "balance_data": (config.balance_data, False, "rows are always spread by cost"),
-        "offload_train": (config.offload_train, True, "training state cannot be moved yet"),
-    }
-    problems = [
-        Problem(f"{key} = {str(value).lower()}", rule, "leave it out")
-        for key, (value, refused, rule) in found.items()
-        if value == refused and type(value) is type(refused)
-    ]
+    problems: list[Problem] = []
     allocation = parsed_allocation(config)
     if allocation is not None:
         problems += _unbuilt_layouts(config, allocation)

@@ -48,6 +48,8 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
         readers += dataset_readers(key, data)
     if command == "sft":
         readers.append(KeyUse(OF_ROLLOUT, lambda _: False, "sft does not sample"))
+        why = "sft has the devices to itself"
+        readers.append(KeyUse(("offload_train",), lambda config: not config.offload_train, why))
     found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
     for reader in readers:
         if not reader.reads(config):

@@ -58,10 +58,22 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(start_rules, "host_memory", lambda: (16 * GIB, 8 * GIB))
 
 
-@pytest.mark.parametrize("override", ["balance_data=false", "offload_train=true"])
-def test_what_is_not_built_is_refused_by_name(override):
-    (problem,) = unbuilt_problems(config_of(override), samples=True)
-    assert problem.where == override.replace("=", " = ")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], None),
+        (["mode=hybrid"], "nobody else has the trainer's devices in mode = hybrid"),
+        (["offload_rollout=false"], "the sampler would not make room"),
+        (
+            ["allocation_mode=vllm:d1|archon:d1", "rollout.server.weight_transport=broadcast"],
+            "rollout.server.weight_transport = broadcast: offload_train = true: weights have left",
+        ),
+    ],
+)
+def test_training_makes_room_for_a_sampler_that_makes_room(no_gpu, more, said):
+    problems = planned("offload_train=true", *more, gpu_memory=80)
+    assert problems == [] if said is None else said in " ".join(problems)
+    assert said or config_of("offload_train=true").offload_rollout is True
 
 
 def test_defaults_ask_for_nothing_that_is_not_built():
@@ -130,8 +142,6 @@ def test_missing_folders_do_not_hide_what_a_start_refuses(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     of_the_start = [
         "cluster.n_nodes=2",
-        "offload_train=true",
-        "balance_data=false",
         "actor.archon.enable_compile=true",
     ]
     words = ["actor.path=no/model", "train_dataset.path=no.jsonl", "trial_name=a/b", *of_the_start]

@@ -123,3 +123,30 @@ def test_little_stays_on_the_device_between_steps():
         gc.collect()
     assert stays[True] < 0.6
     assert stays[False] >= 3  # masters and two moments
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_that_left_the_device_comes_back_bit_by_bit(device, dtype):
+    """Whoever needs it brings it back: no call is refused and none reads memory that is gone."""
+    rows = make_rows()
+    stays, leaves = (on(device, compute_dtype=dtype, tag_memory="device") for _ in range(2))
+    for engine in (stays, leaves):
+        engine.save_tag("ref")
+    for _ in range(2):
+        for use in (
+            lambda engine: train(engine, rows, PolicyLoss(0.2)).grad_norm,
+            lambda engine: engine.forward(rows, "ref")[0]["logprobs"].tolist(),
+            lambda engine: [tensor.tolist() for _, tensor in engine.iter_weights()],
+            lambda engine: {name: x.tolist() for name, x in engine.state_tensors().items()},
+            lambda engine: engine.save_tag("ref"),
+        ):
+            leaves.offload()
+            leaves.begin_step()  # a batch begins while samplers still have the device
+            assert leaves.is_offloaded
+            assert not any(x.untyped_storage().nbytes() for x in leaves.tensors.values())
+            states = leaves.optimizer.state.values()
+            assert not any(x.untyped_storage().nbytes() for state in states for x in state.values())
+            assert not any(x.untyped_storage().nbytes() for x in leaves.tags.copies["ref"].views)
+            assert use(leaves) == use(stays)
+            assert not leaves.is_offloaded

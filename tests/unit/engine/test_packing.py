@@ -51,6 +51,31 @@ def test_the_plan_keeps_its_promises(lengths, max_tokens, num_ranks, min_per_ran
     assert plan == again
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 120), max_size=60),
+    st.one_of(st.none(), st.integers(1, 200)),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_unbalanced_rows_stay_in_their_order(lengths, max_tokens, num_ranks, min_per_rank):
+    plan = plan_microbatches(
+        lengths,
+        quadratic,
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+        min_per_rank=min_per_rank,
+        by_cost=False,
+    )
+    assert [row for rank in plan for rows in rank for row in rows] == list(range(len(lengths)))
+    sizes = [sum(map(len, rank)) for rank in plan]
+    assert len(plan) == num_ranks and max(sizes) - min(sizes) <= 1
+    assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= min_per_rank
+    for rows in (rows for rank in plan for rows in rank):
+        tokens = sum(lengths[row] for row in rows)
+        assert max_tokens is None or tokens <= max_tokens or len(rows) == 1
+
+
 def test_a_row_longer_than_the_budget_stands_alone():
     (plan,) = plan_microbatches([5, 50, 5, 3], quadratic, max_tokens=10)
     assert [1] in plan
