@@ -346,6 +346,31 @@ BROKEN = [
         "must be 0 in mode = colocate",
     ),
     (
+        "offloaded_training_takes_turns",
+        "train",
+        [*APART, "offload_train=true"],
+        "offload_train = true",
+        "nobody else has the trainer's devices in mode = hybrid",
+    ),
+    (
+        "offloaded_training_takes_turns",
+        "train",
+        ["offload_train=true", "offload_rollout=false"],
+        "offload_train = true",
+        "offload_rollout = false: the sampler would not make room when training comes back",
+    ),
+    (
+        "offloaded_training_takes_turns",
+        "plan",
+        [
+            "offload_train=true",
+            "allocation_mode=vllm:d1|archon:d1",
+            "rollout.server.weight_transport=broadcast",
+        ],
+        "rollout.server.weight_transport = broadcast",
+        "weights have left the GPU when the server takes them",
+    ),
+    (
         "resource_agrees_with_the_allocation",
         "train",
         [*APART, "resource={{actor: [1, 4], rollout: [1, 1]}}"],

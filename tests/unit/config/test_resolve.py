@@ -53,6 +53,10 @@ def test_resource_becomes_an_allocation(mode, allocation):
     assert config.allocation_mode == allocation
 
 
+def test_training_that_makes_room_has_a_sampler_that_does():
+    assert resolved("offload_train=true")[0].offload_rollout is True
+
+
 def test_what_is_given_is_kept():
     overrides = ["offload_train=true", "mode=hybrid", "user=me", "algorithm.correction=mis"]
     config, _ = resolved(*overrides)

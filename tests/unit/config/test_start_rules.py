@@ -58,24 +58,6 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(start_rules, "host_memory", lambda: (16 * GIB, 8 * GIB))
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ([], None),
-        (["mode=hybrid"], "nobody else has the trainer's devices in mode = hybrid"),
-        (["offload_rollout=false"], "the sampler would not make room"),
-        (
-            ["allocation_mode=vllm:d1|archon:d1", "rollout.server.weight_transport=broadcast"],
-            "rollout.server.weight_transport = broadcast: offload_train = true: weights have left",
-        ),
-    ],
-)
-def test_training_makes_room_for_a_sampler_that_makes_room(no_gpu, more, said):
-    problems = planned("offload_train=true", *more, gpu_memory=80)
-    assert problems == [] if said is None else said in " ".join(problems)
-    assert said or config_of("offload_train=true").offload_rollout is True
-
-
 def test_defaults_ask_for_nothing_that_is_not_built():
     assert unbuilt_problems(config_of(), samples=True) == []
     many = config_of("allocation_mode=embedded:d2+archon:d1")
