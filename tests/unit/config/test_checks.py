@@ -365,6 +365,7 @@ BROKEN = [
         [
             "offload_train=true",
             "allocation_mode=vllm:d1|archon:d1",
+            "cluster.n_gpus_per_node=1",
             "rollout.server.weight_transport=broadcast",
         ],
         "rollout.server.weight_transport = broadcast",
