@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-kills check bench recipes docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-transfer-queue test-kills check bench recipes docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -59,6 +59,16 @@ $(VLLM)/.installed: constraints.txt
 test-vllm: setup-tests $(VLLM)/.installed
 	PENTAD_TEST_VLLM=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contracts tests/vllm -k vllm $(ARGS)
 
+# TransferQueue needs an older omegaconf than constraints.txt names, so it has an environment of its own.
+QUEUE := .venv-transfer-queue
+$(QUEUE)/.installed: pyproject.toml
+	test -x $(QUEUE)/bin/python || $(PYTHON) -m venv $(QUEUE)
+	$(QUEUE)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,transfer_queue]'
+	touch $@
+
+test-transfer-queue: $(QUEUE)/.installed
+	OMP_NUM_THREADS=1 $(QUEUE)/bin/python -m pytest tests/contracts/test_store_contract.py tests/invariants/test_ray_runs.py -k transfer_queue $(ARGS)
+
 # Runs that are killed at fifty random moments, where `make test` takes ten.
 test-kills: setup-tests
 	PENTAD_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/invariants/test_killed_runs.py $(ARGS)
@@ -88,4 +98,4 @@ docs: setup
 	$(BIN)/python -m pentad.cli.reference docs
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) $(VLLM) $(QUEUE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -25,7 +25,7 @@ NO_CONFIG = {
 }
 OPTIONAL = {
     *("ray", "vllm", "sglang", "boto3", "tensorboard", "wandb", "megatron", "pyarrow"),
-    *("starlette", "uvicorn"),
+    *("starlette", "uvicorn", "transfer_queue"),
 }
 
 
@@ -132,7 +132,7 @@ OF_ANOTHER = {
     "triton": "torch brings it where there is a GPU",
     "vllm": "the file runs in the environment of a vLLM server",
 }
-DISTRIBUTIONS = {"yaml": "pyyaml"}  # elsewhere the name of the module
+DISTRIBUTIONS = {"yaml": "pyyaml", "transfer_queue": "transferqueue"}  # else the module's name
 
 
 def undeclared(root: Path, pyproject: str) -> list[str]:

@@ -190,3 +190,17 @@ def is_saved_within(config: Config) -> bool:
     """Whether models are saved before the end, too."""
     saver = config.saver
     return any((saver.freq_epochs, saver.freq_steps, saver.freq_secs))
+
+
+def has_storage_units(config: Config) -> bool:
+    """Whether groups lie in processes of their own on a Ray cluster."""
+    if config.store == "auto":
+        return config.scheduler.type == "ray" and config.num_data_storage_units > 1
+    return config.store in ("ray", "transfer_queue")
+
+
+def store_kind(config: Config, *, is_alone: bool) -> str:
+    """Where the groups of a run lie; `is_alone`: it trains in the process that has the ledger."""
+    if config.store != "auto":
+        return config.store
+    return "ray" if has_storage_units(config) else "memory" if is_alone else "files"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pentad.config.derived import allocation_of, as_run, count_devices, is_one_process
+from pentad.config.derived import (
+    allocation_of,
+    as_run,
+    count_devices,
+    has_storage_units,
+    is_one_process,
+)
 from pentad.config.schema import Config
 from pentad.core.layout import Allocation, Component
 from pentad.core.sizes import DeviceKind
@@ -42,7 +48,11 @@ def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
     if is_one_process(config, num_devices):
         return [replace(lead, runs=(*lead.runs, "rollout")), *pool]
     samplers = _samplers(config, allocation, rollout, learners, kind)
-    return [*_sharing([lead, *learners[1:], *samplers]), *pool]
+    units = [
+        RunProcess(name=f"storage-{number}", runs=("storage unit",), node=None, started_by="ray")
+        for number in range(config.num_data_storage_units if has_storage_units(config) else 0)
+    ]
+    return [*_sharing([lead, *learners[1:], *samplers]), *units, *pool]
 
 
 def _learners(

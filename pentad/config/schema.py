@@ -583,8 +583,14 @@ class Config(Section):
     balance_data: bool = True
     """Spreads rows over ranks and microbatches by cost. false: in their order, as many rows to each
     rank. The gradient does not depend on it."""
+    store: Literal["auto", "memory", "files", "ray", "transfer_queue"] = "auto"
+    """Where groups lie between rollout and training: this process, files (in memory on one
+    machine, in the run's folder on several), or storage units on a Ray cluster, our own or
+    TransferQueue's. auto: ray where `num_data_storage_units` asks for it, else memory where one
+    process trains, else files."""
     num_data_storage_units: Count = 1
-    """Storage processes between rollout and training."""
+    """Storage processes of store=ray and store=transfer_queue. With scheduler.type=ray more than
+    one chooses the former. One that dies is started again, and its groups are sampled again."""
     use_streaming_dataset: bool = False
     """Reads prompts from disk as they are needed instead of at the start."""
     ref_update_interval: Count | None = None

@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +20,9 @@ MIB = 2**20
 CGROUP = Path("/sys/fs/cgroup")
 QUERY_TIMEOUT_S = 20.0
 """nvidia-smi takes seconds where the driver is not kept loaded, and forever where it is broken."""
+
+RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
+"""Of a cluster that a run starts: it reports its use to nobody, and may start on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +149,18 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@contextmanager
+def process_kept(settings: Mapping[str, str]) -> Iterator[None]:
+    """For a library that takes over SIGTERM, which is ours, and reads its settings from the
+    environment: both are afterwards as before."""
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        os.environ.clear()
+        os.environ.update(before)

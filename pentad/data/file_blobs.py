@@ -27,6 +27,8 @@ NUM_FOLDERS = 64
 
 
 class FileBlobs:
+    can_lose = False
+
     def __init__(self, folder: Path, lock: BinaryIO | None = None) -> None:
         self.folder = folder
         self.lock = lock

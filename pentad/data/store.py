@@ -7,6 +7,7 @@ again changes nothing. Another process opens the same store from its address, wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -29,10 +30,24 @@ Address = dict[str, Any]
 
 NUM_LOOKS = 5
 """How often a group is looked up again when it was replaced between two looks."""
+LOOK_S = 0.2
+PATIENCE_S = 120.0
+"""How long a reader waits for its maker to put again what a dead part of the store held."""
+
+
+class MissingGroups(RunError):
+    """Groups that were asked for and are not in the store."""
+
+    def __init__(self, gids: Sequence[int]) -> None:
+        super().__init__(f"the samples of group {gids[0]} are not in the store")
+        self.gids = gids
 
 
 class GroupStore(Protocol):
     address: Address
+    can_lose: bool
+    """A part of it may die and come back empty; its maker then puts again what is needed, or has
+    it sampled again."""
 
     def put(self, group: Group) -> None:
         """Keeps the group under its gid, whole or not at all; ignored if this or a later attempt is
@@ -40,8 +55,12 @@ class GroupStore(Protocol):
         ...
 
     def get(self, gids: Iterable[int]) -> list[Group]:
-        """The groups in this order, with all columns written so far; RunError if one is not here.
-        What the caller does to them does not change what another process gets."""
+        """The groups in this order, with all columns written so far; MissingGroups if one is
+        not here. What the caller does to them does not change what another process gets."""
+        ...
+
+    def missing(self, gids: Iterable[int]) -> list[int]:
+        """Those of the groups that are not here."""
         ...
 
     def write(self, gid: int, attempt: int, columns: Columns) -> bool:
@@ -61,6 +80,7 @@ class MemoryStore:
     """Keeps the groups themselves, for the one process: what is got is what was put, not a copy."""
 
     address: Address = {"kind": "memory"}
+    can_lose = False
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
@@ -71,7 +91,13 @@ class MemoryStore:
             self.groups[group.gid] = group
 
     def get(self, gids: Iterable[int]) -> list[Group]:
-        return [self.groups.get(gid) or _missing(gid) for gid in gids]
+        gids = list(gids)
+        if missing := self.missing(gids):
+            raise MissingGroups(missing)
+        return [self.groups[gid] for gid in gids]
+
+    def missing(self, gids: Iterable[int]) -> list[int]:
+        return [gid for gid in gids if gid not in self.groups]
 
     def write(self, gid: int, attempt: int, columns: Columns) -> bool:
         group = self.groups.get(gid)
@@ -93,6 +119,7 @@ class Blobs(Protocol):
     """Bytes under keys, which several processes share. A blob appears whole or not at all."""
 
     address: Address
+    can_lose: bool
 
     def keys(self, gids: Iterable[int]) -> list[str]:
         """All that is here of these groups."""
@@ -120,10 +147,13 @@ class BlobStore:
     it, is a blob of its own, so that writers in several processes never change one thing:
     `gid.attempt` and `gid.attempt.column`. The highest attempt that is there is the group's."""
 
-    def __init__(self, blobs: Blobs, prompt_of: PromptOf) -> None:
+    def __init__(self, blobs: Blobs, prompt_of: PromptOf, *, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long `get` waits for what is not here."""
         self.blobs = blobs
         self.prompt_of = prompt_of
+        self.patience_s = patience_s
         self.address = blobs.address
+        self.can_lose = blobs.can_lose
 
     def put(self, group: Group) -> None:
         held = self.blobs.keys([group.gid])
@@ -135,12 +165,21 @@ class BlobStore:
     def get(self, gids: Iterable[int]) -> list[Group]:
         gids = list(gids)
         found: dict[int, Group] = {}
-        for _ in range(NUM_LOOKS):
-            missing = [gid for gid in gids if gid not in found]
-            if not missing:
-                break
+        missing, num_looks, until = gids, 0, time.monotonic() + self.patience_s
+        while missing:
             found |= {group.gid: group for group in self._look(missing)}
-        return [found.get(gid) or _missing(gid) for gid in gids]
+            missing = [gid for gid in gids if gid not in found]
+            num_looks += 1
+            if missing and num_looks >= NUM_LOOKS:
+                if time.monotonic() >= until:
+                    raise MissingGroups(missing)
+                time.sleep(LOOK_S)
+        return [found[gid] for gid in gids]
+
+    def missing(self, gids: Iterable[int]) -> list[int]:
+        gids = list(gids)
+        held = {int(key.partition(".")[0]) for key in self.blobs.keys(gids)}
+        return [gid for gid in gids if gid not in held]
 
     def write(self, gid: int, attempt: int, columns: Columns) -> bool:
         base = f"{gid}.{attempt}"
@@ -196,7 +235,11 @@ class BlobStore:
             raise RunError(f"{self.blobs.describe(key)} cannot be read: {error}") from error
 
 
-KINDS = {"files": "pentad.data.file_blobs"}
+KINDS = {
+    "files": "pentad.data.file_blobs",
+    "ray": "pentad.data.ray_blobs",
+    "transfer_queue": "pentad.data.transfer_queue_blobs",
+}
 """Kind of an address -> the module whose `open_blobs` opens it; imported only when it is chosen."""
 
 
@@ -205,8 +248,5 @@ def open_store(address: Mapping[str, Any], prompt_of: PromptOf) -> GroupStore:
     kind = address["kind"]
     if kind not in KINDS:
         raise RunError(f"store {kind} cannot be opened by another process than the one it is in")
-    return BlobStore(import_module(KINDS[kind]).open_blobs(address), prompt_of)
-
-
-def _missing(gid: int) -> Group:
-    raise RunError(f"the samples of group {gid} are not in the store")
+    blobs = import_module(KINDS[kind]).open_blobs(address)
+    return BlobStore(blobs, prompt_of, patience_s=PATIENCE_S if blobs.can_lose else 0.0)

@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,13 @@ from ray.util.scheduling_strategies import (
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.failures import InfraFailure
-from pentad.core.machine import find_gpus, installed, num_cores
+from pentad.core.machine import (
+    RAY_SETTINGS,
+    find_gpus,
+    installed,
+    num_cores,
+    process_kept,
+)
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.local_roles import TOLD_LINES
 from pentad.runtime.report import describe_exit, tail
@@ -45,8 +50,6 @@ log = logging.getLogger(__name__)
 READY_S = 60.0
 """How long the cluster may take to give what it has."""
 GONE_S = 10.0
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
-"""Of a cluster that a run starts: it reports its use to nobody, and may start on a busy machine."""
 Bundles = Mapping[str, Mapping[str, float]]
 """What each role takes, by its name: {"rollout-0": {"CPU": 1, "GPU": 1}}."""
 
@@ -273,10 +276,23 @@ def check_gpus(held: Sequence[int]) -> None:
         raise UserError(Problem("scheduler.type = ray", rule, remedy))
 
 
+@contextmanager
+def joined_cluster(bundles: Bundles, held: Sequence[int] = ()) -> Iterator[None]:
+    """In a cluster; one that was joined here is left, and one that was started here ended."""
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        join_cluster(bundles, held)
+    try:
+        yield
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
 def join_cluster(bundles: Bundles, held: Sequence[int] = ()) -> None:
     """Joins the running cluster, or starts one here that is large enough in cores."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    with _unchanged():
+    with process_kept(RAY_SETTINGS):
         try:
             context = ray.init(address="auto", **quiet)
             text = "joined the Ray cluster at %s (nodes: %d)"
@@ -294,20 +310,6 @@ def join_cluster(bundles: Bundles, held: Sequence[int] = ()) -> None:
         wanted = math.ceil(sum(taken.get("CPU", 0) for taken in bundles.values()))
         ray.init(num_cpus=max(num_cores(), wanted), include_dashboard=False, **quiet)
     log.info("no Ray cluster runs here: one was started, and ends with this run")
-
-
-@contextmanager
-def _unchanged() -> Iterator[None]:
-    """Ray takes over SIGTERM, which is ours, and reads its settings from the environment."""
-    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    os.environ.update(SETTINGS)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import snapshot_on_host
+from pentad.config.derived import snapshot_on_host, store_kind
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
@@ -23,7 +24,7 @@ from pentad.core.types import Group, SamplingParams
 from pentad.data.file_blobs import make_blobs
 from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
-from pentad.data.store import BlobStore, GroupStore, MemoryStore
+from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.rewards.scorer import RewardScorer
 from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
@@ -53,7 +54,7 @@ from pentad.trainer.run import (
     repeat_warnings,
     standing,
 )
-from pentad.trainer.samplers import open_samplers
+from pentad.trainer.samplers import open_samplers, ray_places
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
@@ -168,18 +169,26 @@ class Assembly:
         """A batch that is in the weights and not in the records."""
 
     def _open_store(self) -> GroupStore:
-        """In memory where the learner is this process alone; other ranks read files."""
-        if self.calls.rank.world > 1:
-            return self._open_files()
-        self.service.store = MemoryStore()
-        return self.service.store
-
-    def _open_files(self) -> GroupStore:
-        parent = None if is_one_machine() else self.open.folder.file("groups/")
-        store = BlobStore(make_blobs(parent), self.checked.stream.prompt)
+        """In memory only where the learner is this process alone."""
+        kind = store_kind(self.config, is_alone=self.calls.rank.world == 1)
+        if kind == "memory":
+            self.service.store = MemoryStore()
+            return self.service.store
+        store = BlobStore(self._make_blobs(kind), self.checked.stream.prompt)
         self.open.stack.callback(store.close)
         self.calls.call("open_store", address=store.address)
         return store
+
+    def _make_blobs(self, kind: str) -> Blobs:
+        if kind == "files":
+            parent = None if is_one_machine() else self.open.folder.file("groups/")
+            return make_blobs(parent)
+        from pentad.runtime.ray_roles import joined_cluster
+
+        places = ray_places(self.config, self.device)
+        self.open.stack.enter_context(joined_cluster(**places))
+        blobs: Blobs = import_module(KINDS[kind]).make_blobs(self.config.num_data_storage_units)
+        return blobs
 
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:

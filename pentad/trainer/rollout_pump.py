@@ -58,8 +58,7 @@ class RolloutPump:
         self.reject = reject
         self.max_groups = max_groups or state.budget.capacity_groups
         self.running = 0
-        self.planned = state.ledger.gids_in("planned")
-        """Groups that were under way when the run stopped."""
+        state.planned = state.ledger.gids_in("planned")  # under way when the run stopped
         self.last_failures: dict[str, str] = {}
         """Reason of a drop -> what the latest one said."""
         self.num_scored = state.ledger.funnel().trained
@@ -84,10 +83,10 @@ class RolloutPump:
                 task.cancel()
 
     def _next_groups(self) -> list[int]:
-        """What a resumed run had planned comes before what is admitted now."""
+        """What a resumed run had planned, and what was lost, comes before what is admitted now."""
         room = self.max_groups - self.running
-        if self.planned:
-            now, self.planned = self.planned[:room], self.planned[room:]
+        if planned := self.state.planned:
+            now, self.state.planned = planned[:room], planned[room:]
             return now
         batch = self._next_batch()
         return [] if batch is None else self._admit(batch, room)
@@ -100,7 +99,7 @@ class RolloutPump:
     def _can_admit(self) -> bool:
         if self.running >= (1 if self.in_waves else self.max_groups):
             return False
-        return bool(self.planned) or self._next_batch() is not None
+        return bool(self.state.planned) or self._next_batch() is not None
 
     def _why_idle(self) -> str:
         budget = self.state.budget
@@ -179,7 +178,7 @@ class RolloutPump:
         log.warning("group %d: %s", gid, text)
         if attempt + 1 < MAX_LEASES:
             self.state.ledger.fail(gid, attempt)
-            self.planned.append(gid)
+            self.state.planned.append(gid)
         else:
             self.last_failures["deadline"] = f"the last: {text}"
             self.state.ledger.drop(gid, "deadline")

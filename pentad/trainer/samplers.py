@@ -116,7 +116,7 @@ async def open_replicas(
     devices = server_devices(config) if device.type == "cuda" else ()
     on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
     is_ray = config.scheduler.type == "ray"
-    runtime: Runtime = ray_runtime(config, num, device) if is_ray else LocalRuntime()
+    runtime: Runtime = ray_runtime(config, device) if is_ray else LocalRuntime()
     stack.push_async_callback(runtime.close)
     log_folder.mkdir(parents=True, exist_ok=True)
     place = log_folder if runtime.is_spread else shared_memory()
@@ -157,16 +157,21 @@ async def open_replicas(
     return {replica.name: replica for replica in replicas}
 
 
-def ray_runtime(config: Config, num: int, device: torch.device) -> Runtime:
+def ray_runtime(config: Config, device: torch.device) -> Runtime:
     """With a place for each replica, on nodes that have what it reads."""
     from pentad.runtime.ray_roles import RayRuntime
 
-    gpus = {"GPU": 1.0} if device.type == "cuda" else {}
-    bundles = {f"rollout-{index}": {"CPU": 1.0, **gpus} for index in range(num)}
-    held = range(component_of(config, "actor").world) if gpus else ()
     assert config.actor.path is not None, "checked with the config"
     folders = {"actor.path": str(Path(config.actor.path).resolve())}
-    return RayRuntime(bundles, folders=folders, held=tuple(held))
+    return RayRuntime(**ray_places(config, device), folders=folders)
+
+
+def ray_places(config: Config, device: torch.device) -> dict[str, Any]:
+    """What Ray is asked for: `bundles` by role, and `held`, the GPUs it must leave to training."""
+    gpus = {"GPU": 1.0} if device.type == "cuda" else {}
+    num, world = component_of(config, "rollout").size("d"), component_of(config, "actor").world
+    bundles = {f"rollout-{index}": {"CPU": 1.0, **gpus} for index in range(num)}
+    return {"bundles": bundles, "held": tuple(range(world)) if gpus else ()}
 
 
 def hosted_settings(

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pentad.core.failures import GivenUp
 from pentad.core.types import Group
 from pentad.data.ledger import Ledger
-from pentad.data.store import GroupStore
+from pentad.data.store import GroupStore, MissingGroups
 from pentad.trainer.budget import Budget
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 5
+"""How often the store may lose groups between two trained batches."""
+KEEP_S = 1.0
 
 
 class Signal:
@@ -41,8 +49,16 @@ class DataProgress:
 
     @property
     def ready(self) -> list[Group]:
-        """These groups; until the next step is trained they are in the store."""
-        return self.store.get(self.gids)
+        """These groups; until the next step is trained they are in the store, but for what a dead
+        part of it held: after a resume that is sampled again."""
+        gids = self.gids
+        while True:
+            try:
+                return self.store.get(gids)
+            except MissingGroups as missing:
+                if not self.store.can_lose:
+                    raise
+                gids = tuple(gid for gid in gids if gid not in missing.gids)
 
 
 @dataclass(slots=True)
@@ -55,6 +71,11 @@ class RunState:
     """Set from outside (a signal) to end the run after the step in progress."""
     waiting: dict[str, str] = field(default_factory=dict)
     """What each pump waits for just now; the watchdog reads it out."""
+
+    planned: list[int] = field(default_factory=list)
+    """Groups that are to be begun, or begun again, before any is admitted."""
+    num_losses: int = 0
+    """How often the store lost groups since the last trained batch."""
 
     working: list[str] = field(default_factory=list)
     """What is being done just now that may take long by itself."""
@@ -70,6 +91,37 @@ class RunState:
     def progress(self) -> DataProgress:
         gids = [*self.ledger.gids_in("ready"), *self.ledger.gids_in("leased")]
         return DataProgress(self.ledger.snapshot(), tuple(sorted(gids)), self.store)
+
+    def lease(self, batch: int, slots: Iterable[int]) -> list[Group] | None:
+        """The ready groups in these slots, leased from now on; None where the store has lost some:
+        these, and others that are gone with them, are planned again."""
+        gids = self.ledger.lease(batch, slots)
+        try:
+            return self.store.get(gids)
+        except MissingGroups:
+            if not self.store.can_lose:
+                raise
+        self.ledger.release(gids)
+        lost = self.store.missing(self.ledger.gids_in("ready"))
+        self.num_losses += 1
+        text = f"the store lost the samples of {len(lost)} groups"
+        if self.num_losses > MAX_LOSSES:
+            often = f"for the {self.num_losses}th time before batch {batch} was trained"
+            raise GivenUp(f"{text} {often}: its storage units do not stay up")
+        log.warning("%s, which are sampled again with the same seeds", text)
+        for gid in lost:
+            self.ledger.lose(gid)
+        self.planned += lost
+        self.changed.notify()
+        return None
+
+    async def keep(self, groups: Iterable[Group]) -> None:
+        """Until cancelled: puts again what the store loses of these while they are read."""
+        held = {group.gid: group for group in groups}
+        while self.store.can_lose:
+            await asyncio.sleep(KEEP_S)
+            for gid in self.store.missing(held):
+                self.store.put(held[gid])
 
     def resume(self, snapshot: Mapping[str, Any], groups: Iterable[Group], trained: int) -> None:
         """Goes on from a snapshot, in the place of whatever was here. Ready groups that are older

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -93,8 +94,7 @@ class TrainPump:
             last = len(groups) == self.state.budget.groups_per_batch
             await self.turnstile.enter("actor")
             with timer.phase("train"), self.state.doing(f"training of step {batch + 1}"):
-                gids = [group.gid for group in chunk]
-                await self.learner.call("add", gids=gids, last=last)
+                await self._add(chunk, last)
         if len(groups) < self.state.budget.groups_per_batch:
             self.state.ledger.release([group.gid for group in groups])
             return None
@@ -107,10 +107,19 @@ class TrainPump:
         gids = [group.gid for group in groups]
         self.state.ledger.ack(gids)
         self.state.store.delete(gids)
+        self.state.num_losses = 0
         funnel, progress = self.state.ledger.funnel(), self.state.progress()
         trained = TrainedBatch(batch, groups, facts, funnel, timer, progress)
         self.on_trained(trained)
         return trained
+
+    async def _add(self, groups: list[Group], last: bool) -> None:
+        """Every rank reads them from the store."""
+        keeping = asyncio.ensure_future(self.state.keep(groups))
+        try:
+            await self.learner.call("add", gids=[group.gid for group in groups], last=last)
+        finally:
+            keeping.cancel()
 
     def _finish(self, timer: PhaseTimer) -> BatchFacts:
         """The update and what is known of it, in one go: what is in the weights is recorded."""
@@ -125,15 +134,17 @@ class TrainPump:
         for chunk, slots in enumerate(chunk_slots(size, self.num_chunks)):
             # Sleeping samplers finish nothing, so the devices are taken only for a whole batch.
             awaited = range(size) if self.turnstile.alternates and chunk == 0 else slots
-            with timer.phase("rollout"):
-                await self.state.wait_for(
-                    "train",
-                    f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}",
-                    lambda slots=awaited: ledger.are_ready(batch, slots),  # type: ignore[misc]
-                )
-            if not ledger.are_ready(batch, awaited):
-                return
-            groups = self.state.store.get(ledger.lease(batch, slots))
+            groups = None
+            while groups is None:
+                with timer.phase("rollout"):
+                    await self.state.wait_for(
+                        "train",
+                        f"groups {awaited.start} to {awaited.stop - 1} of batch {batch}",
+                        lambda slots=awaited: ledger.are_ready(batch, slots),  # type: ignore[misc]
+                    )
+                if not ledger.are_ready(batch, awaited):
+                    return
+                groups = self.state.lease(batch, slots)
             for group in groups:
                 self._check_lag(batch, group)
             yield groups

@@ -1,15 +1,17 @@
 """What every store promises: idempotent and whole per group, over processes and their deaths."""
 
+import importlib
 import json
 import multiprocessing
 import os
 import random
 import resource
 import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import torch
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data import file_blobs
-from pentad.data.store import BlobStore, GroupStore, MemoryStore, open_store
+from pentad.data.store import BlobStore, GroupStore, MemoryStore, MissingGroups, open_store
 
 CLEAN = multiprocessing.get_context("forkserver")
 """Processes that share nothing with this one, forked from one that has torch already."""
@@ -82,17 +84,43 @@ def assert_same(got: Group, wanted: Group, columns: dict[str, list[np.ndarray]] 
                 assert ours == theirs, field.name
 
 
-@dataclass
-class Subject:
-    make: Callable[[], GroupStore]
-    is_shared: bool = True
-
-
 SUBJECTS = {
-    "memory": Subject(MemoryStore, is_shared=False),
-    "files": Subject(lambda: BlobStore(file_blobs.make_blobs(), prompt_of)),
+    "memory": MemoryStore,
+    "files": lambda: BlobStore(file_blobs.make_blobs(), prompt_of),
 }
-SHARED = [name for name, subject in SUBJECTS.items() if subject.is_shared]
+ON_RAY = [
+    pytest.param(name, marks=[pytest.mark.ray, pytest.mark.dist])
+    for name in ("ray", "transfer_queue")
+]
+
+
+@pytest.fixture(scope="module")
+def on_ray(ray_cluster):
+    """Stores with two storage units each, one of a kind for all tests: they take seconds."""
+    made: dict[str, GroupStore] = {}
+
+    def make(kind: str) -> GroupStore:
+        if kind not in made:
+            blobs = importlib.import_module(f"pentad.data.{kind}_blobs")
+            made[kind] = BlobStore(blobs.make_blobs(num_units=2), prompt_of)
+        return made[kind]
+
+    yield make
+    for store in made.values():
+        store.close()
+
+
+def opened(request: pytest.FixtureRequest) -> Iterator[GroupStore]:
+    if request.param in SUBJECTS:
+        store = SUBJECTS[request.param]()
+        yield store
+        store.close()
+        return
+    if request.param == "transfer_queue":
+        pytest.importorskip("transfer_queue")
+    store = request.getfixturevalue("on_ray")(request.param)
+    yield store
+    store.delete(range(200))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,18 +130,14 @@ def one_forkserver():
     forkserver._forkserver._stop()
 
 
-@pytest.fixture(params=list(SUBJECTS))
+@pytest.fixture(params=["memory", "files", *ON_RAY])
 def store(request: pytest.FixtureRequest):
-    made = SUBJECTS[request.param].make()
-    yield made
-    made.close()
+    yield from opened(request)
 
 
-@pytest.fixture(params=SHARED)
+@pytest.fixture(params=["files", *ON_RAY])
 def shared(request: pytest.FixtureRequest):
-    made = SUBJECTS[request.param].make()
-    yield made
-    made.close()
+    yield from opened(request)
 
 
 def in_process(function: Callable, *arguments) -> None:
@@ -296,6 +320,36 @@ def test_two_processes_put_at_once_and_the_latest_attempt_stays(shared):
     shared.delete(range(20))
     with pytest.raises(RunError):
         shared.get([0])
+
+
+# Units that die
+
+
+@pytest.mark.ray
+@pytest.mark.dist
+@pytest.mark.parametrize("shared", ["ray"], indirect=True)
+def test_a_unit_that_dies_comes_back_empty_and_alone(shared):
+    import ray
+
+    for gid in range(6):
+        shared.put(make_group(gid))
+    reader = open_store(shared.address, prompt_of)
+    pid = ray.get(shared.blobs.units[1].__ray_call__.remote(lambda unit: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    assert shared.missing(range(6)) == [1, 3, 5]
+    with pytest.raises(MissingGroups) as caught:
+        shared.get(range(6))
+    assert caught.value.gids == [1, 3, 5]
+
+    def put_again():
+        for gid in (1, 3, 5):
+            shared.put(make_group(gid))
+
+    later = threading.Timer(0.5, put_again)
+    later.start()
+    for gid, got in enumerate(reader.get(range(6))):  # it waits for what is put again
+        assert_same(got, make_group(gid))
+    later.join()
 
 
 # Files

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pentad.core.errors import RunError, Transient
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.failures import DataFailure, GivenUp, InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data.ledger import Ledger
@@ -131,6 +131,15 @@ class Replica:
         self.simulation.state.changed.notify()
 
 
+class LosingStore(MemoryStore):
+    """One of its two storage units may die, and comes back empty."""
+
+    can_lose = True
+
+    def lose(self, unit: int) -> None:
+        self.delete([gid for gid in self.groups if gid % 2 == unit])
+
+
 class SimulatedLearner:
     """In the place of the thread that calls the ranks."""
 
@@ -140,6 +149,9 @@ class SimulatedLearner:
 
     async def call(self, method: str, **arguments: Any) -> None:
         if method == "add":
+            self.simulation.lose_unit()
+            while self.simulation.state.store.missing(arguments["gids"]):
+                await asyncio.sleep(0.2)
             self.simulation.check_lags(arguments["gids"])
             await self.simulation.pass_time(self.simulation.world.train_s)
 
@@ -161,6 +173,7 @@ class Simulation:
         """gid -> how it ended, as of now; goes back with a checkpoint."""
         self.ended_when_saved: dict[int, str] = {}
         self.num_starts = 0
+        self.num_losses = 0
         self.most_live = 0
 
     # -- a run ----------------------------------------------------------------------------------
@@ -205,7 +218,8 @@ class Simulation:
         except asyncio.CancelledError:
             return False
         except RunError as failure:  # a Transient, or no replica took the weights
-            if not isinstance(failure, Transient) and "replica is dead" not in str(failure):
+            is_end = isinstance(failure, Transient | GivenUp)
+            if not is_end and "replica is dead" not in str(failure):
                 raise
             return False
         finally:
@@ -216,7 +230,7 @@ class Simulation:
     def _build(self) -> None:
         world = self.world
         self.budget = Budget(world.groups_per_batch, world.max_staleness, world.num_batches)
-        self.state = RunState(Ledger(world.groups_per_batch), MemoryStore(), self.budget)
+        self.state = RunState(Ledger(world.groups_per_batch), LosingStore(), self.budget)
         if self.saved is not None:
             ledger, groups, trained = self.saved
             self.state.resume(json.loads(ledger), groups, trained)
@@ -283,6 +297,11 @@ class Simulation:
     def happens(self, what: str) -> bool:
         return self.draw.random() < self.world.faults.get(what, 0.0)
 
+    def lose_unit(self) -> None:
+        if self.happens("store_loss"):
+            self.num_losses += 1
+            self.state.store.lose(self.draw.randrange(2))
+
     async def pass_time(self, mean_s: float) -> None:
         long = 20.0 if self.happens("slow") else 1.0
         await asyncio.sleep(long * self.draw.expovariate(1 / mean_s) if mean_s else 0)
@@ -311,6 +330,7 @@ class Simulation:
             if versions is not None:
                 break
         hold(None)
+        self.lose_unit()
         await self.pass_time(0.1)  # rewards
         if self.happens("data_failure"):
             raise DataFailure("reward_error", "no reward", is_final=True)

@@ -6,7 +6,6 @@ import pytest
 from run_lab import values_of
 
 from pentad.runtime.calls import RankCalls
-from pentad.trainer.assemble import Assembly
 
 
 @pytest.fixture
@@ -30,12 +29,11 @@ def seen(monkeypatch):
 OFTEN = ("saver.freq_steps=1", "recover.mode=auto", "recover.freq_steps=1", "total_train_steps=2")
 
 
-def test_rollouts_are_learned_alike_by_text_and_from_files(lab, monkeypatch, request):
+def test_rollouts_are_learned_alike_by_text_and_from_files(lab, request):
     ppo = ("algorithm.name=ppo", "algorithm.kl_coef=0.1", "num_iters_per_train_update=2", *OFTEN)
     plain = values_of(lab.train(*ppo))
     seen = request.getfixturevalue("seen")
-    monkeypatch.setattr(Assembly, "_open_store", Assembly._open_files)
-    assert values_of(lab.train(*ppo)) == plain
+    assert values_of(lab.train(*ppo, "store=files")) == plain
     learning = {"build", "open_store", "begin", "add", "finish", "measure", "snapshot", "forward"}
     keeping = {"load_tags", "prepare_state", "save_state", "export", "export_status", "memory"}
     assert seen == learning | keeping

@@ -11,11 +11,14 @@ from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import UserError
+from pentad.data.ledger import Ledger
 from pentad.planner.prepare import prepare
 from pentad.trainer.assemble import run_train
+from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.state import RunState
 
-pytest.importorskip("ray")
-from pentad.runtime.ray_roles import RayRuntime  # noqa: E402
+ray = pytest.importorskip("ray")
+from pentad.runtime.ray_roles import RayRuntime, wait_gone  # noqa: E402
 
 pytestmark = [
     *(pytest.mark.ray, pytest.mark.dist, pytest.mark.slow),
@@ -26,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_ray_gives_the_numbers_of_one_process(lab):
     one = lab.train("mode=hybrid", "scheduler.processes=one")
-    on_ray = lab.train("mode=hybrid", "scheduler.type=ray")
+    on_ray = lab.train("mode=hybrid", "scheduler.type=ray", "num_data_storage_units=2")
     assert_same_weights(one, on_ray)
     assert values_of(one) == values_of(on_ray)
     assert (on_ray.records / "servers" / "rollout-0.log").exists()
@@ -58,6 +61,50 @@ def test_a_killed_actor_is_started_again_and_changes_no_number(lab, tmp_path, mo
     killer.join()
     assert [process.generation for process in started] == [0, 1]
     assert_same_weights(alone, ray)
+
+
+def kill_unit(blobs, number):
+    """SIGKILL of the process of a storage unit, and its end."""
+    pid = ray.get(blobs.units[number].__ray_call__.remote(lambda unit: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    wait_gone(pid)
+
+
+def test_groups_of_a_killed_storage_unit_are_sampled_again(lab, monkeypatch, caplog):
+    """Before a batch is taken, and between the scheduler's look and that of the learner."""
+    trained, lost, to_kill, stores = {}, [], ["lease", "add"], []
+    lease, lose, call = RunState.lease, Ledger.lose, LearnerThread.call
+
+    def leasing(state, batch, slots):
+        stores[:] = [state.store]
+        if batch == 1 and "lease" in to_kill:
+            to_kill.remove("lease")
+            kill_unit(state.store.blobs, 0)
+        groups = lease(state, batch, slots)
+        for group in groups or ():
+            trained[group.gid] = batch, group.attempt
+        return groups
+
+    def losing(ledger, gid):
+        lost.append(gid)
+        lose(ledger, gid)
+
+    async def calling(learner, method, **arguments):
+        if method == "add" and trained[arguments["gids"][0]][0] == 2:
+            to_kill.remove("add")
+            kill_unit(stores[0].blobs, 1)
+        return await call(learner, method, **arguments)
+
+    monkeypatch.setattr(RunState, "lease", leasing)
+    monkeypatch.setattr(Ledger, "lose", losing)
+    monkeypatch.setattr(LearnerThread, "call", calling)
+    args = ("mode=hybrid", "scheduler.type=ray", "num_data_storage_units=2", "total_train_steps=4")
+    summary = lab.train(*args)
+    assert to_kill == [] and "are sampled again with the same seeds" in caplog.text
+    size = len(trained) // 4
+    assert trained == {gid: (gid // size, 0) for gid in range(4 * size)}
+    assert lost == [gid for gid in range(size, 2 * size) if gid % 2 == 0]
+    assert len(steps_of(summary)) == 4
 
 
 @pytest.mark.parametrize("name", ["archon_qwen3_8b.yaml", "archon_qwen3_moe.yaml"])

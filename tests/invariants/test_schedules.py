@@ -15,7 +15,7 @@ NUM_SCHEDULES = int(os.environ.get("PENTAD_SCHEDULES", "1000"))
 FIRST = int(os.environ.get("PENTAD_FIRST_SCHEDULE", "0"))
 FAULTS = (
     *("death", "hang", "zombie", "slow"),
-    *("data_failure", "infra_failure", "no_signal", "bad_row"),
+    *("data_failure", "infra_failure", "no_signal", "bad_row", "store_loss"),
 )
 
 
@@ -54,13 +54,14 @@ def test_every_schedule_keeps_every_promise(caplog):
         except BaseException as failure:
             waits = simulation.state.waiting
             pytest.fail(f"seed {seed}: {failure!r}; {simulation.world}; {waits}")
+        seen["lost"] = seen.get("lost", 0) + simulation.num_losses
         seen["resumed"] = seen.get("resumed", 0) + (simulation.num_starts > 1)
         is_full = simulation.most_live == simulation.budget.capacity_groups
         seen["full"] = seen.get("full", 0) + is_full
         for how in simulation.ended.values():
             seen[how] = seen.get(how, 0) + 1
     few = min(20, NUM_SCHEDULES // 50)  # what never happens is not tried
-    for what in ("resumed", "full", "no_signal", "bad_row", "reward_error", "deadline"):
+    for what in ("lost", "resumed", "full", "no_signal", "bad_row", "reward_error", "deadline"):
         assert seen.get(what, 0) >= few, seen
 
 

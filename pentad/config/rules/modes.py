@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pentad.config.derived import are_apart, parsed_allocation
+from pentad.config.derived import are_apart, has_storage_units, parsed_allocation
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
@@ -96,6 +96,23 @@ def one_process_holds_one_of_each(config: Config) -> Problem | None:
     if not rules:
         return None
     return Problem("scheduler.processes = one", "; ".join(rules), "leave it at auto")
+
+
+@RULES.add("store", "num_data_storage_units", "scheduler", "allocation_mode")
+def every_process_reaches_the_store(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    where = f"store = {config.store}"
+    if has_storage_units(config) and config.scheduler.type != "ray":
+        rule = f"scheduler.type = {config.scheduler.type} has no Ray cluster"
+        return Problem(where, rule, "use scheduler.type=ray, or files")
+    if config.store == "memory" and config.scheduler.processes == "separate":
+        rule = "scheduler.processes = separate trains in another process, which cannot read it"
+        return Problem(where, rule, "leave it at auto")
+    if config.store == "memory" and actor and actor.world > 1:
+        rule = f"the {actor.world} ranks of {actor} are processes, which cannot read it"
+        return Problem(where, rule, "leave it at auto")
+    return None
 
 
 @RULES.add("cluster.share_gpus", "allocation_mode")

@@ -34,6 +34,10 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     elif config.scheduler.type == "ray" and installed("ray") is None:
         rule = "needs the package ray, which is not installed"
         problems.append(Problem("scheduler.type = ray", rule, "pip install 'pentad[ray]'"))
+    if samples and config.store == "transfer_queue" and installed("TransferQueue") is None:
+        rule = "needs the package TransferQueue, which is not installed"
+        remedy = "pip install 'pentad[transfer_queue]'"
+        problems.append(Problem("store = transfer_queue", rule, remedy))
     needs_scorer = config.algorithm.kl_coef or config.algorithm.facts.needs_teacher
     if samples and config.mode == "async" and needs_scorer:
         rule = "scorers on devices of their own are not built yet, and this algorithm needs one"

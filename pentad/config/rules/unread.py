@@ -13,6 +13,7 @@ from typing import Any
 
 from pentad.config.derived import (
     count_devices,
+    has_storage_units,
     is_one_process,
     is_saved_within,
     parsed_allocation,
@@ -147,7 +148,7 @@ READERS = (
         lambda config: config.checkpoint.remote_uri is not None,
         "checkpoint.remote_uri = null names no store",
     ),
-    KeyUse(("num_data_storage_units",), lambda _: False, "groups stay in memory"),
+    KeyUse(("num_data_storage_units",), has_storage_units, "groups are in memory or in files"),
     KeyUse(
         ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
         lambda config: config.valid_dataset is not None,
@@ -191,6 +192,7 @@ READERS = (
 OF_ROLLOUT = (
     *("gconfig", "reward", "rollout", "algorithm", "ref", "teacher", "max_staleness"),
     *("num_iters_per_train_update", "updates_per_batch", "use_streaming_dataset"),
+    *("store", "num_data_storage_units"),
     *("ref_update_interval", "compute_advantages_and_returns", "use_kl_loss", "use_tis", "strict"),
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
     "guards.max_logprob_gap",

@@ -68,6 +68,27 @@ BROKEN = [
         "embedded:d2 has a process for each device",
     ),
     (
+        "every_process_reaches_the_store",
+        "plan",
+        ["store=transfer_queue"],
+        "store = transfer_queue",
+        "scheduler.type = local has no Ray cluster",
+    ),
+    (
+        "every_process_reaches_the_store",
+        "plan",
+        ["store=memory", "allocation_mode=embedded:d1|archon:d2"],
+        "store = memory",
+        "the 2 ranks of archon:d2 are processes, which cannot read it",
+    ),
+    (
+        "every_process_reaches_the_store",
+        "plan",
+        ["store=memory", "scheduler.processes=separate"],
+        "store = memory",
+        "trains in another process",
+    ),
+    (
         "embedded_samplers_share_gpus",
         "plan",
         ["cluster.share_gpus=true", "allocation_mode=vllm:d1+archon:d1"],

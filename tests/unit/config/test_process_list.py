@@ -60,11 +60,13 @@ ALONE = ("scheduler", "actor")
         (
             [
                 *("cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "scheduler.type=ray"),
-                "allocation_mode=embedded:d1+archon:d1",
+                *("allocation_mode=embedded:d1+archon:d1", "num_data_storage_units=2"),
             ],
             {
                 "learner-0": (*ALONE, 0, (0,), (), "pentad"),
                 "rollout-0": ("rollout", None, (), (), "ray"),
+                "storage-0": ("storage unit", None, (), (), "ray"),
+                "storage-1": ("storage unit", None, (), (), "ray"),
             },
         ),
         (

@@ -59,7 +59,11 @@ def said(*overrides, command="plan"):
             ["rollout.server.weight_transport=disk"],
         ),
         ("actor.enable_tree_training=true", "not built", None),
-        ("num_data_storage_units=2", "groups stay in memory", None),
+        (
+            "num_data_storage_units=2",
+            "groups are in memory or in files",
+            ["scheduler.type=ray", "allocation_mode=embedded:d1+archon:d1"],
+        ),
         ("megatron.ckpt_convertor.use_gpu_num=1", "done on the CPU", None),
     ],
 )
