@@ -7,21 +7,14 @@ Commands import their work when they run, so that `pentad --help` stays quick an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from pentad.cli.errors import BAD_INPUT, leaving, reporting
+from pentad.cli.errors import leaving, reporting
 from pentad.cli.recipe import Recipe, read_subject, takes_recipe
-from pentad.cli.slurm import submit_job
-from pentad.core.errors import UserError
-
-if TYPE_CHECKING:
-    from pentad.config.schema import Config
-    from pentad.core.errors import Problem
-    from pentad.trainer.run import RunSummary
+from pentad.cli.runs import run_command
 
 app = typer.Typer(
     name="pentad",
@@ -43,46 +36,6 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def prepare_run(recipe: Recipe, command: Literal["train", "sft"]) -> tuple[Config, list[str]]:
-    """The config; under torchrun all ranks find the same problems, and rank 0 tells them."""
-    from pentad.runtime.rank import rank_from_environment
-
-    def ask_start(config: Config) -> list[Problem | str]:
-        from pentad.trainer.ranks import start_problems_here
-
-        return start_problems_here(config, samples=command == "train")
-
-    own = rank_from_environment()
-    try:
-        return recipe.prepare(command, ask_start=ask_start)
-    except UserError:
-        if own is not None and own.rank > 0:
-            raise typer.Exit(BAD_INPUT) from None
-        raise
-
-
-def keep_running(
-    run: Callable[[Config, list[str], bool], RunSummary],
-    config: Config,
-    notes: list[str],
-    fresh: bool,
-) -> RunSummary:
-    """Runs it; after a failure that may pass, this program is replaced by one that goes on."""
-    from pentad.trainer.preflight import is_again
-    from pentad.trainer.retries import start_again
-
-    try:
-        return run(config, notes, fresh and not is_again())
-    except Exception as error:
-        start_again(config, error)
-        raise
-
-
-def show_summary(summary: RunSummary) -> None:
-    typer.echo(f"{summary.num_steps} steps done. Records: {summary.records} (see its README.md)")
-    typer.echo(f"Model: {summary.model} (after step {summary.num_steps}; folders count from 0)")
-
-
 @app.callback()
 def options(
     version: Annotated[
@@ -100,13 +53,7 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
 
     For example: pentad train recipe.yaml gconfig.n_samples=16
     """
-    config, notes = prepare_run(recipe, "train")
-    if config.scheduler.type == "slurm":
-        submit_job(config, "train", notes, fresh)
-        return
-    from pentad.trainer.assemble import run_train
-
-    show_summary(keep_running(run_train, config, notes, fresh))
+    run_command(recipe, "train", fresh)
 
 
 @app.command()
@@ -114,13 +61,24 @@ def train(recipe: Recipe, fresh: Fresh = False) -> None:
 @functools.partial(takes_recipe, switches=False)
 def sft(recipe: Recipe, fresh: Fresh = False) -> None:
     """Train a model on given answers, without rollout."""
-    config, notes = prepare_run(recipe, "sft")
-    if config.scheduler.type == "slurm":
-        submit_job(config, "sft", notes, fresh)
-        return
-    from pentad.trainer.assemble import run_sft
+    run_command(recipe, "sft", fresh)
 
-    show_summary(keep_running(run_sft, config, notes, fresh))
+
+@app.command()
+@reporting
+@functools.partial(takes_recipe, switches=False)
+def pretrain(
+    recipe: Recipe,
+    fresh: Fresh = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Stop after 5 steps.")] = False,
+) -> None:
+    """Train a model on token shards or texts.
+
+    For example: pentad pretrain recipe.yaml train_dataset.path=data/shards
+    """
+    if smoke:
+        recipe.overrides.append("total_train_steps=5")
+    run_command(recipe, "pretrain", fresh)
 
 
 @app.command()

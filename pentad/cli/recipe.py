@@ -76,7 +76,7 @@ class Recipe:
 
     def prepare(
         self,
-        command: Literal["train", "sft", "plan", "eval", "reward"],
+        command: Literal["train", "sft", "pretrain", "plan", "eval", "reward"],
         gpu_memory: float | None = None,
         ask_start: Callable[[Config], list[Problem | str]] | None = None,
     ) -> tuple[Config, list[str]]:

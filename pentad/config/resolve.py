@@ -36,6 +36,8 @@ OF_THE_TASK = (
     "messages_key",
     "answer_key",
     "response_key",
+    "text_key",
+    "mask_documents",
     "chat_template",
 )
 """Keys of a dataset that say how its rows are read. Held-out rows are read like trained ones."""

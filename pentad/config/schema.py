@@ -350,16 +350,21 @@ class DatasetConfig(Section):
     """Column the built-in rewards compare with."""
     response_key: str = "response"
     """Column with the text to learn, for sft."""
+    text_key: str | None = None
+    """Column with the text of a document, for pretrain. null: text."""
     chat_template: Literal["auto"] | bool = "auto"
     """Whether the tokenizer's chat template wraps the prompt. auto: for messages only."""
     batch_size: Count = 32
-    """Prompts a step."""
+    """Prompts a step (for sft: examples, for pretrain: sequences)."""
     shuffle: bool = True
     """Whether each epoch has its own order, drawn from `seed`."""
     max_length: Count | None = None
-    """Most prompt tokens (for sft: tokens in all); longer rows are dropped and counted."""
+    """Most prompt tokens (for sft: tokens in all); longer rows are dropped and counted. For
+    pretrain the tokens of every sequence; null: the model's context, held-out ones as trained."""
+    mask_documents: bool = True
+    """For pretrain: a token sees its own document alone, not what is packed beside it."""
     limit: Count | None = None
-    """Reads only this many rows."""
+    """Reads only this many rows; of token shards, sequences."""
 
     @property
     def uses_chat(self) -> bool:

@@ -44,6 +44,8 @@ class Columns:
     messages_key: str | None = None
     """Column with chat messages; read instead of the prompt."""
     response_key: str = "response"
+    text_key: str | None = None
+    """Column with the text of a document; null: text."""
     chat_template: ChatTemplate = "auto"
     """auto: messages go through the tokenizer's chat template, plain text does not."""
 
@@ -69,6 +71,8 @@ class DataSettings:
     """Only the first so many rows are read."""
     streaming: bool = False
     """Prompts are read as they are needed."""
+    mask_documents: bool = True
+    """Of packed sequences: a token sees its own document alone."""
 
     def open(self, *, streaming: bool) -> DatasetRows:
         key = f"{self.columns.key}.path"

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -28,7 +28,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.data.stamp import Stamp
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
-Kind = Literal["jsonl", "parquet", "arrow"]
+Kind = Literal["jsonl", "parquet", "arrow", "tokens", "text"]
 
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -178,28 +178,30 @@ def open_rows(
     return rows
 
 
-def find_files(path: str, format: Format, where: str) -> list[tuple[Path, Kind]]:
+def find_files(
+    path: str, format: Format, where: str, suffixes: Mapping[str, Kind] = SUFFIXES
+) -> list[tuple[Path, Kind]]:
     """Which files hold the rows, in order, and how each is to be read."""
     root = Path(path).expanduser()
     if not root.exists() and any(character in path for character in "*?["):
         files = sorted(root.parent.glob(root.name))
         if not files:
             raise UserError(Problem(where, "no file fits this pattern"))
-        return [(file, _kind(file, format, where)) for file in files]
+        return [(file, _kind(file, format, where, suffixes)) for file in files]
     if not root.exists():
         raise UserError(Problem(where, "no such file or folder"))
     if root.is_file():
         if format == "hf":
             rule = "format = hf reads a folder that datasets saved, and this is a file"
             raise UserError(Problem(where, rule, "leave format out"))
-        return [(root, _kind(root, format, where))]
+        return [(root, _kind(root, format, where, suffixes))]
     if (root / "dataset_dict.json").exists():
         splits = _read_list(root / "dataset_dict.json", "splits", where)
         choices = " or ".join(str(root / split) for split in splits)
         raise UserError(Problem(where, "this folder holds several splits", f"give {choices}"))
     if (root / "state.json").exists():
         return _saved_files(root, where)
-    return _folder_files(root, format, where)
+    return _folder_files(root, format, where, suffixes)
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
@@ -240,14 +242,14 @@ def _with_count(first: Problem | str, count: int) -> Problem | str:
     return replace(first, rule=f"{first.rule} (and {count - 1:,} more {rows} alike)")
 
 
-def _kind(file: Path, format: Format, where: str) -> Kind:
+def _kind(file: Path, format: Format, where: str, suffixes: Mapping[str, Kind]) -> Kind:
     if format in ("jsonl", "parquet"):
         return "jsonl" if format == "jsonl" else "parquet"
-    if file.suffix not in SUFFIXES:
-        known = ", ".join(SUFFIXES)
+    if file.suffix not in suffixes:
+        known = ", ".join(suffixes)
         remedy = f"known endings: {known}; or set format: jsonl or parquet"
         raise UserError(Problem(where, f"{file.name} has no known ending", remedy))
-    return SUFFIXES[file.suffix]
+    return suffixes[file.suffix]
 
 
 def _read_list(file: Path, name: str, where: str) -> list[Any]:
@@ -276,11 +278,13 @@ def _saved_files(root: Path, where: str) -> list[tuple[Path, Kind]]:
     return [(file, "arrow") for file in files]
 
 
-def _folder_files(root: Path, format: Format, where: str) -> list[tuple[Path, Kind]]:
-    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    kinds = {SUFFIXES[file.suffix] for file in files}
+def _folder_files(
+    root: Path, format: Format, where: str, suffixes: Mapping[str, Kind]
+) -> list[tuple[Path, Kind]]:
+    files = sorted(file for file in root.rglob("*") if file.suffix in suffixes and file.is_file())
+    kinds = {suffixes[file.suffix] for file in files}
     if not files:
-        known = ", ".join(SUFFIXES)
+        known = ", ".join(suffixes)
         raise UserError(Problem(where, f"the folder holds no file that ends in {known}"))
     if len(kinds) > 1:
         rule = f"the folder holds files of several kinds: {', '.join(sorted(kinds))}"
@@ -294,7 +298,7 @@ def _folder_files(root: Path, format: Format, where: str) -> list[tuple[Path, Ki
         one = next(file for file, match in names.items() if match and match[1] == wanted)
         example = one if len(files) == len(splits) else one.parent / f"*{wanted}*{one.suffix}"
         raise UserError(Problem(where, rule, f"give a file, or a pattern such as {example}"))
-    return [(file, _kind(file, format, where)) for file in files]
+    return [(file, _kind(file, format, where, suffixes)) for file in files]
 
 
 def _open_file(
@@ -305,6 +309,7 @@ def _open_file(
             return JsonLines(file, streaming=streaming, limit=limit)
         except OSError as error:
             raise UserError(Problem(where, f"{file} cannot be read: {error.strerror}")) from error
+    assert kind != "tokens" and kind != "text", "they have no rows"
     try:
         from pentad.data.arrow import open_table
     except ModuleNotFoundError as error:

@@ -11,11 +11,9 @@ All rows are tokenised at the start; what is kept is four bytes a token and one 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ import torch
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Row
+from pentad.data.examples import Examples
 from pentad.data.render import (
     BadRow,
     DataSettings,
@@ -35,8 +34,7 @@ from pentad.data.render import (
     text_of,
 )
 from pentad.data.rows import DatasetRows, raise_first
-from pentad.data.shuffle import epoch_order
-from pentad.data.stamp import check_same_data, digest_of_arrays
+from pentad.data.stamp import digest_of_arrays
 from pentad.data.tokenizer import Messages, Tokenizer
 
 TOO_LONG = "too_long"
@@ -50,36 +48,27 @@ class _Example:
     """bool: trained."""
 
 
-class SftDataset:
+class SftDataset(Examples):
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
+        super().__init__(settings)
         check_columns(settings.columns, tokenizer)
         self.tokenizer = tokenizer
-        self.settings = settings
         self.counts: Counter[str] = Counter()
         """What happened to examples or turns, by a short word: "dropped too_long"."""
-        self.warnings: set[str] = set()
         self.examples = self._tokenise_all(rows)
-        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def __len__(self) -> int:
-        """Examples an epoch."""
         return len(self.examples)
 
-    def row(self, ordinal: int) -> Row:
-        """The example of this ordinal in the endless, per epoch shuffled sequence."""
-        epoch, position = divmod(ordinal, len(self))
-        index = int(self._order(epoch)[position]) if self.settings.shuffle else position
+    @property
+    def max_row_tokens(self) -> int:
+        return max(len(example.ids) for example in self.examples)
+
+    def example(self, index: int) -> list[Row]:
         example = self.examples[index]
         weights = torch.from_numpy(example.mask.astype(np.float32))
         ids = torch.from_numpy(example.ids.astype(np.int64))
-        return Row(ids, {"weights": weights}, float(example.mask.sum()))
-
-    def batch(self, step: int, size: int) -> list[Row]:
-        """The rows of one step: consecutive ordinals, so any step can be found again."""
-        return [self.row(ordinal) for ordinal in range(step * size, (step + 1) * size)]
-
-    def steps_per_epoch(self, size: int) -> int:
-        return math.ceil(len(self) / size)
+        return [Row(ids, {"weights": weights}, float(example.mask.sum()))]
 
     def summary(self) -> str:
         lengths = [len(example.ids) for example in self.examples]
@@ -91,7 +80,6 @@ class SftDataset:
         return text
 
     def state(self) -> dict[str, Any]:
-        """All that decides which example an ordinal is, as JSON values."""
         settings = self.settings
         return {
             "examples": len(self),
@@ -99,14 +87,6 @@ class SftDataset:
             "shuffle": settings.shuffle,
             "seed": settings.seed if settings.shuffle else None,
         }
-
-    def check_state(self, saved: Mapping[str, Any]) -> None:
-        """UserError if an ordinal would now be another example."""
-        where = f"{self.settings.columns.key}.path = {self.settings.path}"
-        check_same_data(where, saved, self.state())
-
-    def _make_order(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self), self.settings.seed, epoch)
 
     def _tokenise_all(self, rows: DatasetRows) -> list[_Example]:
         key, limit = self.settings.columns.key, self.settings.max_tokens

@@ -17,9 +17,11 @@ from transformers import AutoTokenizer
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.model_files import check_plain, read_object
+from pentad.data.stamp import digest_of_file
 from pentad.weights.hf import companion_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+MORE_FILES = ("added_tokens.json", "merges.txt", "special_tokens_map.json")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -37,6 +39,12 @@ class Tokenizer:
     prefix_ids: tuple[int, ...]
     """What the model expects before any plain text, such as a begin-of-sequence id; often none."""
     prefix_text: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """Changes when the files that it is made of do."""
+        found = sorted(self.folder / name for name in (*TOKENIZER_FILES, *MORE_FILES))
+        return b"".join(digest_of_file(file) for file in found if file.exists())
 
     @property
     def has_chat_template(self) -> bool:

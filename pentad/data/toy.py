@@ -48,6 +48,16 @@ MODEL = {
     "dtype": "float32",
 }
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 def write_model(folder: Path) -> None:
     """The demo's model: a folder for `actor.init_from_scratch: true`, one token a digit."""
@@ -60,15 +70,17 @@ def write_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def write_byte_model(folder: Path) -> None:
-    """The same small model for any text: one token a byte, and a chat template. It too is a folder
-    for `actor.init_from_scratch: true`."""
+def write_byte_model(folder: Path, *, num_experts: int = 0) -> None:
+    """The same small model for any text: one token a byte, and a chat template; with experts, a
+    mixture of which a token visits two. It too is a folder for `actor.init_from_scratch: true`."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate([PAD, TURN_END, TURN_START, *symbols])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    _write_config(folder, vocab, eos=TURN_END, max_position_embeddings=BYTE_MODEL_POSITIONS)
+    more = MIXTURE | {"num_experts": num_experts} if num_experts else {}
+    more["max_position_embeddings"] = BYTE_MODEL_POSITIONS
+    _write_config(folder, vocab, eos=TURN_END, **more)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the same learner, records and exports, without rollout."""
+"""Learning from examples, supervised or pretraining: the learner, records and exports of any run,
+without rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
-from pentad.data.sft import SftDataset
+from pentad.data.examples import Examples
 from pentad.data.tokenizer import load_tokenizer
 from pentad.rl.bounds import Bounds
 from pentad.runtime.calls import RankCalls
@@ -31,7 +32,7 @@ from pentad.trainer.recovery import Identity, RecoverHandler, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
 from pentad.trainer.saver import Saver
 from pentad.trainer.selftest import NUM_PROBES, check_packing, tolerance_of
-from pentad.trainer.sft_service import SftService, open_part, parts_of
+from pentad.trainer.sft_service import ExampleService, PretrainService, SftService, parts_of
 from pentad.trainer.start import check_start, start_run, trained_dims
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag
 from pentad.trainer.translate import bounds_of, compute_dtype
@@ -39,27 +40,49 @@ from pentad.trainer.watchdog import end_when_hung
 
 log = logging.getLogger(__name__)
 
+Checked = tuple[ModelDims, dict[str, Examples]]
+"""The model's dimensions, and the data by "train" and "valid"."""
+
 
 def run_sft(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Trains on prompts with given responses; returns where everything is."""
-    return run_over_ranks(lead_sft, SftService, begin_sft, config, notes, fresh, device)
+    return run_over_ranks(lead_examples, SftService, begin_sft, config, notes, fresh, device)
 
 
-def begin_sft(config: Config, device: torch.device) -> tuple[ModelDims, dict[str, SftDataset]]:
+def run_pretrain(
+    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
+) -> RunSummary:
+    """Trains on a stream of tokens; returns where everything is."""
+    return run_over_ranks(
+        lead_examples, PretrainService, begin_pretrain, config, notes, fresh, device
+    )
+
+
+def begin_sft(config: Config, device: torch.device) -> Checked:
     """What must be done before anything else is, on any rank."""
-    checked = check_sft(config, device)
+    return begin_examples(SftService, config, device)
+
+
+def begin_pretrain(config: Config, device: torch.device) -> Checked:
+    return begin_examples(PretrainService, config, device)
+
+
+def begin_examples(service: type[ExampleService], config: Config, device: torch.device) -> Checked:
+    checked = check_examples(service, config, device)
     start_run(config, ("actor",))
     return checked
 
 
-def lead_sft(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
+def lead_examples(
+    calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool
+) -> RunSummary:
     """The run, on rank 0 or alone."""
     service = calls.service
-    assert isinstance(service, SftService)
+    assert isinstance(service, ExampleService)
     device, layout = service.device, layout_of(config, "actor")
-    dims, service.data = begin_sft(config, device)
+    dims, service.data = begin_examples(type(service), config, device)
     data, evaluates = service.data["train"], "valid" in service.data
     size = config.train_dataset.batch_size
     steps_per_epoch = data.steps_per_epoch(size)
@@ -67,8 +90,12 @@ def lead_sft(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool
     with open_run(
         config,
         [*notes, data.summary()],
-        warnings=[*unread(config, "sft"), *data.warnings, *repeat_warnings(size, len(data))],
-        title=f"sft {config.experiment_name}/{config.trial_name}",
+        warnings=[
+            *unread(config, service.command),
+            *data.warnings,
+            *repeat_warnings(size, len(data)),
+        ],
+        title=f"{service.command} {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=dims,
         device=device,
@@ -106,7 +133,7 @@ def lead_sft(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool
 
 
 def check_data(
-    config: Config, data: SftDataset, checkpoint: Checkpoint, recover: RecoverHandler
+    config: Config, data: Examples, checkpoint: Checkpoint, recover: RecoverHandler
 ) -> None:
     """UserError if the next rows are not those that would have come."""
     with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
@@ -122,7 +149,7 @@ def watch_alone(calls: RankCalls, run: OpenRun) -> AbstractContextManager[None]:
     return end_when_hung(run.config.stall_abort_s, run.folder.file("log.txt"))
 
 
-def check_sft(config: Config, device: torch.device) -> tuple[ModelDims, dict[str, SftDataset]]:
+def check_examples(service: type[ExampleService], config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     asked = Collector()
     asked.problems += start_problems(config, device, samples=False)
@@ -131,11 +158,11 @@ def check_sft(config: Config, device: torch.device) -> tuple[ModelDims, dict[str
     asked.ask(lambda: register_models(config))
     dims = asked.ask(lambda: trained_dims(config, path))
     tokenizer = asked.ask(lambda: load_tokenizer(path))
-    found: dict[str, SftDataset] = {}
+    found: dict[str, Examples] = {}
     if dims is not None and tokenizer is not None:
         asked.ask(lambda: check_start(config, "actor"))
         for part in parts_of(config):
-            read = partial(open_part, config, part, dims, tokenizer)
+            read = partial(service.open_part, config, part, dims, tokenizer)
             if (data := asked.ask(read)) is not None:
                 found[part] = data
     asked.settle()

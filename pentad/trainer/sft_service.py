@@ -1,16 +1,21 @@
-"""What every rank of a supervised run has: the data too, of which it makes the rows of a step."""
+"""What every rank of a run on examples has: the data too, of which it makes the rows of a step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
+from pentad.data.examples import Examples
 from pentad.data.sft import SftDataset, open_sft
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
 from pentad.trainer.learners import build_role
@@ -18,15 +23,25 @@ from pentad.trainer.service import EngineService
 from pentad.trainer.start import trained_dims
 from pentad.trainer.translate import data_settings
 
+EVALUATED_AT_ONCE = 1024
+"""Examples."""
 
-class SftService(EngineService):
+
+class ExampleService(EngineService, ABC):
     """Learns from examples, and measures the loss on held-out ones."""
+
+    command: ClassVar[Literal["sft", "pretrain"]]
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
         self.loss = SftLoss()
-        self.data: dict[str, SftDataset] = {}
+        self.data: dict[str, Examples] = {}
         """By "train" and "valid"; read by `build`, where they were not given."""
+
+    @staticmethod
+    @abstractmethod
+    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> Examples:
+        """UserError with what is wrong with the data."""
 
     def build(self, num_steps: int) -> None:
         path = self.config.actor.path
@@ -34,14 +49,14 @@ class SftService(EngineService):
         if not self.data:
             dims, tokenizer = trained_dims(self.config, path), load_tokenizer(path)
             for part in parts_of(self.config):
-                self.data[part] = open_part(self.config, part, dims, tokenizer)
+                self.data[part] = self.open_part(self.config, part, dims, tokenizer)
         self.engines["actor"] = build_role(
             self.config,
             "actor",
             device=self.device,
             temperature=1.0,
             total_steps=num_steps,
-            max_row_tokens=max(len(example.ids) for example in self.data["train"].examples),
+            max_row_tokens=self.data["train"].max_row_tokens,
         )
 
     def step(self, step: int) -> dict[str, Any]:
@@ -55,25 +70,54 @@ class SftService(EngineService):
 
     def evaluate(self) -> dict[str, float | int]:
         """The loss on the examples that are not trained."""
-        data = self.data["valid"]
-        rows = data.batch(0, len(data))
+        data, num = self.data["valid"], 0
         total, count = 0.0, 0.0
-        for row, output in zip(rows, self.engines["actor"].forward(rows), strict=True):
-            weights = row.columns["weights"]
-            total -= float((output["logprobs"].cpu() * weights).sum())
-            count += float(weights.sum())
-        return {"num_prompts": len(rows), "loss": total / count}
+        for start in range(0, len(data), EVALUATED_AT_ONCE):
+            places = range(start, min(start + EVALUATED_AT_ONCE, len(data)))
+            rows = [row for place in places for row in data.example(data.index(place))]
+            num += len(rows)
+            for row, output in zip(rows, self.engines["actor"].forward(rows), strict=True):
+                weights = row.columns["weights"]
+                total -= float((output["logprobs"].cpu() * weights).sum())
+                count += float(weights.sum())
+        return {"num_prompts": num, "loss": total / count}
+
+
+class SftService(ExampleService):
+    """Learns the responses to prompts."""
+
+    command = "sft"
+
+    @staticmethod
+    def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
+        source = config.train_dataset if part == "train" else config.valid_dataset
+        assert source is not None, "asked for where there is one"
+        settings = data_settings(
+            source, f"{part}_dataset", seed=config.seed, max_tokens=dims.max_position
+        )
+        return open_sft(settings, tokenizer)
+
+
+class PretrainService(ExampleService):
+    """Learns to continue texts."""
+
+    command = "pretrain"
+
+    @staticmethod
+    def open_part(
+        config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer
+    ) -> TokenSequences:
+        source = config.train_dataset if part == "train" else config.valid_dataset
+        assert source is not None, "asked for where there is one"
+        length = source.max_length or config.train_dataset.max_length or dims.max_position
+        if not 1 < length <= dims.max_position:
+            rule = f"a sequence has 2 tokens or more, and the model's context {dims.max_position}"
+            where = f"{part}_dataset.max_length = {length}"
+            raise UserError(Problem(where, rule, f"give at most {dims.max_position}"))
+        settings = data_settings(source, f"{part}_dataset", seed=config.seed, max_tokens=length)
+        cache = Path(config.fileroot).expanduser() / "tokens"
+        return open_tokens(settings, tokenizer, dims.vocab_size, cache)
 
 
 def parts_of(config: Config) -> list[str]:
     return ["train"] if config.valid_dataset is None else ["train", "valid"]
-
-
-def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
-    """UserError with what is wrong with the data."""
-    source = config.train_dataset if part == "train" else config.valid_dataset
-    assert source is not None, "asked for where there is one"
-    settings = data_settings(
-        source, f"{part}_dataset", seed=config.seed, max_tokens=dims.max_position
-    )
-    return open_sft(settings, tokenizer)

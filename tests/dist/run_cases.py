@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from pentad.core.errors import RunError
 from pentad.core.group_values import gather_values
-from pentad.engine.engine import build_engine
+from pentad.data.tokenizer import load_tokenizer
+from pentad.engine.engine import Engine, build_engine
+from pentad.models.families import dims_of
 from pentad.planner.prepare import prepare
 from pentad.runtime import calls as runtime_calls
 from pentad.runtime.calls import RankCalls, serve
@@ -18,7 +20,7 @@ from pentad.runtime.rank import Rank
 from pentad.trainer import assemble, learners, sft
 from pentad.trainer.ranks import run_over_ranks, run_rank
 from pentad.trainer.service import LearnerService
-from pentad.trainer.sft_service import SftService
+from pentad.trainer.sft_service import PretrainService, SftService
 
 
 def settings_of(task, root, command, trial, *overrides):
@@ -45,7 +47,8 @@ def config_of(task, root, command, trial, *overrides):
 
 
 RUNS = {
-    "sft": (sft.lead_sft, SftService, sft.begin_sft),
+    "pretrain": (sft.lead_examples, PretrainService, sft.begin_pretrain),
+    "sft": (sft.lead_examples, SftService, sft.begin_sft),
     "train": (assemble.lead_train, LearnerService, assemble.begin_train),
 }
 
@@ -67,6 +70,33 @@ def run_here(command, task, root, trial, overrides):
         "device": "cpu",
     }
     return run_rank(Rank(dist.get_rank(), dist.get_world_size()), payload)
+
+
+def data_seen(task, root, overrides):
+    """The ids of the rows of every step, as the config says."""
+    config, _ = config_of(task, root, "pretrain", "seen", *overrides)
+    path = config.actor.path
+    data = PretrainService.open_part(config, "train", dims_of(path), load_tokenizer(path))
+    size, steps = config.train_dataset.batch_size, config.total_train_steps
+    return [[row.ids.tolist() for row in data.batch(step, size)] for step in range(steps)]
+
+
+def run_noting_rows(command, task, root, trial, overrides):
+    """As `run_here`, with the rows that every rank trained; they must be the same."""
+    seen, plain = [], Engine.accumulate
+
+    def accumulate(engine, rows, loss, *, last=True):
+        seen.append([row.ids.tolist() for row in rows])
+        return plain(engine, rows, loss, last=last)
+
+    Engine.accumulate = accumulate
+    try:
+        summary = run_here(command, task, root, trial, overrides)
+    finally:
+        Engine.accumulate = plain
+    first, *others = gather_values(seen)
+    assert all(other == first for other in others)
+    return summary and {**summary, "seen": first}
 
 
 # What calls promise, with a service on every rank.

@@ -39,7 +39,9 @@ def check(
     """Every broken rule, except those that read a key in `skip`.
 
     A plan without a sampler is one of `sft`, and rules that only `train` has do not matter to it.
+    What matters to `sft` does to `pretrain`.
     """
+    command = "sft" if command == "pretrain" else command
     commands = {command, "sft"} if command == "plan" and not samples(config) else {command}
     problems = [
         problem

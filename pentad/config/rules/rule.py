@@ -13,7 +13,7 @@ from typing import Generic, Literal, ParamSpec, TypeVar
 
 from pentad.core.errors import Problem
 
-Command = Literal["train", "sft", "plan", "eval", "reward"]
+Command = Literal["train", "sft", "pretrain", "plan", "eval", "reward"]
 P = ParamSpec("P")
 Found = Problem | Iterable[Problem] | None
 F = TypeVar("F", bound=Problem | Iterable[Problem] | None)

@@ -46,10 +46,10 @@ def unread(config: Config, command: Command = "plan") -> list[str]:
         ("train_dataset", config.train_dataset),
         ("valid_dataset", config.valid_dataset),
     ):
-        readers += dataset_readers(key, data)
-    if command == "sft":
-        readers.append(KeyUse(OF_ROLLOUT, lambda _: False, "sft does not sample"))
-        why = "sft has the devices to itself"
+        readers += dataset_readers(key, data, command)
+    if command in ("sft", "pretrain"):
+        readers.append(KeyUse(OF_ROLLOUT, lambda _: False, f"{command} does not sample"))
+        why = f"{command} has the devices to itself"
         readers.append(KeyUse(("offload_train",), lambda config: not config.offload_train, why))
     found: dict[str, str] = {}  # the first word on a key is enough: a block may be there, too
     for reader in readers:
@@ -109,12 +109,20 @@ def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
     ]
 
 
-def dataset_readers(key: str, data: DatasetConfig | None) -> list[KeyUse]:
+def dataset_readers(key: str, data: DatasetConfig | None, command: Command) -> list[KeyUse]:
     if data is None:
         return []
+    if command == "pretrain":
+        keys = tuple(f"{key}.{name}" for name in OF_PROMPTS)
+        return [KeyUse(keys, lambda _: False, f"pretrain reads {key}.text_key")]
     has_messages = data.messages_key is not None
     why = f"{key}.messages_key = {data.messages_key} takes its place"
-    return [KeyUse((f"{key}.prompt_key",), lambda _: not has_messages, why)]
+    return [
+        KeyUse((f"{key}.prompt_key",), lambda _: not has_messages, why),
+        KeyUse(
+            tuple(f"{key}.{name}" for name in OF_TEXTS), lambda _: False, "only pretrain reads it"
+        ),
+    ]
 
 
 READERS = (
@@ -189,6 +197,8 @@ READERS = (
     ),
 )
 """Of every run. Keys of the algorithm that nobody reads are refused by its own rules."""
+OF_PROMPTS = ("prompt_key", "messages_key", "answer_key", "response_key", "chat_template")
+OF_TEXTS = ("text_key", "mask_documents")
 OF_ROLLOUT = (
     *("gconfig", "reward", "rollout", "algorithm", "ref", "teacher", "max_staleness"),
     *("num_iters_per_train_update", "updates_per_batch", "use_streaming_dataset"),

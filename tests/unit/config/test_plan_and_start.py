@@ -5,6 +5,7 @@ what each rank's engine refuses by its settings, layout and model.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from pentad.parallel.pipeline import plan_pipeline
 from pentad.planner.prepare import prepare
 from pentad.trainer.preflight import check_train
 from pentad.trainer.ranks import layout_of, rank_problems
-from pentad.trainer.sft import check_sft
+from pentad.trainer.sft import check_examples
+from pentad.trainer.sft_service import SftService
 from pentad.trainer.translate import engine_settings
 
 SIZES = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8, 64])
@@ -130,7 +132,7 @@ def start(overrides: list[str], command: str, device: torch.device) -> list[str]
     if found:
         return found
     config, _ = prepare(None, overrides, command)
-    check = check_train if command == "train" else check_sft
+    check = check_train if command == "train" else partial(check_examples, SftService)
     world = component_of(config, "actor").world
     found = [str(problem) for problem in rank_problems(config, world, device)]
     return [*found, *said(lambda: check(config, device))] or said(

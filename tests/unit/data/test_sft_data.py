@@ -40,7 +40,7 @@ def pieces(row, tokenizer):
 
 
 def test_a_response_is_trained_with_its_end_and_the_prompt_is_not(open_data, plain):
-    row = open_data([{"prompt": "52341>", "response": "12345"}]).row(0)
+    row = open_data([{"prompt": "52341>", "response": "12345"}]).batch(0, 1)[0]
     assert pieces(row, plain) == ("12345<|im_end|>", "52341>")
     assert row.ids.tolist() == [*plain.encode("52341>12345"), plain.eos_id]
 
@@ -49,12 +49,12 @@ def test_a_begin_id_is_context(open_data, tokenizer_folder, tmp_path):
     from pentad.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", bos=True))
-    row = open_data([{"prompt": "", "response": "a"}], tokenizer).row(0)
+    row = open_data([{"prompt": "", "response": "a"}], tokenizer).batch(0, 1)[0]
     assert pieces(row, tokenizer) == ("a<|im_end|>", "<bos>")
 
 
 def test_every_assistant_turn_is_trained_up_to_its_end(open_data, chat):
-    row = open_data([{"messages": TALK}], chat, columns=CHAT).row(0)
+    row = open_data([{"messages": TALK}], chat, columns=CHAT).batch(0, 1)[0]
     assert pieces(row, chat)[0] == "2<|im_end|>4<|im_end|>"
     assert chat.decode(row.ids.tolist(), keep_special=True) == (
         "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
@@ -97,20 +97,20 @@ def test_where_the_next_role_ends_a_turn_every_turn_is_trained_with_it(open_data
     after a call; after the last answer, too, it is the user's and not the end of a text."""
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
     tokenizer = made(GLM, GLM_TOKENS, stops, eos="<|endoftext|>")
-    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).row(0)
+    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).batch(0, 1)[0]
     trained, _ = pieces(row, tokenizer)
     assert trained == "\n2<|user|>\n4<|user|>"
     assert tokenizer.decode(row.ids.tolist(), keep_special=True) == (
         "[gMASK]<sop><|user|>\n1+1<|assistant|>\n2<|user|>\n2+2<|assistant|>\n4<|user|>"
     )
     called = [*TALK[:2], {"role": "tool", "content": "3"}, *TALK[1:2]]
-    row = open_data([{"messages": called}], tokenizer, columns=CHAT).row(0)
+    row = open_data([{"messages": called}], tokenizer, columns=CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer)[0] == "\n2<|observation|>\n2<|user|>"
 
 
 def test_llama_turns_end_with_their_own_id(open_data, made):
     tokenizer = made(LLAMA3, LLAMA3_TOKENS, ["<|endoftext|>", "<|eot_id|>"], eos="<|eot_id|>")
-    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).row(0)
+    row = open_data([{"messages": TALK}], tokenizer, columns=CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer)[0] == "2<|eot_id|>4<|eot_id|>"
 
 
@@ -120,7 +120,7 @@ def test_turns_that_nothing_ends_are_counted(open_data, made):
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     data = open_data([{"messages": TALK}], made(template, (), ()), columns=CHAT)
-    assert pieces(data.row(0), data.tokenizer)[0] == "24<|im_end|>"
+    assert pieces(data.batch(0, 1)[0], data.tokenizer)[0] == "24<|im_end|>"
     assert "1 turns without a stop id" in data.summary()
 
 
@@ -135,7 +135,7 @@ def test_a_text_that_brings_its_begin_id_gets_no_second_one(open_data, made, wri
     path = write_jsonl([{"prompt": text} for text in texts], "prompts.jsonl")
     stream = open_prompts(DataSettings(path=path, shuffle=False), tokenizer)
     for i in range(3):
-        for ids in (data.row(i).ids.tolist(), list(stream.prompt(i).ids)):
+        for ids in (data.batch(i, 1)[0].ids.tolist(), list(stream.prompt(i).ids)):
             assert ids[0] == bos and ids.count(bos) == 1
     said = "train_dataset.prompt: texts begin with <bos>, which the tokenizer adds; it is not added"
     for warnings in (data.warnings, stream.warnings):
@@ -145,7 +145,7 @@ def test_a_text_that_brings_its_begin_id_gets_no_second_one(open_data, made, wri
 
 def test_prompt_and_response_through_the_template(open_data, chat):
     columns = Columns(chat_template=True)
-    row = open_data([{"prompt": "hi", "response": "yo"}], chat, columns=columns).row(0)
+    row = open_data([{"prompt": "hi", "response": "yo"}], chat, columns=columns).batch(0, 1)[0]
     assert pieces(row, chat) == (
         "yo<|im_end|>",
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
@@ -156,7 +156,7 @@ def test_the_context_is_what_sampling_would_see(open_data, chat, write_jsonl):
     """The ids before the answer are those the prompt stream gives for the same conversation."""
     from pentad.data.prompts import open_prompts
 
-    row = open_data([{"messages": TALK[:2]}], chat, columns=CHAT).row(0)
+    row = open_data([{"messages": TALK[:2]}], chat, columns=CHAT).batch(0, 1)[0]
     path = write_jsonl([{"messages": TALK[:1]}], "prompts.jsonl")
     prompt = open_prompts(DataSettings(path=path, columns=CHAT), chat).prompt(0)
     assert tuple(row.ids[: len(prompt.ids)].tolist()) == prompt.ids
@@ -171,7 +171,7 @@ def test_a_template_without_an_end_gets_one(open_data, tokenizer_folder, tmp_pat
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
-    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).row(0)
+    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer) == ("2<|im_end|>", "[user]1+1[assistant]")
 
 
@@ -190,7 +190,7 @@ def test_a_template_that_rewrites_history_is_refused_for_all_turns(
         UserError, match="writes earlier turns differently.*one assistant turn each"
     ):
         open_data([{"messages": TALK}], tokenizer, columns=CHAT)
-    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).row(0)
+    row = open_data([{"messages": TALK[:2]}], tokenizer, columns=CHAT).batch(0, 1)[0]
     assert pieces(row, tokenizer)[0] == "<think></think>2<|im_end|>"
 
 

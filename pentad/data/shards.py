@@ -1,0 +1,227 @@
+"""Token shards: files of ids that are mapped into memory, and texts that are written as one.
+
+A shard is a `.npy` file with one row of integers, or a `.bin` beside its `.idx` as Megatron writes
+them. JSON lines, Parquet, saved HF datasets and `.txt` files (each a document) are tokenised once,
+into a `.npy` whose name is a digest of the texts and of the tokenizer; a later start finds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pentad.core.errors import Problem, UserError
+from pentad.data.render import BadRow, DataSettings, text_of
+from pentad.data.rows import SUFFIXES, DatasetRows, Kind, find_files, raise_first
+from pentad.data.stamp import Stamp, digest_of_file
+from pentad.data.tokenizer import Tokenizer
+
+KINDS: dict[str, Kind] = {**SUFFIXES, ".npy": "tokens", ".bin": "tokens", ".txt": "text"}
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Of an .idx: magic, version, code of the number type, sequences, documents."""
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DOCUMENTS_AT_ONCE = 1024
+BLOCK = 1 << 20
+MAX_BLOCKS = 64
+"""Blocks of ids that are looked at when a shard is opened, spread over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    path: Path
+    ids: np.ndarray
+    """One dimension, mapped; read where it is touched."""
+    stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the blocks of a shard that were looked at hold."""
+
+    digest: bytes
+    ends: int
+    """How often the id that ends a document is among them."""
+
+
+class TextFiles:
+    """Files of plain text as rows of one column."""
+
+    def __init__(self, files: Sequence[Path], column: str) -> None:
+        self.files = files
+        self.column = column
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(b"".join(map(digest_of_file, self.files))).digest()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def row(self, index: int) -> dict[str, Any]:
+        try:
+            return {self.column: self.files[index].read_text(encoding="utf-8-sig")}
+        except UnicodeDecodeError as error:
+            rule = f"not UTF-8 (byte {error.start})"
+            raise UserError(Problem(self.where(index), rule)) from error
+
+    def where(self, index: int) -> str:
+        return str(self.files[index])
+
+
+def find_data(settings: DataSettings) -> tuple[Kind, list[Path]]:
+    """The files to pretrain on, all of one kind."""
+    where = f"{settings.columns.key}.path = {settings.path}"
+    found = find_files(settings.path, settings.format, where, KINDS)
+    kinds = sorted({kind for _, kind in found})
+    if len(kinds) > 1:
+        raise UserError(Problem(where, f"files of several kinds: {', '.join(kinds)}"))
+    return kinds[0], [file for file, _ in found]
+
+
+def open_texts(
+    settings: DataSettings, kind: Kind, files: list[Path], tokenizer: Tokenizer, cache: Path
+) -> Shard:
+    """Texts as a shard in the folder `cache`."""
+    column = settings.columns.text_key or "text"
+    rows: DatasetRows = (
+        TextFiles(files[: settings.limit], column)
+        if kind == "text"
+        else settings.open(streaming=True)
+    )
+    return open_shard(tokenise(rows, column, settings, tokenizer, cache))
+
+
+def open_shard(path: Path) -> Shard:
+    where = f"token shard = {path}"
+    try:
+        stamp = Stamp(path)
+        ids = map_indexed(path) if path.suffix == ".bin" else np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError, struct.error) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(Problem(where, f"cannot be read: {said.splitlines()[0]}")) from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        rule = f"holds {ids.dtype} of shape {list(ids.shape)}, not one row of integers"
+        raise UserError(Problem(where, rule, "write it with numpy.save, such as uint16 or uint32"))
+    return Shard(path, ids, stamp)
+
+
+def map_indexed(path: Path) -> np.ndarray:
+    """The ids of a .bin, whose .idx knows their type."""
+    index, where = path.with_suffix(".idx"), f"token shard = {path}"
+    if not index.exists():
+        rule = f"there is no {index.name} beside it, which says the type of its numbers"
+        raise UserError(Problem(where, rule, "copy it there, or write the ids with numpy.save"))
+    with index.open("rb") as file:
+        magic, version, code, sequences, _ = INDEX_HEADER.unpack(file.read(INDEX_HEADER.size))
+    if magic != INDEX_MAGIC or version != 1 or code not in INDEX_TYPES:
+        rule = f"{index.name} is no index of Megatron's that this version reads"
+        raise UserError(Problem(where, rule, "write the ids with numpy.save"))
+    lengths = np.memmap(index, np.int32, "r", offset=INDEX_HEADER.size, shape=(sequences,))
+    ids = np.memmap(path, INDEX_TYPES[code], "r")
+    if (known := int(lengths.sum(dtype=np.int64))) != len(ids):
+        rule = f"has {len(ids)} numbers, and {index.name} counts {known}"
+        raise UserError(Problem(where, rule, "one of the two is not whole: copy them again"))
+    return ids
+
+
+def survey(shard: Shard, eos_id: int, vocab_size: int) -> Survey:
+    """UserError if the model has no row for an id. Of a large shard some blocks are looked at."""
+    digest, ends, total = hashlib.blake2b(digest_size=16), 0, len(shard.ids)
+    digest.update(f"{shard.ids.dtype} {total}".encode())
+    num = min(MAX_BLOCKS, -(-total // BLOCK))
+    for start in np.linspace(0, max(total - BLOCK, 0), num, dtype=np.int64):
+        block = np.asarray(shard.ids[start : start + BLOCK])
+        digest.update(block.tobytes())
+        ends += int((block == eos_id).sum())
+        outside = (block < 0) | (block >= vocab_size)
+        if outside.any():
+            at = int(outside.argmax())
+            rule = (
+                f"id {block[at]} at place {start + at}: the model's ids are 0 to {vocab_size - 1}"
+            )
+            remedy = "tokenise with the tokenizer of actor.path"
+            raise UserError(Problem(f"token shard = {shard.path}", rule, remedy))
+    return Survey(digest.digest(), ends)
+
+
+def tokenise(
+    rows: DatasetRows, column: str, settings: DataSettings, tokenizer: Tokenizer, cache: Path
+) -> Path:
+    """The shard of these texts; written if it is not there."""
+    marks = (column, tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size)
+    digest = hashlib.blake2b(rows.digest + tokenizer.digest + repr(marks).encode(), digest_size=16)
+    target = cache / f"{digest.hexdigest()}.npy"
+    if target.exists():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(".part")
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another run may be writing the same
+            if not target.exists():
+                try:
+                    write_shard(file, documents(rows, column, settings, tokenizer), tokenizer)
+                except BaseException:
+                    file.truncate(0)
+                    raise
+                part.rename(target)
+    except OSError as error:
+        where, rule = f"{settings.columns.key}.path = {settings.path}", error.strerror
+        remedy = "set fileroot to a folder with room"
+        raise UserError(Problem(where, f"its tokens go to {cache}: {rule}", remedy)) from error
+    return target
+
+
+def documents(
+    rows: DatasetRows, column: str, settings: DataSettings, tokenizer: Tokenizer
+) -> Iterator[list[int]]:
+    """Ids of each text, with what the model expects before it and the id that ends it.
+
+    Every row is read before the last ids are given: UserError with all that are broken.
+    """
+    problems: list[Problem | str] = []
+    counts: Counter[str] = Counter()
+    for start in range(0, len(rows), DOCUMENTS_AT_ONCE):
+        texts = []
+        for index in range(start, min(start + DOCUMENTS_AT_ONCE, len(rows))):
+            try:
+                text = text_of(rows.row(index), column, settings.columns)
+                counts["empty"] += not text
+                texts += [text] if text else []
+            except BadRow as error:
+                problems.append(error.at(rows.where(index)))
+            except UserError as error:
+                problems += error.problems
+        for ids in tokenizer.encode_all([] if problems else texts):
+            end = [] if ids and ids[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+            yield [*tokenizer.prefix_ids, *ids, *end]
+    raise_first(problems)
+    if counts["empty"] == len(rows):
+        where = f"{settings.columns.key}.path = {settings.path}"
+        raise UserError(Problem(where, f'"{column}" is empty in all {len(rows)} rows'))
+
+
+def write_shard(file: Any, found: Iterator[list[int]], tokenizer: Tokenizer) -> None:
+    """A .npy; numpy leaves room in its header for the length, which is known at the end."""
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (0,)}
+    file.truncate(0)
+    np.lib.format.write_array_header_1_0(file, header)
+    begin, total = file.tell(), 0
+    for ids in found:
+        total += file.write(np.array(ids, dtype).tobytes())
+    file.seek(0)
+    np.lib.format.write_array_header_1_0(file, header | {"shape": (total // dtype.itemsize,)})
+    assert file.tell() == begin, "numpy keeps the size of a header"
+    file.flush()
+    os.fsync(file.fileno())

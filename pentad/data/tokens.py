@@ -1,0 +1,116 @@
+"""What is pretrained on: one stream of tokens, cut into sequences of one length.
+
+A sequence begins with the last token of the one before it, as context, so that every token of the
+stream is predicted once an epoch. Where documents are masked, each piece of a document within a
+sequence is a row of its own and sees no other; a document ends with the tokenizer's
+end-of-sequence id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pentad.core.errors import Problem, UserError
+from pentad.core.types import Row
+from pentad.data.examples import Examples
+from pentad.data.render import DataSettings
+from pentad.data.shards import Shard, find_data, open_shard, open_texts, survey
+from pentad.data.tokenizer import Tokenizer
+
+
+class TokenSequences(Examples):
+    def __init__(
+        self,
+        shards: list[Shard],
+        tokenizer: Tokenizer,
+        settings: DataSettings,
+        vocab_size: int,
+        limit: int | None = None,
+    ) -> None:
+        super().__init__(settings)
+        assert settings.max_tokens is not None and settings.max_tokens > 1, "checked before"
+        self.shards = shards
+        self.length = settings.max_tokens
+        self.eos_id = tokenizer.eos_id
+        self.ends = list(accumulate(len(shard.ids) for shard in shards))
+        self.num = max(self.ends[-1] - 1, 0) // (self.length - 1)
+        self.num = min(self.num, limit or self.num)
+        where = f"{settings.columns.key}.path = {settings.path}"
+        if not self.num:
+            key = settings.columns.key
+            rule = f"it holds {self.ends[-1]} tokens, and a sequence has {self.length}"
+            raise UserError(Problem(where, rule, f"give more, or a smaller {key}.max_length"))
+        found = [survey(shard, self.eos_id, vocab_size) for shard in shards]
+        self.digest = hashlib.blake2b(b"".join(one.digest for one in found), digest_size=16)
+        if settings.mask_documents and not any(one.ends for one in found):
+            self.warnings.add(
+                f"{where}: the id {self.eos_id} that ends a document was not found in it, so "
+                "documents see each other"
+            )
+
+    def __len__(self) -> int:
+        return self.num
+
+    @property
+    def max_row_tokens(self) -> int:
+        return self.length
+
+    def example(self, index: int) -> list[Row]:
+        start = index * (self.length - 1)
+        ids = self.span(start, start + self.length)
+        pieces = [ids]
+        if self.settings.mask_documents:
+            pieces = np.split(ids, np.flatnonzero(ids[:-1] == self.eos_id) + 1)
+        # Nothing is predicted in a piece of one token; an example has a row in any case.
+        return [_row(piece) for piece in pieces if len(piece) > 1] or [_row(ids[:1])]
+
+    def span(self, start: int, stop: int) -> np.ndarray:
+        """These tokens of the stream, int64."""
+        parts, begin = [], 0
+        for shard, end in zip(self.shards, self.ends, strict=True):
+            if start < end and stop > begin:
+                shard.stamp.check()
+                parts.append(shard.ids[max(start - begin, 0) : stop - begin].astype(np.int64))
+            begin = end
+        return np.concatenate(parts)
+
+    def summary(self) -> str:
+        left = self.ends[-1] - 1 - self.num * (self.length - 1)
+        text = f"{self.settings.path}: {self.ends[-1]} tokens, {self.num} sequences of "
+        text += f"{self.length}, {left} tokens left over"
+        return text if len(self.shards) == 1 else f"{text}, {len(self.shards)} shards"
+
+    def state(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "sequences": self.num,
+            "length": self.length,
+            "tokens": self.digest.hexdigest(),
+            "mask_documents": settings.mask_documents,
+            "shuffle": settings.shuffle,
+            "seed": settings.seed if settings.shuffle else None,
+        }
+
+
+def _row(ids: np.ndarray) -> Row:
+    weights = torch.ones(len(ids))
+    weights[0] = 0  # context
+    return Row(torch.from_numpy(ids), {"weights": weights}, float(len(ids) - 1))
+
+
+def open_tokens(
+    settings: DataSettings, tokenizer: Tokenizer, vocab_size: int, cache: Path
+) -> TokenSequences:
+    """UserError with what is wrong with the data."""
+    kind, files = find_data(settings)
+    if kind == "tokens":
+        shards, limit = [open_shard(file) for file in files], settings.limit
+    else:
+        shards, limit = [open_texts(settings, kind, files, tokenizer, cache)], None
+    return TokenSequences(shards, tokenizer, settings, vocab_size, limit)

@@ -1,0 +1,132 @@
+"""Whole pretraining runs on CPU: `pentad pretrain` on token shards and texts."""
+
+import json
+
+import numpy as np
+import pytest
+from kill_lab import KillLab
+from run_lab import steps_of, values_of
+
+from pentad.core.errors import UserError
+from pentad.data.tokenizer import load_tokenizer
+from pentad.data.toy import write_byte_model
+from pentad.planner.prepare import prepare
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.sft import run_pretrain
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A dense model and a mixture, documents as text and as a shard."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_byte_model(folder / "model")
+    write_byte_model(folder / "mixture", num_experts=4)
+    texts = [f"{n} comes after {n - 1} and before {n + 1}. " * (1 + n % 3) for n in range(60)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "docs.jsonl").write_text(lines)
+    tokenizer = load_tokenizer(folder / "model")
+    ids = [i for text in texts for i in [*tokenizer.encode(text), tokenizer.eos_id]]
+    np.save(folder / "docs.npy", np.array(ids, np.uint16))
+    return folder
+
+
+@pytest.fixture
+def pretrain(corpus, tmp_path):
+    def run(trial, *overrides, model="mixture", data="docs.npy"):
+        words = [
+            *(f"fileroot={tmp_path}", "user=me", f"trial_name={trial}"),
+            *(f"actor.path={corpus / model}", "actor.init_from_scratch=true"),
+            *("actor.gradient_checkpointing=false", "actor.optimizer.lr=3e-3"),
+            *(f"train_dataset.path={corpus / data}", "train_dataset.max_length=64"),
+            *("train_dataset.batch_size=4", f"total_train_steps={STEPS}"),
+            *("allocation_mode=archon:d1", *overrides),
+        ]
+        config, notes = prepare(None, words, "pretrain")
+        return run_pretrain(config, notes, device="cpu")
+
+    return run
+
+
+def test_a_mixture_learns_and_texts_train_as_their_shard_does(pretrain, corpus):
+    held_out = f"valid_dataset.path={corpus / 'docs.npy'}", "valid_dataset.limit=8"
+    one, other = pretrain("shard", *held_out), pretrain("text", *held_out, data="docs.jsonl")
+    assert values_of(one) == values_of(other)
+    steps = steps_of(one)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert steps[0]["num_tokens"] <= 4 * 64 and not any(steps[0]["rl"].values())
+    assert steps[0]["kernel"]["tokens_per_expert_mean"] == pytest.approx(
+        steps[0]["num_tokens"] * 2 / 4
+    )
+    assert one.evals[-1]["loss"] < one.evals[0]["loss"] - 0.3
+    said = (one.records / "log.txt").read_text()
+    assert f"docs.npy: {len(np.load(corpus / 'docs.npy'))} tokens, " in said
+
+
+def test_the_first_held_out_loss_is_the_loss_of_step_1_on_the_same_sequences(pretrain, corpus):
+    whole = f"train_dataset.batch_size={(len(np.load(corpus / 'docs.npy')) - 1) // 63}"
+    valid = f"valid_dataset.path={corpus / 'docs.npy'}"
+    summary = pretrain("held", whole, valid, "total_train_steps=1", model="model")
+    assert summary.evals[0]["loss"] == pytest.approx(steps_of(summary)[0]["loss"], rel=1e-5)
+
+
+def test_killed_and_started_again_it_ends_bitwise_as_if_nothing_had_happened(corpus, tmp_path):
+    lab = KillLab(
+        corpus,
+        tmp_path,
+        "pretrain",
+        f"actor.path={corpus / 'mixture'}",
+        f"train_dataset.path={corpus / 'docs.jsonl'}",
+        *("train_dataset.max_length=64", "train_dataset.batch_size=4", "saver.mode=sync"),
+        *(f"total_train_steps={STEPS}", "allocation_mode=archon:d1"),
+    )
+    lab.run("whole")
+    for at in (2, 4):  # a step is committed before the next one is recorded
+        process = lab.start("killed")
+        lab.wait_for_steps("killed", at, process)
+        process.kill(), process.join()
+    lab.run("killed")
+    assert lab.steps("killed") == lab.steps("whole") and len(lab.steps("whole")) == STEPS
+    assert lab.weights("killed", STEPS) == lab.weights("whole", STEPS)
+    assert "resumed after step" in lab.log("killed").read_text()
+
+
+def test_other_data_are_refused_by_a_run_that_goes_on(pretrain, corpus, tmp_path):
+    path = tmp_path / "own.npy"
+    ids = np.load(corpus / "docs.npy")
+    np.save(path, ids)
+    pretrain("on", f"train_dataset.path={path}", "total_train_steps=2")
+    np.save(path, ids[::-1])
+    with pytest.raises(UserError, match=r"not the data that the run began with: tokens was"):
+        pretrain("on", f"train_dataset.path={path}", "total_train_steps=3")
+    with pytest.raises(UserError, match=r"train_dataset.max_length = 32: was 64 so far"):
+        pretrain("on", f"train_dataset.path={path}", "train_dataset.max_length=32")
+
+
+def test_everything_wrong_comes_at_once(pretrain, tmp_path):
+    np.save(tmp_path / "few.npy", np.arange(9, dtype=np.uint16))
+    with pytest.raises(UserError) as caught:
+        pretrain("bad", f"train_dataset.path={tmp_path / 'few.npy'}", "scheduler.type=ray")
+    text = str(caught.value)
+    assert "it holds 9 tokens, and a sequence has 64" in text and "scheduler.type = ray" in text
+    with pytest.raises(UserError, match=r"max_length = 4096: .* the model's context 1024; give"):
+        pretrain("long", "train_dataset.max_length=4096")
+
+
+def test_keys_without_effect_are_told(pretrain):
+    summary = pretrain(
+        "told", "train_dataset.prompt_key=q", "gconfig.n_samples=2", "total_train_steps=1"
+    )
+    said = (summary.records / "log.txt").read_text()
+    assert (
+        "train_dataset.prompt_key = q: without effect, pretrain reads train_dataset.text_key"
+        in said
+    )
+    assert "gconfig.n_samples = 2: without effect, pretrain does not sample" in said
+
+
+def test_a_smoke_run_makes_five_steps(corpus, tmp_path):
+    lab = KillLab(corpus, tmp_path, "pretrain", f"train_dataset.path={corpus / 'docs.npy'}")
+    lab.run("smoke", "--smoke", "train_dataset.max_length=32", "train_dataset.batch_size=2")
+    assert len(read_lines(lab.records("smoke") / "steps.jsonl")) == 5
