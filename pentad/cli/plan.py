@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.config.derived import allocation_of, as_run, count_devices, samples
+from pentad.config.derived import allocation_of, as_run, count_devices, samples, task_of
 from pentad.config.processes import RunProcess, run_processes
 from pentad.config.rules.layout import layout_notes
 from pentad.config.rules.machines import machine_problems
 from pentad.config.rules.model import uncounted
-from pentad.config.rules.rule import Command
 from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config, DatasetConfig
@@ -45,15 +44,16 @@ def run_plan(
     config: Config, notes: list[str], gpu_memory: float | None = None, as_json: bool = False
 ) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not."""
-    command: Command = "train" if samples(config) else "sft"
+    command = task_of(config)
     notes = [*notes, *unread(config, command), *refusals(config)]
-    if command == "sft":
-        notes.append(f"allocation_mode = {config.allocation_mode} has no sampler: planned for sft")
+    if command != "train":
+        where = f"allocation_mode = {config.allocation_mode}"
+        notes.append(f"{where} has no sampler: planned for {command}")
     if reason := uncounted(config):
         show_places(config, [*notes, reason], as_json)
         return 0
     device = choose_device(config, gpu_memory)
-    num_rows, said = count_rows(config.train_dataset)
+    num_rows, said = (None, []) if command == "pretrain" else count_rows(config.train_dataset)
     plan = build_plan(config, device, num_rows)
     limit = count_devices(config)
     plan.notes = [*notes, *layout_notes(config, plan.dims, limit), *plan.notes, *said]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Literal
 
 from pentad.config.catalog import dims_of
-from pentad.config.schema import ArchonConfig, Config, ModelConfig
+from pentad.config.schema import ArchonConfig, Config, ModelConfig, ParallelismConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Allocation, Component, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
+from pentad.data.rows import STREAMS
 
 
 def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
@@ -37,6 +40,13 @@ def allocation_of(config: Config) -> Allocation:
     allocation = parsed_allocation(config)
     assert allocation is not None, "checked with the config"
     return allocation
+
+
+def allocation_for(sizes: ParallelismConfig) -> str:
+    """A run that only trains, by the sizes of its axes."""
+    d, e = sizes.data_parallel, sizes.expert_parallel
+    rest = f"p{sizes.pipeline_parallel}t{sizes.tensor_parallel}"
+    return f"archon:d{d}{rest}" if e == 1 else f"archon:(attn:d{d * e}{rest}|ffn:d{d}{rest}e{e})"
 
 
 def component_of(config: Config, role: str) -> Component:
@@ -138,6 +148,17 @@ def samples(config: Config) -> bool:
     """Whether the layout has a sampler, as far as it can be read."""
     allocation = parsed_allocation(config)
     return allocation is None or allocation.find("rollout") is not None
+
+
+def task_of(config: Config) -> Literal["train", "sft", "pretrain"]:
+    """What the recipe is for: without a sampler, sft, unless its data can only be pretrained on."""
+    if samples(config):
+        return "train"
+    data = config.train_dataset
+    path = Path(data.path or "")
+    files = [path, *(path.iterdir() if path.is_dir() else ())]
+    is_stream = any(file.suffix in STREAMS for file in files)
+    return "pretrain" if is_stream or data.text_key is not None else "sft"
 
 
 def known_dims(path: str | None) -> ModelDims | None:

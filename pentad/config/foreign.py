@@ -171,8 +171,52 @@ VERL = {
 }
 """Key of verl -> (key here, remark)."""
 
+READ = {
+    "model.path": "actor.path",
+    "model.tokenizer_path": "actor.path",
+    "model.dtype": "actor.dtype",
+    "model.aux_loss_coef": "actor.archon.moe_aux_loss_coef",
+    "model.z_loss_coef": "actor.archon.moe_z_loss_coef",
+    "training.data_path": "train_dataset.path",
+    "training.global_batch_size": "train_dataset.batch_size",
+    "training.batch_size": "train_dataset.batch_size",
+    "training.seq_len": "train_dataset.max_length",
+    "training.seq_length": "train_dataset.max_length",
+    "training.lr": "actor.optimizer.lr",
+    "training.learning_rate": "actor.optimizer.lr",
+    "training.weight_decay": "actor.optimizer.weight_decay",
+    "training.beta1": "actor.optimizer.beta1",
+    "training.beta2": "actor.optimizer.beta2",
+    "training.eps": "actor.optimizer.eps",
+    "training.grad_clip": "actor.optimizer.gradient_clipping",
+    "training.max_grad_norm": "actor.optimizer.gradient_clipping",
+    "training.lr_schedule": "actor.optimizer.lr_scheduler_type",
+    "training.min_lr_ratio": "actor.optimizer.min_lr_ratio",
+    "training.total_steps": "total_train_steps",
+    "training.max_steps": "total_train_steps",
+    "training.seed": "seed",
+}
+"""Keys of the blocks `model` and `training` -> the key here that they set, value for value."""
+
+IN_CONFIG_JSON = ("actor.path", "the config.json of that folder says it")
+MOE_ENGINE = {
+    **{
+        f"model.{name}": IN_CONFIG_JSON
+        for name in (
+            *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
+            *("d_model", "n_layers", "n_heads", "d_ff", "head_dim", "vocab_size", "max_seq_len"),
+            *("num_experts", "top_k", "num_experts_per_tok", "moe_intermediate_size"),
+        )
+    },
+    "training.micro_batch_size": ("actor.mb_spec.max_tokens_per_mb", "counts tokens"),
+    "training.gradient_accumulation_steps": ("actor.mb_spec.n_mbs", "chosen by memory when unset"),
+    "training.warmup_steps": ("actor.optimizer.warmup_steps_proportion", "a share of all steps"),
+    "training.checkpoint_interval": ("recover.freq_steps", ""),
+    "training.log_interval": ("telemetry", "every step is recorded"),
+}
+"""Key of moe-engine that means something else, or stands elsewhere -> (key here, remark)."""
+
 SPELLED = {
-    "parallelism": "allocation_mode",
     "model": "actor",
     "training": "train_dataset and actor.optimizer",
     "fully_async": "mode: async",
@@ -212,7 +256,8 @@ SPELLED = {
 }
 """Key elsewhere -> key here, where the nearest name would not find it."""
 
-REMARKED = {**TRL, **VERL}
+REMARKED = {**TRL, **VERL, **MOE_ENGINE}
+SPELLED.update(READ)
 SPELLED.update({key: here for key, (here, _) in REMARKED.items()})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pentad.config.describe import (
     takes,
     text_keys,
 )
-from pentad.config.foreign import HALF, NOT_BUILT, hint, is_block
+from pentad.config.foreign import HALF, NOT_BUILT, READ, hint, is_block
 from pentad.config.schema import Config
 from pentad.config.tree import Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
@@ -43,6 +43,8 @@ class Reading:
     """Keys whose value, or whose absence, is one of the problems."""
     is_read: bool = True
     """False where the recipe could not be read: every key may be in it."""
+    notes: tuple[str, ...] = ()
+    """On keys that were read as others."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -55,10 +57,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:
     tree = read_tree(path, overrides, Config().model_dump(mode="json"), text_keys())
+    notes = tuple(_move(tree))
     while True:
         try:
             config = Config.model_validate(tree.values)
-            return Reading(config, tree.problems, frozenset(tree.bad), tree.is_read)
+            return Reading(config, tree.problems, frozenset(tree.bad), tree.is_read, notes)
         except ValidationError as error:
             _take_out(error, tree)
 
@@ -66,6 +69,29 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Readi
 def dump_config(config: Config) -> str:
     """YAML with every key; loads back to an equal config."""
     return dump_yaml(config.model_dump(mode="json"))
+
+
+def _move(tree: Tree) -> Iterator[str]:
+    """Values of the blocks `model` and `training` go where their keys are here; a note on each."""
+    for there, here in READ.items():
+        block, name = there.split(".")
+        values = tree.values.get(block)
+        if not (isinstance(values, dict) and name in values):
+            continue
+        value, place = values.pop(name), tree.values
+        if not values:
+            del tree.values[block]
+        *outer, last = here.split(".")
+        for key in outer:
+            inner = place.get(key)
+            place = inner if isinstance(inner, dict) else place.setdefault(key, {})
+        if last in place:
+            rule = f"sets {here}, which is {show(place[last])}"
+            tree.problems.append(Problem(_where(there, value, tree), rule, "keep one of the two"))
+            continue
+        place[last] = value
+        tree.sources[here] = tree.sources.get(there, "")
+        yield f"{there} = {show(value)}: read as {here}"
 
 
 def _take_out(error: ValidationError, tree: Tree) -> None:

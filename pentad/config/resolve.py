@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pentad.config.derived import are_apart, pipeline_size
+from pentad.config.derived import allocation_for, are_apart, pipeline_size
 from pentad.config.describe import show, value_at
 from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import Config, ModelConfig
@@ -115,6 +115,9 @@ def _choose_user(draft: _Draft) -> None:
 def _choose_allocation(draft: _Draft) -> None:
     config = draft.config
     if config.allocation_mode is not None:
+        return
+    if config.parallelism is not None:
+        draft.set("allocation_mode", allocation_for(config.parallelism), "from parallelism")
         return
     join = "|" if config.mode in (None, "colocate") else "+"
     if config.resource is None:

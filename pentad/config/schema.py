@@ -140,6 +140,19 @@ class ResourceConfig(Section):
     """[nodes, devices per node] that sample. In mode colocate these are the same devices."""
 
 
+class ParallelismConfig(Section):
+    """Axes that training is cut along; their product is its number of devices."""
+
+    data_parallel: Count = 1
+    """Ranks with a full set of experts between them, each on samples of its own."""
+    tensor_parallel: Count = 1
+    """Ranks each matrix is cut over, those of experts too."""
+    pipeline_parallel: Count = 1
+    """Ranks the layers are dealt to."""
+    expert_parallel: Count = 1
+    """Ranks that the experts are dealt to. Outside the experts they are data parallel."""
+
+
 class MicrobatchConfig(Section):
     n_mbs: Annotated[int, Bound(ge=1, le=1000000)] = 1
     """Microbatches a step is cut into, at least. Raised to the number of pipeline stages."""
@@ -573,6 +586,9 @@ class Config(Section):
     allocation_mode: str | None = None
     """Layout of sampling and training, such as `sglang:d4t2+archon:d4p2t2`. null: from `resource`,
     else `embedded:d1|archon:d1`."""
+    parallelism: ParallelismConfig | None = None
+    """The layout of training as sizes of its axes, instead of or in agreement with
+    `allocation_mode`: a run that does not sample."""
     resource: ResourceConfig | None = None
     """Devices by role, instead of or in agreement with `allocation_mode`."""
     cluster: ClusterConfig = ClusterConfig()

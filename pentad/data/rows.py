@@ -36,6 +36,8 @@ SUFFIXES: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+STREAMS: dict[str, Kind] = {".npy": "tokens", ".bin": "tokens", ".txt": "text", ".md": "text"}
+"""Files that have no rows; `data.shards` reads them."""
 SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 """How published folders name their parts; reading two of them as one would mix test into train."""
 MAX_PROBLEMS = 20

@@ -1,8 +1,9 @@
 """Token shards: files of ids that are mapped into memory, and texts that are written as one.
 
 A shard is a `.npy` file with one row of integers, or a `.bin` beside its `.idx` as Megatron writes
-them. JSON lines, Parquet, saved HF datasets and `.txt` files (each a document) are tokenised once,
-into a `.npy` whose name is a digest of the texts and of the tokenizer; a later start finds it.
+them. JSON lines, Parquet, saved HF datasets and plain texts (`.txt`, `.md`: a document each) are
+tokenised once, into a `.npy` whose name is a digest of the texts and of the tokenizer; a later
+start finds it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import numpy as np
 
 from pentad.core.errors import Problem, UserError
 from pentad.data.render import BadRow, DataSettings, text_of
-from pentad.data.rows import SUFFIXES, DatasetRows, Kind, find_files, raise_first
+from pentad.data.rows import STREAMS, SUFFIXES, DatasetRows, Kind, find_files, raise_first
 from pentad.data.stamp import Stamp, digest_of_file
 from pentad.data.tokenizer import Tokenizer
 
-KINDS: dict[str, Kind] = {**SUFFIXES, ".npy": "tokens", ".bin": "tokens", ".txt": "text"}
+KINDS: dict[str, Kind] = SUFFIXES | STREAMS
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Of an .idx: magic, version, code of the number type, sequences, documents."""
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -37,7 +38,7 @@ MAX_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TokenShard:
     path: Path
     ids: np.ndarray
     """One dimension, mapped; read where it is touched."""
@@ -90,7 +91,7 @@ def find_data(settings: DataSettings) -> tuple[Kind, list[Path]]:
 
 def open_texts(
     settings: DataSettings, kind: Kind, files: list[Path], tokenizer: Tokenizer, cache: Path
-) -> Shard:
+) -> TokenShard:
     """Texts as a shard in the folder `cache`."""
     column = settings.columns.text_key or "text"
     rows: DatasetRows = (
@@ -101,7 +102,7 @@ def open_texts(
     return open_shard(tokenise(rows, column, settings, tokenizer, cache))
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> TokenShard:
     where = f"token shard = {path}"
     try:
         stamp = Stamp(path)
@@ -112,7 +113,7 @@ def open_shard(path: Path) -> Shard:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         rule = f"holds {ids.dtype} of shape {list(ids.shape)}, not one row of integers"
         raise UserError(Problem(where, rule, "write it with numpy.save, such as uint16 or uint32"))
-    return Shard(path, ids, stamp)
+    return TokenShard(path, ids, stamp)
 
 
 def map_indexed(path: Path) -> np.ndarray:
@@ -134,7 +135,7 @@ def map_indexed(path: Path) -> np.ndarray:
     return ids
 
 
-def survey(shard: Shard, eos_id: int, vocab_size: int) -> Survey:
+def survey(shard: TokenShard, eos_id: int, vocab_size: int) -> Survey:
     """UserError if the model has no row for an id. Of a large shard some blocks are looked at."""
     digest, ends, total = hashlib.blake2b(digest_size=16), 0, len(shard.ids)
     digest.update(f"{shard.ids.dtype} {total}".encode())

@@ -20,14 +20,14 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.types import Row
 from pentad.data.examples import Examples
 from pentad.data.render import DataSettings
-from pentad.data.shards import Shard, find_data, open_shard, open_texts, survey
+from pentad.data.shards import TokenShard, find_data, open_shard, open_texts, survey
 from pentad.data.tokenizer import Tokenizer
 
 
 class TokenSequences(Examples):
     def __init__(
         self,
-        shards: list[Shard],
+        shards: list[TokenShard],
         tokenizer: Tokenizer,
         settings: DataSettings,
         vocab_size: int,

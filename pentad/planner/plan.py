@@ -21,6 +21,7 @@ from pentad.config.derived import (
     reshards,
     rows_per_step,
     snapshot_on_host,
+    task_of,
 )
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
@@ -137,6 +138,8 @@ def build_plan(
 def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollout: bool) -> Batch:
     """Without a rollout the rows of the dataset are trained on as they are."""
     given = config.train_dataset.max_length
+    if task_of(config) == "pretrain":
+        given = given or dims.max_position
     prompts = config.train_dataset.batch_size
     samples = rows_per_step(config)
     turn = config.gconfig.max_new_tokens if has_rollout else 0

@@ -36,6 +36,7 @@ def prepare(
     with suppress(UserError):  # a rule reports it
         register_models(reading.config)
     config, notes = resolve(reading.config)
+    notes = [*reading.notes, *notes]
     problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
     if command == "plan":
         problems += check_planned(config, choose_device(config, gpu_memory).kind, reading.bad)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from pentad.config.derived import are_apart, has_storage_units, parsed_allocation
+from pentad.config.derived import (
+    allocation_for,
+    are_apart,
+    has_storage_units,
+    parsed_allocation,
+)
+from pentad.config.describe import show
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.fit import strict_problems
-from pentad.core.layout import Component
+from pentad.core.layout import Component, parse_allocation
 
 RULES: Rules[[Config]] = Rules()
 
@@ -58,6 +64,21 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
         rule = "offload_train = true: weights have left the GPU when the server takes them"
         return Problem(where, rule, "use disk")
     return None
+
+
+@RULES.add("parallelism", "allocation_mode", commands=("train", "sft", "plan"))
+def parallelism_agrees_with_the_allocation(config: Config) -> Problem | None:
+    allocation = parsed_allocation(config)
+    actor = allocation and allocation.find("actor")
+    if config.parallelism is None or not actor:
+        return None
+    wanted = parse_allocation(allocation_for(config.parallelism)).find("actor")
+    assert wanted is not None, "it trains"
+    if wanted.layout() == actor.layout():
+        return None
+    rule = f"is {wanted} ({wanted.world} devices), but allocation_mode has {actor}"
+    remedy = "leave parallelism out, or make the two agree"
+    return Problem(f"parallelism = {show(config.parallelism.model_dump())}", rule, remedy)
 
 
 @RULES.add("resource", "allocation_mode")

@@ -25,7 +25,7 @@ OF_A_MODEL = (
 )
 HARMLESS = (
     *("experiment_name", "trial_name", "fileroot", "user"),
-    *("mode", "allocation_mode", "resource", "cluster", "scheduler"),
+    *("mode", "allocation_mode", "parallelism", "resource", "cluster", "scheduler"),
     *("num_iters_per_train_update", "balance_data", "store", "num_data_storage_units"),
     *("offload_train", "offload_rollout", "stall_warning_s", "stall_abort_s"),
     *(f"{role}.{key}" for role in ("actor", "critic") for key in OF_A_MODEL),

@@ -109,7 +109,9 @@ def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
     ]
 
 
-def dataset_readers(key: str, data: DatasetConfig | None, command: Command) -> list[KeyUse]:
+def dataset_readers(
+    key: str, data: DatasetConfig | None, command: Command = "plan"
+) -> list[KeyUse]:
     if data is None:
         return []
     if command == "pretrain":
