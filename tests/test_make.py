@@ -22,7 +22,7 @@ def run(*command, **environment):
     of_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")  # where a make runs these tests
     outer = {k: v for k, v in os.environ.items() if k not in of_make}
     return subprocess.run(
-        command, cwd=ROOT, env={**outer, **environment}, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env={**outer, **environment}, capture_output=True, text=True, timeout=240
     )
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from pentad.core.errors import Problem, UserError
 from pentad.core.model_files import check_plain, read_object
 from pentad.data.stamp import digest_of_file
@@ -93,6 +91,9 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         rule = f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
         raise UserError(Problem(where, rule, "copy it from the model's original folder"))
+    # Here, since transformers takes seconds to import.
+    from transformers import AutoTokenizer
+
     try:
         inner = AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,13 +13,15 @@ import torch
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.core.types import Generation, Request, SamplingParams
-from pentad.data.tokenizer import load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.families import register
 from pentad.models.registry import create_model
 from pentad.runtime.environment import make_deterministic
 from pentad.sync.handoff import open_ticket
+
+if TYPE_CHECKING:
+    from pentad.data.tokenizer import Tokenizer
 
 TARGET = f"{__name__}:make_sampler"
 
@@ -61,10 +64,16 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
     )
     decode = None
     if given["tokenizer"]:
-        tokenizer = load_tokenizer(given["tokenizer"])
+
+        @cache
+        def tokenizer() -> Tokenizer:
+            """Read for the first stop string: transformers takes seconds to import."""
+            from pentad.data.tokenizer import load_tokenizer
+
+            return load_tokenizer(given["tokenizer"])
 
         def decode(ids: list[int]) -> str:
-            return tokenizer.decode(ids, keep_special=True)
+            return tokenizer().decode(ids, keep_special=True)
 
     settings = SamplerSettings(**given["sampler"])
     return HostedSampler(

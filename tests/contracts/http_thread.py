@@ -24,6 +24,6 @@ def served(app) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(120)
         listener.close()
         assert not thread.is_alive(), "the server did not end"

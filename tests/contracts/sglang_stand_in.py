@@ -275,7 +275,7 @@ class StandIn:
         """As SGLang's init_custom_process_group does, by torch's own helper."""
 
         def make():
-            timeout = timedelta(seconds=30)
+            timeout = timedelta(seconds=120)
             where = f"tcp://{body.master_address}:{body.master_port}"
             rank, world = body.rank_offset, body.world_size
             store, _, _ = next(rendezvous(where, rank, world, timeout=timeout))

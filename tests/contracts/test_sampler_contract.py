@@ -30,7 +30,7 @@ def run(subject, scenario, *needs):
             missing = set(needs) - sampler.capabilities
             if missing:
                 pytest.skip(f"declares that it cannot: {sorted(missing)}")
-            return await asyncio.wait_for(scenario(sampler), 60)
+            return await asyncio.wait_for(scenario(sampler), 240)
 
     for _ in range(6):
         with suppress(Missed):

@@ -90,9 +90,9 @@ def save(
     staged = save_learner(saver, engine, Path(root), folder, is_async=is_async)
     train(engine, loss, routes)  # what is saved is the state before it
     after = seen(engine)
-    staged.pending.wait(60)
+    staged.pending.wait(240)
     if engine.meshes.rank == 0:
-        run_job(CommitJob(Path(root), info_folder(STEP), staged.receipts, (), timeout_s=60))
+        run_job(CommitJob(Path(root), info_folder(STEP), staged.receipts, (), timeout_s=240))
     if layout.world > 1:
         dist.barrier()
     saver.close()

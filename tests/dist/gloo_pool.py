@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 8
-START_S, CASE_S = 180.0, 60.0
+START_S, CASE_S = 240.0, 240.0
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit/engine")]
 IMPORTED = ("checkpoint_cases", "compiled_cases", "hf_cases", "run_cases", "strict_cases")
 """What cases import, once for all workers: most of a short case would be the import."""
@@ -117,7 +117,7 @@ class Pool:
                 try:
                     is_good, answer = pipe.recv()
                 except EOFError:
-                    asked[rank][0].join(5)
+                    asked[rank][0].join(60)
                     code = asked[rank][0].exitcode
                     raise CaseFailed(f"rank {rank} died with exit code {code}") from None
                 if not is_good:

@@ -107,21 +107,22 @@ def train_step(
     routes: list[Tensor] | None = None,
     crowd: bool = False,
     beside: Layout | None = None,
+    scores: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
     """Everything a step gives: outputs, loss, every gradient, the norm, the weights after it.
 
     Mixtures follow the given routes: a choice that flips by rounding is no wrong gradient. A crowd
     sends every token to the same few experts, so that most ranks have nothing to do. Beside: another
-    engine, built later, of that layout.
+    engine, built later, of that layout. Without scores it only trains.
     """
     engine = make(model, layout, loss, **settings)
     _other = make(model, beside, loss, **settings) if beside else None
     rows = make_rows(num_rows)
-    chosen = engine.routes(rows) if model in ("moe", "glm") else None
+    chosen = engine.routes(rows) if scores and model in ("moe", "glm") else None
     for row, given in zip(rows, routes or chosen or [], strict=False):
         row.routes = torch.arange(given.shape[-1]).expand_as(given) if crowd else given
-    scored = engine.forward(rows)
+    scored = engine.forward(rows) if scores else None
     engine.begin_step()
     seen = []
     cuts = [len(rows) * i // calls for i in range(calls + 1)]

@@ -125,7 +125,7 @@ class Noting:
 
     def nap(self):
         if self.rank.rank > 0:
-            time.sleep(3)
+            time.sleep(8)
 
     def close(self, *, is_failed):
         self.seen.append("closed")
@@ -182,8 +182,8 @@ def hang(calls):
 
 
 def hang_soon():
-    """`hang`, with a limit of a second."""
-    limit, runtime_calls.ANSWER = runtime_calls.ANSWER, timedelta(seconds=1)
+    """`hang`, with a limit of seconds."""
+    limit, runtime_calls.ANSWER = runtime_calls.ANSWER, timedelta(seconds=3)
     try:
         return called("hang")
     except RunError as error:  # the other rank, awake again

@@ -15,7 +15,7 @@ from pentad.telemetry.steps import read_lines
 pytestmark = pytest.mark.dist
 
 LIMIT_S = 6.0
-SLACK_S = 40.0
+SLACK_S = 120.0
 """Of a busy machine; without an end the runs below hang for ever."""
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_stopped_ends_the_run(task, tmp_path, command, rank):
 
 def test_a_rank_that_is_stopped_during_the_start_ends_the_run(task, tmp_path):
     with start(task, tmp_path, "sft", "early") as program:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(program.ranks()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -49,5 +49,5 @@ def test_a_failure_is_told_with_its_rank_and_cause_and_the_pool_goes_on(pool):
         pool.run(2, "test_pool", "die_on_one")
     with pytest.raises(CaseFailed, match=r"ranks \[1\] gave no answer"):
         pool.run(2, "test_pool", "add_ranks", extra=0)
-        pool.run(2, "test_pool", "hang_on_one", timeout_s=1.0)
+        pool.run(2, "test_pool", "hang_on_one", timeout_s=4.0)
     assert pool.run(3, "test_pool", "add_ranks", extra=0) == 3

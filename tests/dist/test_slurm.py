@@ -86,13 +86,13 @@ def test_a_job_is_written_submitted_and_trains_on_two_nodes(task, tmp_path, comm
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in text
     assert "--nnodes=2 --nproc-per-node=1" in text and "#SBATCH --requeue" in text
     job = start_job(commands, script, 2)
-    said, _ = job.communicate(timeout=280)
+    said, _ = job.communicate(timeout=500)
     assert job.returncode == 0, said
     assert said.count("2 steps done. Records: ") == 1
     assert len(read_lines(tmp_path / "logs/me/default/slurm/steps.jsonl")) == 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_before_the_limit_a_job_stops_saved_and_is_queued_again(task, tmp_path, commands):
     put(commands, "sbatch", "#!/bin/sh\necho Submitted batch job 18\n")
     words = settings_of(task, tmp_path, "sft", "long", "total_train_epochs=100000")
@@ -107,7 +107,7 @@ def test_before_the_limit_a_job_stops_saved_and_is_queued_again(task, tmp_path, 
     while not (records.is_file() and records.read_text()) and time.monotonic() < until:
         time.sleep(0.1)
     os.kill(job.pid, signal.SIGUSR1)  # as Slurm does it shortly before the time limit
-    said, _ = job.communicate(timeout=120)
+    said, _ = job.communicate(timeout=240)
     assert job.returncode != 0 and "stopped by SIGTERM" in said, said
     assert (commands / "requeued").read_text().split() == [str(os.getpid())]
     trained = len(read_lines(records))
@@ -116,7 +116,7 @@ def test_before_the_limit_a_job_stops_saved_and_is_queued_again(task, tmp_path, 
     while len(read_lines(records)) <= trained and time.monotonic() < until + 250:
         time.sleep(0.1)
     os.kill(again.pid, signal.SIGUSR1)
-    said, _ = again.communicate(timeout=120)
+    said, _ = again.communicate(timeout=240)
     assert f"resumed after step {trained}" in said, said
 
 

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 
@@ -16,7 +18,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["kill_lab", "pentad.cli.main", "pentad.trainer.assemble"])
 
 
-def run_command(words, log):
+def run_command(words, log, hold):
     """In the child: the command line, with its output in a file."""
     os.setsid()  # so that a signal to its group reaches no other process
     output = Path(log).open("ab", buffering=0)  # noqa: SIM115 (until the process ends)
@@ -25,7 +27,28 @@ def run_command(words, log):
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), write_through=True)
     from pentad.cli.main import app
 
+    if hold:
+        hold_after(hold, go_file(log))
     app(words)
+
+
+def go_file(log):
+    return Path(log).with_suffix(".go")
+
+
+def hold_after(step, go):
+    """The run waits when it has recorded this step, so that nothing hurries who watches it."""
+    from pentad.telemetry.recorder import Recorder
+
+    plain = Recorder.step
+
+    def held(self, record, *args):
+        line = plain(self, record, *args)
+        while record.step == step and not go.exists():
+            time.sleep(0.02)
+        return line
+
+    Recorder.step = held
 
 
 class KillLab:
@@ -41,12 +64,25 @@ class KillLab:
             *words,
         ]
 
-    def start(self, trial, *more):
-        process = CONTEXT.Process(
-            target=run_command, args=([*self.words, f"trial_name={trial}", *more], self.log(trial))
-        )
+        warm = CONTEXT.Process(target=int)  # no run is timed together with the imports
+        warm.start(), warm.join()
+
+    def start(self, trial, *more, hold=0):
+        """`hold`: the step after which it waits for `release`, or for its end."""
+        words = [*self.words, f"trial_name={trial}", *more]
+        process = CONTEXT.Process(target=run_command, args=(words, self.log(trial), hold))
         process.start()
         return process
+
+    def release(self, trial):
+        go_file(self.log(trial)).touch()
+
+    def kill(self, process):
+        """Returns when also what it had started has ended, a writer of checkpoints for one."""
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.kill(), process.join()
+        _, alive = psutil.wait_procs(below, timeout=120)
+        assert not alive, alive
 
     def run(self, trial, *more, code=0):
         """To its end; how long that took."""

@@ -79,9 +79,9 @@ def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(
 
 def test_a_step_whose_checkpoint_is_committed_is_never_done_again(rl):
     """Killed between two steps, with everything committed."""
-    process = rl.start("between", SYNC)
+    process = rl.start("between", SYNC, hold=3)
     rl.wait_for_steps("between", 3, process)
-    process.kill(), process.join()
+    rl.kill(process)
     committed = [
         int(path.parent.name.removeprefix("globalstep")) + 1
         for path in rl.checkpoints("between").glob("recover_info/globalstep*/COMMIT")
@@ -95,9 +95,10 @@ def test_a_step_whose_checkpoint_is_committed_is_never_done_again(rl):
 
 
 def test_sigterm_saves_the_state_and_the_next_start_goes_on(rl):
-    process = rl.start("term", "recover.freq_steps=1000")
+    process = rl.start("term", "recover.freq_steps=1000", hold=2)
     rl.wait_for_steps("term", 2, process)
     os.kill(process.pid, signal.SIGTERM)
+    rl.release("term")
     process.join()
     assert process.exitcode == 1
     done = len(rl.steps("term"))
@@ -168,9 +169,9 @@ def newest_file(checkpoints, name):
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
-    process = rl.start("damaged", SYNC)
+    process = rl.start("damaged", SYNC, hold=4)
     rl.wait_for_steps("damaged", 4, process)
-    process.kill(), process.join()
+    rl.kill(process)
     found = sorted(
         int(path.parent.name.removeprefix("globalstep"))
         for path in rl.checkpoints("damaged").glob("recover_info/globalstep*/COMMIT")
@@ -190,9 +191,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
 
 
 def test_configs_that_differ_are_accepted_or_refused_by_key(rl):
-    process = rl.start("other")
+    process = rl.start("other", hold=2)
     rl.wait_for_steps("other", 2, process)
-    process.kill(), process.join()
+    rl.kill(process)
     rl.run("other", "actor.optimizer.lr=1e-2", code=2)
     said = rl.log("other").read_text()
     refusal = "actor.optimizer.lr = 0.01: was 0.001 so far, and what the run trains depends on it"
@@ -220,16 +221,17 @@ def test_off_policy_every_group_is_trained_once_whenever_the_run_is_killed(task,
     )
     draw = random.Random(len(mode))
     begun = time.monotonic()
-    process = lab.start(mode)
+    process = lab.start(mode, hold=STEPS - 1)
     first = lab.checkpoints(mode) / "recover_info/globalstep0"  # not cut: one must stay whole
     while not (waiting := newest_file(lab.checkpoints(mode), "groups.bin")).exists() or (
         waiting.parent == first
     ):
+        if len(lab.steps(mode)) == STEPS - 1:  # it waits, and its newest one has none
+            break
         assert process.is_alive(), lab.log(mode).read_text()
         time.sleep(0.02)
     seconds = time.monotonic() - begun
-    process.kill(), process.join()
-    time.sleep(1.0)  # its writer may just commit another
+    lab.kill(process)  # its writer may just have committed another
     waiting = newest_file(lab.checkpoints(mode), "groups.bin")
     if is_cut := waiting.exists():  # unless a later one has none
         waiting.write_bytes(waiting.read_bytes()[:-1])
@@ -285,8 +287,8 @@ def test_over_two_ranks_a_lost_rank_and_a_killed_run_change_nothing(task, folder
     while "it is started again after step " not in lab.log("two-killed").read_text():
         assert process.is_alive(), lab.log("two-killed").read_text()
         time.sleep(0.05)
-    lab.wait_for_steps("two-killed", 4, process)
-    process.kill(), process.join()
+    lab.wait_for_steps("two-killed", 3, process)
+    lab.kill(process)
     lab.run("two-killed")
     same_end(lab, "two-killed", "two")
     said = lab.log("two-killed").read_text()

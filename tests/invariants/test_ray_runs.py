@@ -45,7 +45,7 @@ def test_a_killed_actor_is_started_again_and_changes_no_number(lab, tmp_path, mo
         return process
 
     monkeypatch.setattr(RayRuntime, "start", noted)
-    alone = lab.train("mode=hybrid", "scheduler.processes=one", "total_train_steps=6")
+    alone = lab.train("mode=hybrid", "scheduler.processes=one", "total_train_steps=10")
 
     def kill_after_a_step():
         records = tmp_path.glob("logs/*/*/killed/steps.jsonl")
@@ -57,7 +57,7 @@ def test_a_killed_actor_is_started_again_and_changes_no_number(lab, tmp_path, mo
 
     killer = threading.Thread(target=kill_after_a_step)
     killer.start()
-    ray = lab.train("mode=hybrid", "scheduler.type=ray", "total_train_steps=6", trial="killed")
+    ray = lab.train("mode=hybrid", "scheduler.type=ray", "total_train_steps=10", trial="killed")
     killer.join()
     assert [process.generation for process in started] == [0, 1]
     assert_same_weights(alone, ray)

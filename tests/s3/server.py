@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 KEY, SECRET = "testkey", "testsecret"
-START_S = 60.0
+START_S = 180.0
 IDENTITY = {
     "name": "tests",
     "credentials": [{"accessKey": KEY, "secretKey": SECRET}],

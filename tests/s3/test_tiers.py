@@ -26,7 +26,7 @@ from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.trainer.preflight import AGAIN, remote_problems
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 SMALL = 2000
 
 

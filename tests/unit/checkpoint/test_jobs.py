@@ -18,7 +18,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield run_job
         return
     writer = Writer()
-    yield lambda job: writer.submit(job).wait(30)
+    yield lambda job: writer.submit(job).wait(240)
     writer.close()
 
 

@@ -40,7 +40,7 @@ def commit(saver: StateSaver, state, root: Path, *, is_async: bool) -> Checkpoin
     staged = saver.save(state, root, FOLDER, is_async=is_async)
     for tensor in state.values():  # what was staged is a copy, or written
         tensor.zero_()
-    staged.pending.wait(60)
+    staged.pending.wait(240)
     info = "recover_info/globalstep3"
     file = FileSpec(f"{info}/step_info.json", (Piece("all", (b"{}",)),))
     run_job(CommitJob(root, info, staged.receipts, (file,)))

@@ -2,10 +2,10 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_args
 
@@ -28,7 +28,7 @@ EXAMPLE = "actor: {path: Qwen/Qwen3-8B}\ngconfig: {temperature: 0, n_sample: 3}\
 def pentad(*args, **env):
     command = [sys.executable, "-m", "pentad.cli.main", *map(str, args)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, **env}
     )
 
 
@@ -45,7 +45,7 @@ def recipe(tmp_path) -> Path:
 def test_ctrl_c_outside_of_commands_shows_no_traceback(when, code):
     program = (
         "import atexit, sys, time, typer\n"
-        "def wait(*_):\n    print('now', flush=True)\n    time.sleep(60)\n"
+        "def wait(*_):\n    print('now', flush=True)\n    time.sleep(600)\n"
         "sys.argv = ['pentad', '--version']\n"
         f"from pentad.cli.main import main\n{when}\nmain()"
     )
@@ -59,6 +59,14 @@ def test_ctrl_c_outside_of_commands_shows_no_traceback(when, code):
     assert ("interrupted." in rest) == (code == 130)
 
 
+def measured(code):
+    """What the program printed, and the processor's seconds that it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return out, sum(after[:2]) - sum(before[:2])
+
+
 def test_help_is_quick_and_loads_nothing_heavy():
     code = (
         "import sys; sys.argv = ['pentad', '--help']\n"
@@ -67,15 +75,15 @@ def test_help_is_quick_and_loads_nothing_heavy():
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'omegaconf', 'pydantic', 'yaml'} & set(sys.modules)))"
     )
-    times = []
+    times, floors = [], []
     for _ in range(3):
-        start = time.perf_counter()
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        times.append(time.perf_counter() - start)
+        out, seconds = measured(code)
+        times.append(seconds)
+        floors.append(measured("import typer")[1])
     assert out.stdout.splitlines()[-1] == "[]"
     for command in ("train", "sft", "plan", "doctor", "demo"):
         assert f"  {command} " in out.stdout
-    assert min(times) < 0.5 * max(1.0, os.getloadavg()[0] / 2)  # 0.1 s on an idle core
+    assert min(times) < 5 * min(floors)
 
 
 def test_of_several_ranks_under_torchrun_one_tells_the_mistakes(recipe):

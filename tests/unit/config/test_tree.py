@@ -233,7 +233,7 @@ def test_a_recipe_that_multiplies_or_lies_about_types_ends_in_a_sentence(tmp_pat
     started = time.monotonic()
     (problem,) = read(tmp_path, text).problems
     assert rule in str(problem)
-    assert time.monotonic() - started < 5  # a second on an idle machine
+    assert time.monotonic() - started < 60  # a second; without a bound for ever
 
 
 def test_an_endless_recipe_is_not_read_to_its_end():

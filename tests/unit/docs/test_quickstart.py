@@ -56,7 +56,7 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", code]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
 
 
 def plain(text: str) -> list[str]:

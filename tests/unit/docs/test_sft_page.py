@@ -24,10 +24,10 @@ def followed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     [python], [bash] = blocks("python"), blocks("bash")
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "USER": "me", "LOGNAME": "me"}
-    subprocess.run([sys.executable, "-c", python], cwd=folder, env=env, check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", python], cwd=folder, env=env, check=True, timeout=540)
     command = [sys.executable, "-m", "pentad.cli.main", *bash.split()[1:]]
     done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=540, check=False
     )
     assert done.returncode == 0, done.stderr
     return folder, done.stdout

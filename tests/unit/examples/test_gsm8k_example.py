@@ -24,7 +24,7 @@ TINY = "examples/math/gsm8k_tiny.yaml"
 def run_script(*args):
     command = [sys.executable, "examples/math/gsm8k_rl.py", *args]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=540)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -189,7 +189,7 @@ def test_a_request_that_ends_while_weights_arrive_is_never_run(
 
     def slow(*given):
         arriving.set()
-        release.wait(10)
+        release.wait(240)
         return install(*given)
 
     monkeypatch.setattr(sampler.engine, "install", slow)

@@ -149,7 +149,7 @@ class Meeting:
     """Reduces over threads as ranks would, so that the vocabulary can be cut in one process."""
 
     def __init__(self, num: int) -> None:
-        self.barrier = threading.Barrier(num, timeout=20)
+        self.barrier = threading.Barrier(num, timeout=240)
         self.parts: dict[int, Tensor] = {}
 
     def reduce(self, rank: int, x: Tensor, how) -> Tensor:

@@ -12,7 +12,7 @@ from pentad.core.errors import RunError, UserError
 from pentad.runtime.launch import LaunchSettings, run_ranks
 from pentad.runtime.rank import rank_from_environment
 
-CPU = LaunchSettings(device="cpu", timeout_s=60)
+CPU = LaunchSettings(device="cpu", timeout_s=240)
 PROGRAM = Path(__file__).parent / "rank_targets.py"
 
 
@@ -42,14 +42,14 @@ def test_under_torchrun_nothing_is_started_and_the_world_must_fit(tmp_path, worl
         "payload": {},
         "world": world,
         "log_folder": str(tmp_path / "logs"),
-        "settings": {"device": "cpu", "timeout_s": 60},
+        "settings": {"device": "cpu", "timeout_s": 240},
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
         [*command, str(PROGRAM), json.dumps(given)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if world == 2:

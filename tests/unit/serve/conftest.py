@@ -71,14 +71,14 @@ class Running:
 
     @property
     def client(self):
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def end(self):
         self.loop.call_soon_threadsafe(self.stop.set)
 
     def call(self, action):
         """Runs a coroutine function in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(action(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(action(), self.loop).result(120)
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +108,7 @@ def start_server(byte_model, byte_tokenizer):
 
         thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
         thread.start()
-        server = Running(*ready.get(timeout=30), thread)
+        server = Running(*ready.get(timeout=120), thread)
         servers.append(server)
         return server
 
@@ -116,7 +116,7 @@ def start_server(byte_model, byte_tokenizer):
     for server in servers:
         if server.thread.is_alive():
             server.end()
-            server.thread.join(30)
+            server.thread.join(240)
         assert not server.thread.is_alive()
 
 

@@ -16,7 +16,7 @@ POST = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: applic
 
 def connect(server, text="", receive=None, source=None):
     connection = socket.socket()
-    connection.settimeout(30)
+    connection.settimeout(240)
     if source is not None:
         connection.bind((source, 0))
     if receive is not None:
@@ -41,7 +41,7 @@ def is_open(connection):
         return False
 
 
-def wait_until(condition, timeout_s=60.0):
+def wait_until(condition, timeout_s=240.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -60,7 +60,7 @@ def test_a_client_that_does_not_ask_is_cut_off(hasty, sent):
     started = time.monotonic()
     connection = connect(hasty, sent)
     assert connection.recv(100) == b""
-    assert 0.9 < time.monotonic() - started < 20
+    assert 0.9 < time.monotonic() - started < 60
 
 
 def test_a_head_that_comes_byte_by_byte_has_no_longer(hasty):
@@ -88,7 +88,7 @@ def test_clients_that_ask_and_read_are_left_alone(hasty):
             assert client.get("/health").status_code == 200
             time.sleep(0.2)
     stream = hasty.client.completions.create(
-        model="tiny", prompt="x", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt="x", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
     )
     started = time.monotonic()
     count = sum(1 for _ in stream)
@@ -97,10 +97,12 @@ def test_clients_that_ask_and_read_are_left_alone(hasty):
 
 def test_a_client_that_does_not_read_loses_its_place(hasty):
     many = post(stream=True, n=64, max_tokens=3000, ignore_eos=True, logprobs=0, temperature=1)
+    sampler = hasty.face.service.sampler
+    before = sampler.stats()["tokens_drawn"]
     connection = connect(hasty, many, receive=2048)
-    wait_until(lambda: hasty.face.num_open == 1)
+    wait_until(lambda: sampler.stats()["tokens_drawn"] > before)
     wait_until(lambda: hasty.face.num_open == 0)
-    drawn = hasty.face.service.sampler.stats()["tokens_drawn"]
+    drawn = sampler.stats()["tokens_drawn"] - before
     assert drawn < 64 * 3000, "it was answered to the end"
     connection.close()
 
@@ -108,8 +110,8 @@ def test_a_client_that_does_not_read_loses_its_place(hasty):
 def test_a_client_may_have_so_many_connections(start_server):
     server = start_server(max_client_connections=3)
     silent = [connect(server) for _ in range(3)]
-    time.sleep(0.7)
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    # They are given half a second to ask.
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
     assert [is_open(one) for one in silent] == [False, True, True]  # the oldest made room
     busy = [connect(server, post(stream=True, max_tokens=3000, ignore_eos=True)) for _ in range(3)]
     wait_until(lambda: server.face.num_open == 3)

@@ -1,5 +1,6 @@
 """Which servers a config asks for, and what is refused before any of them starts."""
 
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -179,3 +180,10 @@ def test_plan_says_where_servers_stand_if_it_draws_them_first(config):
     note = "vllm:d1: on one machine training has the first GPUs all the same"
     assert note in layout_notes(config("allocation_mode=vllm:d1+archon:d1"), None)
     assert note not in layout_notes(config("allocation_mode=archon:d1+vllm:d1"), None)
+
+
+def test_a_process_that_samples_starts_without_transformers():
+    """It takes as long to import as everything else together."""
+    code = "import sys, pentad.samplers.hosted; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
