@@ -63,6 +63,14 @@ def test_a_killed_actor_is_started_again_and_changes_no_number(lab, tmp_path, mo
     assert_same_weights(alone, ray)
 
 
+def test_transfer_queue_holds_the_groups_of_a_run(lab):
+    pytest.importorskip("transfer_queue")
+    one = lab.train("mode=hybrid", "scheduler.processes=one")
+    queued = lab.train("mode=hybrid", "scheduler.type=ray", "store=transfer_queue")
+    assert_same_weights(one, queued)
+    assert values_of(one) == values_of(queued)
+
+
 def kill_unit(blobs, number):
     """SIGKILL of the process of a storage unit, and its end."""
     pid = ray.get(blobs.units[number].__ray_call__.remote(lambda unit: os.getpid()))
