@@ -45,6 +45,8 @@ SWITCHES = (
     Switch("ref_update_interval", int, "Steps between refreshes of the reference model."),
     Switch("use_streaming_dataset", bool, "Read prompts as they are needed."),
     Switch("num_data_storage_units", int, "Storage processes."),
+    Switch("only", str, "One side alone: rollout or train."),
+    Switch("groups_from", str, "Run folder whose groups --only train trains."),
     Switch("offload_train", bool, "Move training state to the host during rollout."),
     Switch("offload_rollout", bool, "Free the sampler's memory during training."),
 )

@@ -25,10 +25,19 @@ def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
     if config.scheduler.type == "slurm":
         submit_job(config, command, notes, fresh)
         return
+    if command == "train" and config.only == "rollout":
+        from pentad.trainer.rollout_only import run_rollout_only
+
+        sampled = run_rollout_only(config, notes, fresh)
+        typer.echo(f"{sampled.num_steps} steps sampled. Records: {sampled.records}")
+        typer.echo(f"Groups: {sampled.groups} (--only train --groups-from {sampled.records})")
+        return
     from pentad.trainer.assemble import run_train
     from pentad.trainer.sft import run_pretrain, run_sft
+    from pentad.trainer.train_only import run_train_only
 
-    run = {"train": run_train, "sft": run_sft, "pretrain": run_pretrain}[command]
+    train = run_train if config.only is None else run_train_only
+    run = {"train": train, "sft": run_sft, "pretrain": run_pretrain}[command]
     show_summary(keep_running(run, config, notes, fresh))
 
 

@@ -26,7 +26,7 @@ PATHS = (
     *("actor.path", "critic.path", "ref.path", "teacher.path"),
     *("actor.checkpoint_load_path", "critic.checkpoint_load_path"),
     *("megatron.ckpt_convertor.hf_model_path", "megatron.ckpt_convertor.save_path"),
-    *("train_dataset.path", "valid_dataset.path"),
+    *("train_dataset.path", "valid_dataset.path", "groups_from"),
     *("rollout.server.python", "rollout.server.transfer_folder"),
 )
 """Keys that take a file or folder of this machine."""

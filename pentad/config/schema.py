@@ -614,6 +614,13 @@ class Config(Section):
     one chooses the former. One that dies is started again, and its groups are sampled again."""
     use_streaming_dataset: bool = False
     """Reads prompts from disk as they are needed instead of at the start."""
+    only: Literal["rollout", "train"] | None = None
+    """One side of a run alone. rollout: samples and scores with the weights it begins with, and
+    writes the groups of every step to `batches/` of its folder; nothing is trained. train: trains
+    the groups of `groups_from`, without a sampler. null: both sides."""
+    groups_from: str | None = None
+    """Folder of the run whose groups `only: train` trains, one epoch once each: of `only: rollout`,
+    or any other that kept them (`telemetry.keep_batches`)."""
     ref_update_interval: Count | None = None
     """Makes the reference model the present actor every n steps. null: never."""
     offload_train: bool | None = None

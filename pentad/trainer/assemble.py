@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -18,15 +18,13 @@ from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import snapshot_on_host, store_kind
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
-from pentad.core.types import Group, SamplingParams
+from pentad.core.types import SamplingParams
 from pentad.data.file_blobs import make_blobs
 from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
 from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.rewards.scorer import RewardScorer
-from pentad.rl.shaping import has_signal
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.runtime.calls import RankCalls
@@ -45,7 +43,7 @@ from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import layout_of, run_over_ranks
 from pentad.trainer.recovery import GROUPS, Identity, save_after_failure
-from pentad.trainer.rollout_pump import RolloutPump
+from pentad.trainer.rollout_pump import RolloutPump, rejection
 from pentad.trainer.run import (
     OpenRun,
     RunSummary,
@@ -81,6 +79,7 @@ def run_train(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Reinforcement learning from start to end; returns where everything is."""
+    assert config.only is None, "trainer.rollout_only and trainer.train_only are for one side"
     return run_over_ranks(lead_train, LearnerService, begin_train, config, notes, fresh, device)
 
 
@@ -467,16 +466,3 @@ class Assembly:
         )
         self.recover.add("evaluator_info", "evaluator", evaluator)
         return evaluator
-
-
-def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:
-    """Which groups are not worth training, and why."""
-
-    def reject(group: Group) -> str | None:
-        if settings.dynamic_filter and not has_signal([s.reward or 0.0 for s in group.samples]):
-            return "no_signal"
-        if not any(sample.mask.any() for sample in group.samples):
-            return "nothing_sampled"
-        return None
-
-    return reject

@@ -1,4 +1,4 @@
-"""The batches of a run's last steps as they were trained, a file each: what a replay trains again.
+"""The batches of a run's last steps, a file each: what a replay, or a run that only trains, reads.
 
 `batches/step12.groups` is a line of JSON, then the groups of step 12 (`data.packing`). The
 line says what the step was trained with and holds a digest of the rest. A file has its name once it
@@ -52,7 +52,7 @@ class BatchKeeper:
         if not self.num_kept:
             return
         try:
-            self._write(step, groups)
+            self.write(step, groups)
             self._remove(lambda kept: kept <= step - self.num_kept)
         except (OSError, RunError) as error:
             self.num_failed += 1
@@ -64,10 +64,13 @@ class BatchKeeper:
         """Those of steps that are done again."""
         self._remove(lambda kept: kept > after)
 
-    def _write(self, step: int, groups: Sequence[Group]) -> None:
+    def write(
+        self, step: int, groups: Sequence[Group], more: Mapping[str, Any] | None = None
+    ) -> None:
         data = b"".join(pack_groups(groups))
         digest = hashlib.sha256(data).hexdigest()
-        head = {"format": FORMAT, "step": step, **self.facts, "sha256": digest}
+        facts = {"num_groups": len(groups), **self.facts, **(more or {})}
+        head = {"format": FORMAT, "step": step, **facts, "sha256": digest}
         self.folder.mkdir(exist_ok=True)
         place = self.folder / f"step{step}.groups"
         aside = self.folder / f".{place.name}.aside"
@@ -91,6 +94,21 @@ class BatchKeeper:
 def kept_steps(folder: Path) -> list[int]:
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := NAME.fullmatch(name)))
+
+
+def read_head(folder: Path, step: int) -> dict[str, Any]:
+    """What its file says of a batch; UserError where it is none."""
+    place = folder / f"step{step}.groups"
+    try:
+        with place.open("rb") as file:
+            head = json.loads(file.readline())
+        if head["format"] != FORMAT or head["step"] != step:
+            raise ValueError(f"it is of format {head['format']!r} and step {head['step']!r}")
+        _ = head["sha256"], head["num_groups"], head["size"]["max_row_tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"is not the batch of step {step} as it was written ({error})"
+        raise UserError(Problem(str(place), rule)) from error
+    return dict(head)
 
 
 def read_batch(folder: Path, step: int) -> KeptBatch:

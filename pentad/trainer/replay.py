@@ -43,9 +43,8 @@ from pentad.trainer.ranks import layout_of, rank_problems
 from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run import checkpoint_path, place_of
 from pentad.trainer.start import Role
-from pentad.trainer.train_pump import chunk_slots
 from pentad.trainer.translate import algorithm_settings, compute_dtype
-from pentad.trainer.update import BatchResult, BatchUpdate
+from pentad.trainer.update import BatchResult, BatchUpdate, chunk_slots
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """How far a loss may be off, relative to 1, and a norm relative to itself, where sums are added up

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError, Transient
 from pentad.core.failures import DataFailure, InfraFailure
 from pentad.core.types import Group
 from pentad.data.prompts import PromptStream, RejectedPrompt
+from pentad.rl.shaping import has_signal
 from pentad.rollout.executor import Executor
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.state import RunState
@@ -210,3 +212,16 @@ class Lease:
     def _expire(self) -> None:
         self.has_ended = True
         self.end()
+
+
+def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:
+    """Which groups are not worth training, and why."""
+
+    def reject(group: Group) -> str | None:
+        if settings.dynamic_filter and not has_signal([s.reward or 0.0 for s in group.samples]):
+            return "no_signal"
+        if not any(sample.mask.any() for sample in group.samples):
+            return "nothing_sampled"
+        return None
+
+    return reject

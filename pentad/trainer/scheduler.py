@@ -14,23 +14,34 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from pentad.core.errors import RunError, UserError, first_cause
-from pentad.trainer.publish_pump import PublishPump
-from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import stop_on_signals
-from pentad.trainer.train_pump import TrainPump
 from pentad.trainer.watchdog import Watchdog
+
+
+class Pump(Protocol):
+    async def run(self) -> None:
+        """Until the run is over."""
+        ...
+
+
+class NoPump:
+    """In the place of one that a run does not need."""
+
+    async def run(self) -> None:
+        return
 
 
 class Scheduler:
     def __init__(
         self,
         state: RunState,
-        rollout: RolloutPump,
-        train: TrainPump,
-        publish: PublishPump,
+        rollout: Pump,
+        train: Pump,
+        publish: Pump,
         watchdog: Watchdog,
     ) -> None:
         self.state = state

@@ -30,12 +30,13 @@ from pentad.rl.metrics import compute_metrics
 from pentad.runtime.rank import Rank
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.telemetry.host import rss_gb
+from pentad.trainer.batches import read_batch
 from pentad.trainer.facts import BatchFacts
 from pentad.trainer.learners import build_learner, build_update, load_tags
 from pentad.trainer.saver import file_specs
 from pentad.trainer.start import Role
 from pentad.trainer.translate import algorithm_settings
-from pentad.trainer.update import BatchResult, on_host
+from pentad.trainer.update import BatchResult, chunk_slots, on_host
 
 FAILURES: dict[str, type[RunError]] = {"Damaged": Damaged}
 """Of a rank that the others raise as well; any other is a RunError."""
@@ -242,6 +243,14 @@ class LearnerService(EngineService):
     def finish(self) -> None:
         """The optimizer steps."""
         self.result = self.update.finish()
+
+    def train_kept(self, folder: str, step: int, number: int) -> None:
+        """All of a step from the groups that a run kept, as step `number` of this one, from 0."""
+        groups = read_batch(Path(folder), step).groups
+        self.begin(number)
+        for slots in chunk_slots(len(groups), self.config.num_iters_per_train_update):
+            self.update.add([groups[n] for n in slots], last=slots.stop == len(groups))
+        self.finish()
 
     def measure(self) -> dict[str, Any]:
         """`BatchFacts` of the batch that was finished last; asked of rank 0."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.state import DataProgress, RunState
+from pentad.trainer.update import chunk_slots
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,8 @@ class TrainedBatch:
     funnel: PromptFunnel
     """As it was when the batch was done; the next one may be under way by now."""
     timer: PhaseTimer
-    progress: DataProgress
+    progress: DataProgress | None
     """Where the data stood when it was done: what belongs to the weights after it."""
-
-
-def chunk_slots(size: int, num_chunks: int) -> list[range]:
-    """The parts of a batch of `size` groups that are trained one after the other."""
-    bounds = [chunk * size // num_chunks for chunk in range(num_chunks + 1)]
-    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 class TrainPump:

@@ -7,6 +7,7 @@ gradient waits for the merge. Either way the gradient is the one of the whole ba
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -172,6 +173,12 @@ class BatchUpdate:
             self.rerouted = [rerouted(row, chosen) for row, chosen in zip(some, own, strict=True)]
         if self.critic is not None:
             _write(samples, "values", self.critic.forward(rows), "values")
+
+
+def chunk_slots(size: int, num_chunks: int) -> list[range]:
+    """The parts of a batch of `size` groups that are trained one after the other."""
+    bounds = [chunk * size // num_chunks for chunk in range(num_chunks + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:

@@ -24,9 +24,14 @@ class Lab:
 
     def train(self, *overrides: str, trial: str | None = None, fresh: bool = False):
         self.count += 1
+        words = self.words_for(trial or f"run{self.count}", *overrides)
+        config, notes = prepare(None, words, "train")
+        return run_train(config, notes, fresh=fresh, device="cpu")
+
+    def words_for(self, trial: str, *overrides: str) -> list[str]:
         base = [
             f"fileroot={self.fileroot}",
-            f"trial_name={trial or f'run{self.count}'}",
+            f"trial_name={trial}",
             f"actor.path={self.task / 'model'}",
             "actor.init_from_scratch=true",
             "actor.gradient_checkpointing=false",
@@ -40,8 +45,7 @@ class Lab:
         ]
         names = {entry.partition("=")[0] for entry in overrides}
         kept = [entry for entry in base if entry.partition("=")[0] not in names]
-        config, notes = prepare(None, [*kept, *overrides], "train")
-        return run_train(config, notes, fresh=fresh, device="cpu")
+        return [*kept, *overrides]
 
     def sft(self, *overrides: str, fresh: bool = False):
         self.count += 1

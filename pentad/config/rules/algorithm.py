@@ -87,7 +87,8 @@ def off_policy_data_are_corrected(config: Config) -> Problem | None:
 def off_policy(config: Config) -> str:
     """The keys by which the policy that is trained leaves the one that sampled; empty: none."""
     values = {key: value for key, value in config if key in ON_POLICY}
-    return " and ".join(f"{key} = {n}" for key, n in values.items() if n > ON_POLICY[key])
+    found = [f"{key} = {n}" for key, n in values.items() if n > ON_POLICY[key]]
+    return " and ".join([*found, *(["only = train"] if config.only == "train" else [])])
 
 
 @RULES.add("algorithm.name", "algorithm", is_by_key=True)

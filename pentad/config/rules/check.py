@@ -17,6 +17,7 @@ from pentad.config.rules import (
     modes,
     resume,
     sampling,
+    sides,
 )
 from pentad.config.rules.layout import layout_problems
 from pentad.config.rules.rule import Command, ConfigRule, listed
@@ -26,7 +27,9 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import DeviceKind
 
-SUBJECTS = (inputs, machines, megatron, modes, sampling, engine, algorithm, checkpoint, resume)
+SUBJECTS = (
+    *(inputs, machines, megatron, modes, sides, sampling, engine, algorithm, checkpoint, resume),
+)
 
 
 def all_rules() -> list[ConfigRule[[Config]]]:

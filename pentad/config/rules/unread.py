@@ -169,6 +169,21 @@ READERS = (
         is_saved_within,
         "the model is saved at the end alone; saver.freq_steps=N saves it every N steps",
     ),
+    KeyUse(
+        ("valid_dataset", "evaluator"),
+        lambda config: config.only is None,
+        "a run of one side alone evaluates nothing",
+    ),
+    KeyUse(
+        ("actor.optimizer", "critic", "saver", "guards", "telemetry.keep_batches"),
+        lambda config: config.only != "rollout",
+        "only = rollout trains nothing, and keeps the groups of every step",
+    ),
+    KeyUse(
+        ("rollout", "train_dataset.shuffle", "max_staleness"),
+        lambda config: config.only != "train",
+        "only = train does not sample",
+    ),
     KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
     KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
     KeyUse(
@@ -207,6 +222,6 @@ OF_ROLLOUT = (
     *("store", "num_data_storage_units"),
     *("ref_update_interval", "compute_advantages_and_returns", "use_kl_loss", "use_tis", "strict"),
     *("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
-    "guards.max_logprob_gap",
+    *("guards.max_logprob_gap", "only", "groups_from"),
 )
 """Read by `train` alone."""
