@@ -174,6 +174,7 @@ READERS = (
         lambda config: config.only is None,
         "a run of one side alone evaluates nothing",
     ),
+    KeyUse(("store",), lambda config: config.only is None, "a run of one side alone needs none"),
     KeyUse(
         ("actor.optimizer", "critic", "saver", "guards", "telemetry.keep_batches"),
         lambda config: config.only != "rollout",
