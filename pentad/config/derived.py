@@ -10,7 +10,7 @@ from pentad.config.catalog import dims_of
 from pentad.config.schema import ArchonConfig, Config, ModelConfig, ParallelismConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.layout import Allocation, Component, parse_allocation
+from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 from pentad.data.rows import STREAMS
@@ -100,6 +100,23 @@ def is_one_process(config: Config, num_devices: int | None) -> bool:
     if config.scheduler.type == "ray" or config.cluster.share_gpus:
         return False
     return not are_apart(config) or num_devices is None or num_devices < 2
+
+
+def layout_of(config: Config, role: str) -> Layout:
+    model = config.critic if role == "critic" else config.actor
+    return component_of(config, role).layout(model.archon.dp_replicate)
+
+
+def is_learner_apart(config: Config, num_devices: int | None) -> bool:
+    """Whether the ranks that train are processes beside the scheduler's, where nobody else has
+    started them."""
+    allocation = parsed_allocation(config)
+    rollout = allocation.find("rollout") if allocation else None
+    actor = allocation.find("actor") if allocation else None
+    if (actor and actor.world > 1) or config.scheduler.processes == "separate":
+        return True
+    is_embedded = rollout is not None and rollout.backend == "embedded"
+    return is_embedded and not is_one_process(config, num_devices)
 
 
 def as_run(config: Config, allocation: Allocation, num_devices: int | None) -> Allocation:

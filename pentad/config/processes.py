@@ -9,6 +9,7 @@ from pentad.config.derived import (
     as_run,
     count_devices,
     has_storage_units,
+    is_learner_apart,
     is_one_process,
 )
 from pentad.config.schema import Config
@@ -41,18 +42,22 @@ def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
     actor, rollout = allocation.find("actor"), allocation.find("rollout")
     assert actor is not None, "checked with the config"
     learners = _learners(config, allocation, actor, kind)
+    is_alone = is_learner_apart(config, num_devices) and learners[0].started_by != "torchrun"
+    if is_alone:
+        trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
+    else:
+        trainers = [replace(learners[0], runs=("scheduler", *learners[0].runs)), *learners[1:]]
     if rollout is None:
-        return learners
-    lead = replace(learners[0], runs=("scheduler", *learners[0].runs))
+        return trainers if is_alone else learners
     pool = [RunProcess(name="rewards", runs=("reward pool",))] if config.reward.functions else []
     if is_one_process(config, num_devices):
-        return [replace(lead, runs=(*lead.runs, "rollout")), *pool]
+        return [replace(trainers[0], runs=(*trainers[0].runs, "rollout")), *pool]
     samplers = _samplers(config, allocation, rollout, learners, kind)
     units = [
         RunProcess(name=f"storage-{number}", runs=("storage unit",), node=None, started_by="ray")
         for number in range(config.num_data_storage_units if has_storage_units(config) else 0)
     ]
-    return [*_sharing([lead, *learners[1:], *samplers]), *units, *pool]
+    return [*_sharing([*trainers, *samplers]), *units, *pool]
 
 
 def _learners(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ class RankService(Protocol):
     """What every rank of a group runs, besides its own methods."""
 
     rank: Rank
+    device: Any
     mild: frozenset[str]
     """Methods that may fail with OSError, RunError or UserError and leave all ranks together: the
     caller is told, and the next call can be made."""
@@ -65,9 +67,12 @@ class RankCalls:
     Closing it, as a context, ends the other ranks and the service of this one.
     """
 
+    is_apart = False
+
     def __init__(self, service: RankService) -> None:
         assert service.rank.rank == 0, "calls go out from rank 0"
         self.service = service
+        self.is_leaving: Callable[[], bool] = bool
         self.rank = service.rank
         self.channel = Channel() if self.rank.world > 1 else None
         self.lock = threading.Lock()
@@ -94,6 +99,13 @@ class RankCalls:
         """A question to rank 0 alone, beside a call under way: for methods where ranks do not meet
         and no device works."""
         return getattr(self.service, method)(**arguments)
+
+    @property
+    def device(self) -> Any:
+        return self.service.device
+
+    def check(self) -> None:
+        """What ends the other ranks is seen by whoever started them."""
 
     def __enter__(self) -> RankCalls:
         return self

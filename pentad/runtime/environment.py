@@ -43,16 +43,9 @@ def determinism_restored() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def rank_environment(
-    base: Mapping[str, str],
-    *,
-    rank: int,
-    world: int,
-    host: str,
-    port: int,
-    deterministic: bool,
-) -> dict[str, str]:
-    """The variables of one rank of a group on this machine; what the user set already stays."""
+def rank_environment(*, rank: int, world: int, deterministic: bool) -> dict[str, str]:
+    """The variables that one rank of a group on this machine has besides ours; what the user set
+    already stays. Each sees its own GPU alone."""
     threads = max(1, (os.cpu_count() or 1) // world)
     defaults = {
         "OMP_NUM_THREADS": str(threads),  # or ranks would fight for the cores
@@ -61,14 +54,30 @@ def rank_environment(
     }
     own = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0",
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
+    }
+    return {name: value for name, value in defaults.items() if name not in os.environ} | own
+
+
+def launch_environment(
+    base: Mapping[str, str],
+    *,
+    rank: int,
+    world: int,
+    host: str,
+    port: int,
+    deterministic: bool,
+) -> dict[str, str]:
+    """All variables of one rank that a launcher starts on this machine."""
+    own = {
+        "LOCAL_RANK": str(rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed must be in its log
     }
-    return {**defaults, **base, **own}
+    return {**base, **rank_environment(rank=rank, world=world, deterministic=deterministic), **own}
 
 
 def visible_devices(devices: Sequence[int]) -> str:

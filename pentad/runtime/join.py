@@ -25,17 +25,25 @@ def device_of(rank: Rank, device: str = "auto") -> torch.device:
 
 
 def join_group(
-    rank: Rank, device: torch.device, *, timeout_s: float, group: str = "", listen_fd: int = -1
+    rank: Rank,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    group: str = "",
+    listen_fd: int = -1,
+    store: dist.Store | None = None,
 ) -> None:
-    """Makes the default process group. `group` names one of ours, whose rank 0 is given the socket
-    its store listens on, so that no port is chosen twice; without it torchrun's is joined."""
+    """Makes the default process group, over the given store. `group` names one of ours, whose rank
+    0 is given the socket its store listens on, so that no port is chosen twice; without both
+    torchrun's is joined."""
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    store: dist.Store | None = None
-    if group:
+    if store is not None:
+        pass
+    elif group:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),

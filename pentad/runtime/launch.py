@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pentad.core.errors import Crashed, Interrupted, Problem, RunError, Transient, UserError
-from pentad.runtime.environment import rank_environment
+from pentad.core.errors import Interrupted, Problem, RunError, UserError
+from pentad.runtime.environment import launch_environment
 from pentad.runtime.process import RankProcess
-from pentad.runtime.rank import Board, Rank, name_rank, rank_from_environment
+from pentad.runtime.rank import Board, Rank, rank_from_environment
 from pentad.runtime.report import (
     Failure,
     describe_exit,
     describe_hang,
-    first_failure,
+    explain,
     read_failure,
     tail,
 )
@@ -169,7 +169,7 @@ class RankGroup:
                 self._spawn(rank, file, listener)
 
     def _spawn(self, rank: int, job: Path, listener: socket.socket) -> None:
-        environment = rank_environment(
+        environment = launch_environment(
             os.environ,
             rank=rank,
             world=self.world,
@@ -298,22 +298,8 @@ class RankGroup:
         return found
 
     def _explain(self, failures: list[Failure]) -> Exception:
-        is_led = self.settings.is_led
-        cause = first_failure(failures, is_led=is_led)
-        if cause.kind == "user":
-            return UserError(cause.problems)
-        is_common = [f.message for f in failures] == [cause.message] * self.world
-        if cause.kind == "run" and (is_common or (is_led and cause.rank == 0)):
-            return RunError(cause.message)  # it is no rank's own trouble
-        sentence = f"{name_rank(cause.rank, self.world, cause.step)}: {cause.message}"
-        shown = "\n".join(f"    {line}" for line in cause.lines)
-        if cause.is_consequence:
-            kind: type[RunError] = Transient
-        else:
-            kind = {"run": RunError, "bug": Crashed}.get(cause.kind, Transient)
-        if cause.kind == "run" or not shown:
-            return kind(f"{sentence}\nIts log is {self.log(cause.rank)}")
-        return kind(f"{sentence}\n{shown}\nIts log is {self.log(cause.rank)}")
+        logs = [self.log(rank) for rank in range(self.world)]
+        return explain(failures, self.world, logs, is_led=self.settings.is_led)
 
     # Ending
 

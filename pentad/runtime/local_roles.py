@@ -42,7 +42,7 @@ class LocalProcess:
             json.dump(job_of(spec, token, **more), job)
             job.seek(0)
             popen = subprocess.Popen(
-                COMMAND,
+                [*COMMAND, spec.name],  # for people who list processes
                 env=environment_of(spec),
                 stdin=job,
                 stdout=log,
@@ -55,12 +55,20 @@ class LocalProcess:
             os.sched_setaffinity(self.process.pid, spec.cores)
         self.has_ended = False
 
-    def poll(self) -> str | None:
+    @property
+    def is_stopped(self) -> bool:
+        return self.process.is_stopped
+
+    def ended(self) -> str | None:
         code = self.process.code
-        if code is None:
+        return None if code is None else describe_exit(code)
+
+    def poll(self) -> str | None:
+        ended = self.ended()
+        if ended is None:
             return None
         told = " | ".join(tail(self.log, TOLD_LINES))
-        return describe_exit(code) + (f"; the last lines of {self.log}: {told}" if told else "")
+        return ended + (f"; the last lines of {self.log}: {told}" if told else "")
 
     def kill(self) -> None:
         if not self.has_ended:

@@ -76,6 +76,8 @@ class Rank:
     step: int | None = None
     board: Board | None = None
     num_calls: int = 0
+    moved_at: float | None = None
+    """When the call under way began or last moved; None when none is."""
 
     def start_beating(self) -> None:
         """Shows from now on that this process runs, whatever its other threads wait for."""
@@ -96,13 +98,21 @@ class Rank:
         try:
             yield
         finally:
-            pulse.rank = None
+            pulse.rank = self.moved_at = None
             if self.board is not None:
                 self.board.write_call(self.rank, self.num_calls, is_open=False)
 
     def moved(self) -> None:
+        self.moved_at = time.monotonic()
         if self.board is not None:
             self.board.write_call(self.rank, self.num_calls, is_open=True)
+
+    def beat(self) -> dict[str, float]:
+        """Where it stands: -1 before the first step, and for no call under way."""
+        at = self.moved_at
+        still_s = -1.0 if at is None else time.monotonic() - at
+        step = NO_STEP if self.step is None else self.step
+        return {"step": step, "call": self.num_calls, "still_s": still_s}
 
     def report(self, step: int) -> None:
         """Says that work on `step` begins; a group that reports nothing for long is ended."""

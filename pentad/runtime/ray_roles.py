@@ -96,16 +96,24 @@ class RayProcess:
         self.serving = actor.serve.remote()
         self.has_ended = False
 
-    def poll(self) -> str | None:
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    def ended(self) -> str | None:
         done, _ = ray.wait([self.serving], timeout=0)
         if not done:
             return None
         try:
-            ended = describe_exit(ray.get(self.serving))
+            return describe_exit(ray.get(self.serving))
         except RayActorError as error:
-            ended = f"died: {' '.join(str(error).split())}"
+            return f"died: {' '.join(str(error).split())}"
         except RayError as error:
-            ended = f"failed: {str(error).strip().splitlines()[-1]}"
+            return f"failed: {str(error).strip().splitlines()[-1]}"
+
+    def poll(self) -> str | None:
+        if (ended := self.ended()) is None:
+            return None
         told = " | ".join(tail(self.log, TOLD_LINES)) if self.log.is_file() else ""
         return ended + (f"; the last lines of {self.log}: {told}" if told else "")
 

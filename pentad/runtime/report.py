@@ -12,11 +12,13 @@ import re
 import signal
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import Crashed, RunError, Transient, UserError
+from pentad.runtime.rank import name_rank
 
 CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|connectFullMesh"
@@ -77,10 +79,13 @@ def write_failure(path: Path, failure: Failure) -> None:
 def read_failure(path: Path) -> Failure | None:
     if not path.exists():
         return None
-    value = json.loads(path.read_text(encoding="utf-8"))
-    return Failure(
-        **{**value, "problems": tuple(value["problems"]), "lines": tuple(value["lines"])}
-    )
+    return failure_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def failure_of(value: Mapping[str, Any], **more: Any) -> Failure:
+    """A failure that came as a JSON value."""
+    tuples = {key: tuple(value[key]) for key in ("problems", "lines")}
+    return Failure(**{**value, **tuples, **more})
 
 
 def first_failure(failures: list[Failure], *, is_led: bool = False) -> Failure:
@@ -99,6 +104,27 @@ def first_failure(failures: list[Failure], *, is_led: bool = False) -> Failure:
         return rank, is_led and failure.rank > 0, failure.at
 
     return min(failures, key=weight)
+
+
+def explain(
+    failures: list[Failure], world: int, logs: Sequence[Path], *, is_led: bool = False
+) -> Exception:
+    """The end of a group as an error for people; `logs` by rank."""
+    cause = first_failure(failures, is_led=is_led)
+    if cause.kind == "user":
+        return UserError(cause.problems)
+    is_common = [f.message for f in failures] == [cause.message] * world
+    if cause.kind == "run" and (is_common or (is_led and cause.rank == 0)):
+        return RunError(cause.message)  # it is no rank's own trouble
+    sentence = f"{name_rank(cause.rank, world, cause.step)}: {cause.message}"
+    shown = "\n".join(f"    {line}" for line in cause.lines)
+    if cause.is_consequence:
+        kind: type[RunError] = Transient
+    else:
+        kind = {"run": RunError, "bug": Crashed}.get(cause.kind, Transient)
+    if cause.kind == "run" or not shown:
+        return kind(f"{sentence}\nIts log is {logs[cause.rank]}")
+    return kind(f"{sentence}\n{shown}\nIts log is {logs[cause.rank]}")
 
 
 def describe_exit(code: int) -> str:

@@ -58,8 +58,17 @@ class RoleProcess(Protocol):
     generation: int
     token: str
 
-    def poll(self) -> str | None:
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP halted it, as far as that can be seen from here."""
+        ...
+
+    def ended(self) -> str | None:
         """How it ended, in words; None while it runs."""
+        ...
+
+    def poll(self) -> str | None:
+        """The same, with the last lines of its log."""
         ...
 
     def kill(self) -> None:
@@ -86,10 +95,11 @@ async def connect(
     process: RoleProcess,
     on_event: wire.OnEvent | None = None,
     *,
-    patience_s: float = PATIENCE_S,
+    patience_s: float | None = PATIENCE_S,
     timeout_s: float = CONNECT_S,
 ) -> wire.Connection:
-    """A connection to the process, as soon as it answers. Raises InfraFailure if it ends first."""
+    """A connection to the process, as soon as it answers. Raises InfraFailure if it ends first.
+    `patience_s` None: whoever asked watches its silence."""
     joining = asyncio.ensure_future(
         wire.connect(
             process.name,

@@ -13,7 +13,7 @@ import asyncio
 import base64
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from pentad.core.errors import RunError
 from pentad.core.failures import InfraFailure
-from pentad.ops.digest import digest_of
+from pentad.ops.digest import WeightDigest, digest_of
 from pentad.sync.publisher import Snapshot
 
 Kind = Literal["shm", "file", "ipc"]
@@ -63,6 +63,31 @@ class Offer:
     kept: Pairs
     """Tensors that receivers read in place."""
     num_readers: int = 0
+    is_elsewhere: bool = False
+    """Whether another process made the ticket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketSnapshot(Snapshot):
+    """Weights that another process holds or has written, known by their ticket."""
+
+    ticket: Ticket
+
+
+def snapshot_of(value: dict[str, Any], digest: dict[str, str]) -> TicketSnapshot:
+    """Of a ticket that came as a JSON value. What lies on a GPU is not opened here."""
+    ticket = Ticket(**value)
+    weights = pairs_on_meta(ticket) if ticket.kind == "ipc" else read_file(ticket)
+    known = WeightDigest()
+    known.entries.update(digest)
+    return TicketSnapshot(ticket.version, tuple(weights), known, is_copy=True, ticket=ticket)
+
+
+def pairs_on_meta(ticket: Ticket) -> list[tuple[str, Tensor]]:
+    return [
+        (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
+        for name, kind, shape, _ in ticket.tensors
+    ]
 
 
 class Handoff:
@@ -72,8 +97,25 @@ class Handoff:
         self.kind = kind
         self.folder = folder
         """Of the files; removed by its owner."""
+        self.release: Callable[[int], None] = lambda version: None
+        """Called when the ticket of a version that another process holds on a GPU is not needed
+        any more."""
         self.newest: Offer | None = None
+        self.expected: dict[int, Offer] = {}
+        """By version: of another process, and not offered yet."""
         self.writing = asyncio.Lock()
+
+    def expect(self, snapshot: TicketSnapshot) -> None:
+        """Ends the ticket with those after it, also if it is never offered."""
+        self.expected[snapshot.version] = Offer(snapshot.ticket, (), (), is_elsewhere=True)
+
+    def forget(self) -> None:
+        """The process that made the tickets is gone: what it held on a GPU went with it."""
+        expected, self.expected = self.expected, {}
+        for offer in expected.values():
+            self._end(offer)
+        if self.newest is not None and self.newest.ticket.kind == "ipc":
+            self.newest = None
 
     async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         """Writes the weights, unless they were by an earlier call of the same object."""
@@ -83,6 +125,8 @@ class Handoff:
                 old, self.newest = self.newest, made
                 if old is not None:
                     self._end(old)
+            for older in [one for one in self.expected if one <= version]:
+                self._end(self.expected.pop(older))
             return self.newest
 
     @contextmanager
@@ -99,12 +143,18 @@ class Handoff:
         if offer is self.newest or offer.num_readers:
             return
         offer.kept, offer.source = (), ()
-        if offer.ticket.kind == "ipc":
+        if offer.ticket.kind == "ipc" and offer.is_elsewhere:
+            self.release(offer.ticket.version)
+        elif offer.ticket.kind == "ipc":
             torch.cuda.ipc_collect()
         else:
             Path(offer.ticket.place).unlink(missing_ok=True)
 
     def _make(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
+        if isinstance(weights, TicketSnapshot):
+            return self.expected.pop(version, None) or Offer(
+                weights.ticket, (), (), is_elsewhere=True
+            )
         pairs = [(name, tensor.detach()) for name, tensor in weights]
         digest, source = "", weights
         if isinstance(weights, Snapshot):

@@ -10,15 +10,18 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import snapshot_on_host, store_kind
+from pentad.config.derived import component_of, layout_of, snapshot_on_host, store_kind
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, Transient
+from pentad.core.roles import Sampler
+from pentad.core.sizes import RunSize
 from pentad.core.types import SamplingParams
 from pentad.data.file_blobs import make_blobs
 from pentad.data.ledger import Ledger
@@ -29,20 +32,22 @@ from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import is_one_machine
-from pentad.sync.publisher import Publisher
+from pentad.sync.handoff import snapshot_of
+from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.trainer.budget import Budget
+from pentad.trainer.crew import Crew
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
-from pentad.trainer.learner_thread import LearnerThread
+from pentad.trainer.learner_thread import Calls, LearnerThread
 from pentad.trainer.learners import size_of
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train, kind_of
 from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
-from pentad.trainer.ranks import layout_of, run_over_ranks
-from pentad.trainer.recovery import GROUPS, Identity, save_after_failure
+from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.recovery import GROUPS, Identity, progress_of, save_after_failure
 from pentad.trainer.rollout_pump import RolloutPump, rejection
 from pentad.trainer.run import (
     OpenRun,
@@ -52,7 +57,7 @@ from pentad.trainer.run import (
     repeat_warnings,
     standing,
 )
-from pentad.trainer.samplers import open_samplers, ray_places
+from pentad.trainer.samplers import open_handoff, open_samplers, ray_places
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
@@ -90,11 +95,11 @@ def begin_train(config: Config, device: torch.device) -> Checked:
     return checked
 
 
-def lead_train(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool) -> RunSummary:
-    """The run, on rank 0 or alone."""
-    service = calls.service
-    assert isinstance(service, LearnerService)
-    checked = begin_train(config, service.device)
+def lead_train(
+    calls: Calls, config: Config, notes: Sequence[str], fresh: bool, crew: Crew
+) -> RunSummary:
+    """The run, beside its learners, on rank 0 or alone."""
+    checked: Checked = crew.checked or begin_train(config, calls.device)
     steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
     num_steps = count_steps(config, steps_per_epoch)
     with open_run(
@@ -108,7 +113,7 @@ def lead_train(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bo
         title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",
         fresh=fresh,
         dims=checked.dims,
-        device=service.device,
+        device=calls.device,
         layout=layout_of(config, "actor"),
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
@@ -116,42 +121,44 @@ def lead_train(calls: RankCalls, config: Config, notes: Sequence[str], fresh: bo
         roles = ("default", "critic") if checked.algorithm.needs_critic else ("default",)
         if done := run.finished(num_steps, roles=roles, evaluates=checked.valid is not None):
             return done
-        return asyncio.run(Assembly(config, checked, run, calls, service, num_steps).run())
+        return crew.runner.run(Assembly(config, checked, run, calls, crew, num_steps).run())
 
 
 class Assembly:
-    """The parts of one RL run; all but the learner's further ranks in this process."""
+    """The parts of one RL run over one life of its learners."""
 
     def __init__(
         self,
         config: Config,
         checked: Checked,
         run: OpenRun,
-        calls: RankCalls,
-        service: LearnerService,
+        calls: Calls,
+        crew: Crew,
         num_steps: int,
     ) -> None:
         self.config = config
         self.checked = checked
         self.open = run
         self.calls = calls
-        self.service = service
-        self.device = service.device
+        self.crew = crew
+        self.device = calls.device
         self.num_steps = num_steps
         self.params = sampling_params(config, checked.tokenizer)
         self.placement = Placement(
             is_shared=config.mode == "colocate",
             max_staleness=config.max_staleness,
-            snapshots_on_host=snapshot_on_host(config, kind_of(service.device)),
+            snapshots_on_host=snapshot_on_host(config, kind_of(self.device)),
             offload_rollout=bool(config.offload_rollout),
             offload_train=bool(config.offload_train),
         )
         size = size_of(config, checked, num_steps)
-        with announced(log, "making the model"):
-            calls.call("build", **asdict(size))
+        self.store = self._open_store()
+        if not calls.is_apart:  # beside others it is built while samplers start
+            self._build(size)
+        self.size = size
         self.state = RunState(
             Ledger(config.train_dataset.batch_size),
-            self._open_store(),
+            self.store,
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
         self.learner = LearnerThread(calls)
@@ -167,15 +174,22 @@ class Assembly:
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
 
+    def _build(self, size: RunSize) -> None:
+        with announced(log, "making the model"):
+            self.calls.call("build", **asdict(size))
+        if isinstance(self.store, BlobStore):
+            self.calls.call("open_store", address=self.store.address)
+
     def _open_store(self) -> GroupStore:
         """In memory only where the learner is this process alone."""
-        kind = store_kind(self.config, is_alone=self.calls.rank.world == 1)
-        if kind == "memory":
-            self.service.store = MemoryStore()
-            return self.service.store
+        service = own_service(self.calls)
+        is_alone = service is not None and service.rank.world == 1
+        kind = store_kind(self.config, is_alone=is_alone)
+        if kind == "memory" and service is not None:
+            service.store = MemoryStore()
+            return service.store
         store = BlobStore(self._make_blobs(kind), self.checked.stream.prompt)
         self.open.stack.callback(store.close)
-        self.calls.call("open_store", address=store.address)
         return store
 
     def _make_blobs(self, kind: str) -> Blobs:
@@ -211,8 +225,7 @@ class Assembly:
 
     def _rescue(self) -> None:
         """Saves and records what was trained before a failure, as far as that can be had."""
-        late, progress = self.unrecorded, self.calls.ask("progress")
-        num_done, num_moved = progress["num_done"], progress["num_moved"]
+        late, (num_done, num_moved) = self.unrecorded, progress_of(self.calls, self.trained)
         is_whole = not (num_moved or self.calls.is_torn)
         if late is not None and late.batch == num_done - 1 and is_whole:
             try:
@@ -241,16 +254,7 @@ class Assembly:
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
             with stop_task_early(partial(standing, self.config)):
-                if self.placement.offload_train:
-                    await self.learner.call("offload")
-                self.samplers = await open_samplers(
-                    self.config,
-                    self.checked.dims,
-                    self.checked.tokenizer,
-                    self.device,
-                    self.open.folder.file("servers/"),
-                    stack,
-                )
+                await self._start(stack)
                 samplers = list(self.samplers.values())
                 self.publisher = Publisher(samplers)
                 offload = partial(self.learner.call, "offload")
@@ -260,12 +264,77 @@ class Assembly:
                 await self._begin(evaluator)
             # From here on what was trained is saved first, whoever asks to stop.
             stepping.enter_context(stop_flag())
+            self.calls.is_leaving = lambda: bool(self.state.stop_reason)
             try:
                 await self._scheduler(reward, evaluator, stack).run()
             except asyncio.CancelledError:
                 self.learner.is_given_up = bool(self.state.stop_reason)
                 raise
+            except Transient:
+                if self.calls.is_torn and self.calls.is_apart:
+                    await self.turnstile.wake_samplers()  # for the next life of the learners
+                raise
         return evaluator
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        """Samplers, and learners that are other processes: those at the same time."""
+        if not self.calls.is_apart:
+            if self.placement.offload_train:
+                await self.learner.call("offload")
+            self.samplers = await self._open_samplers(stack)
+            return
+        building = asyncio.create_task(self.learner.run(lambda: self._build(self.size)))
+        try:
+            if self.crew.samplers is None:
+                self.crew.samplers = await self._open_samplers(self.crew.stack)
+            elif self.crew.handoff is not None:
+                self.crew.handoff.forget()
+            await building
+            if self.placement.offload_train:
+                await self.learner.call("offload")
+        except BaseException:
+            self.learner.is_given_up = True  # the ranks end with the run
+            building.cancel()
+            raise
+        self.samplers = self.crew.samplers
+
+    async def _open_samplers(self, stack: AsyncExitStack) -> dict[str, Sampler]:
+        config, folder = self.config, self.open.folder.file("servers/")
+        if self.calls.is_apart:
+            self.crew.handoff = open_handoff(config, self.device, folder, stack)
+            self.crew.handoff.release = lambda version: self.calls.ask("release", version=version)
+        checked = self.checked
+        return await open_samplers(
+            config,
+            checked.dims,
+            checked.tokenizer,
+            self.device,
+            folder,
+            stack,
+            self.crew.handoff,
+        )
+
+    async def _take(self, version: int, *, copy: bool | None = None) -> Snapshot:
+        """The learner's weights as `version`, to be published."""
+        given: dict[str, Any] = {
+            "version": version,
+            "copy": self.placement.copies_snapshots if copy is None else copy,
+            "on_host": self.placement.snapshots_on_host,
+        }
+        handoff = self.crew.handoff
+        if handoff is None:
+            await self.learner.call("snapshot", **given)
+            service = own_service(self.calls)
+            assert service is not None, "it is here, or there is a handoff"
+            return service.fetch(version)
+        place = [handoff.kind, str(handoff.folder)]
+        taken = await self.learner.call("snapshot", place=place, **given)
+        snapshot = snapshot_of(taken["ticket"], taken["digest"])
+        if component_of(self.config, "rollout").backend == "embedded":
+            handoff.expect(snapshot)
+        else:  # servers get what is mapped here
+            Path(snapshot.ticket.place).unlink()
+        return snapshot
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""
@@ -275,11 +344,9 @@ class Assembly:
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             await self.learner.run(self._load_tags)
             await self.learner.run(self.recover.prepare)
-            on_host = self.placement.snapshots_on_host
-            copy = self.placement.offload_train
-            await self.learner.call("snapshot", version=trained, copy=copy, on_host=on_host)
+            snapshot = await self._take(trained, copy=self.placement.offload_train)
             await self.turnstile.enter("rollout")
-            digest = await self.publisher.publish(self.service.fetch(trained))
+            digest = await self.publisher.publish(snapshot)
             found = await run_selftest(
                 self.learner,
                 list(self.samplers.values()),
@@ -360,7 +427,7 @@ class Assembly:
         train = TrainPump(
             state,
             self.learner,
-            self.service.fetch,
+            self._take,
             publish,
             self.placement,
             self.turnstile,
@@ -385,7 +452,8 @@ class Assembly:
             warn_s=config.stall_warning_s,
             abort_s=config.stall_abort_s,
             sampled=lambda: sum(sampler.stats()["tokens_drawn"] for sampler in samplers),
-            is_watched=self.calls.rank.board is not None,
+            is_watched=self.calls.is_apart,
+            check=self.calls.check,
         )
         return Scheduler(state, rollout, train, publish, watchdog)
 
@@ -466,3 +534,11 @@ class Assembly:
         )
         self.recover.add("evaluator_info", "evaluator", evaluator)
         return evaluator
+
+
+def own_service(calls: Calls) -> LearnerService | None:
+    """Of rank 0, where it is this process."""
+    if not isinstance(calls, RankCalls):
+        return None
+    assert isinstance(calls.service, LearnerService)
+    return calls.service

@@ -14,10 +14,20 @@ T = TypeVar("T")
 
 
 class Calls(Protocol):
-    """How the scheduler's parts reach the learner; `runtime.calls.RankCalls`."""
+    """How the scheduler's parts reach the learner: `runtime.calls` where rank 0 is this process,
+    `runtime.group_calls` where all ranks are others."""
 
     is_torn: bool
     """Whether a call failed in a way after which no other can be made."""
+    is_apart: bool
+    """Whether rank 0 is another process."""
+    is_leaving: Callable[[], bool]
+    """Set by the run: whether it was asked to stop."""
+
+    @property
+    def device(self) -> Any:
+        """Where the learner computes."""
+        ...
 
     def call(self, method: str, **arguments: Any) -> Any:
         """On all ranks of the learner; JSON in, JSON out. Waits for the answer."""
@@ -25,6 +35,10 @@ class Calls(Protocol):
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """Of its rank 0 alone, at any time."""
+        ...
+
+    def check(self) -> None:
+        """Raises what ended the learner between calls."""
         ...
 
 

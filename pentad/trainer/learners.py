@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 import torch
 
+from pentad.config.derived import layout_of
 from pentad.config.rules.algorithm import longest_sample, sample_limit
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
@@ -20,7 +21,6 @@ from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.preflight import Checked
-from pentad.trainer.ranks import layout_of
 from pentad.trainer.start import Role, backend_of, weights_folder
 from pentad.trainer.translate import engine_settings
 from pentad.trainer.update import BatchUpdate

@@ -64,8 +64,18 @@ class Turnstile:
         """Gives the shared devices to `role`: "rollout" or "actor"."""
         if not self.alternates or self.holder == role:
             return
-        if role == "rollout" and self.offload is not None:
-            await self.offload()
+        if role == "rollout":
+            if self.offload is not None:
+                await self.offload()
+            await self.wake_samplers()
+            return
         for sampler in self.samplers:
-            await (sampler.wake() if role == "rollout" else sampler.sleep())
+            await sampler.sleep()
         self.holder = role
+
+    async def wake_samplers(self) -> None:
+        """Also where there is no learner any more that could make room."""
+        if self.alternates and self.holder == "actor":
+            for sampler in self.samplers:
+                await sampler.wake()
+            self.holder = "rollout"

@@ -1,7 +1,7 @@
-"""On which processes a run runs: this one, those it starts for its ranks, or torchrun's.
+"""On which processes a run runs: this one alone, those it starts for its ranks, or torchrun's.
 
-Every rank has a service (`trainer.service`). Rank 0 runs the trainer besides, as if it were alone,
-and calls the services of all ranks (`runtime.calls`).
+Every rank has a service (`trainer.service`). The scheduler calls the services of all ranks: from a
+process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
 """
 
 from __future__ import annotations
@@ -9,35 +9,50 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pentad.config.catalog import register_models
-from pentad.config.derived import component_of, known_dims, parsed_allocation
+from pentad.config.derived import (
+    component_of,
+    count_devices,
+    is_learner_apart,
+    known_dims,
+    parsed_allocation,
+)
 from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
-from pentad.core.errors import Problem, RunError, Transient
-from pentad.core.layout import Layout
+from pentad.core.errors import Problem, RunError, Transient, UserError
+from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
-from pentad.runtime.join import device_of
-from pentad.runtime.launch import LaunchSettings, run_ranks
+from pentad.runtime.environment import rank_environment
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.join import device_of, join_group, leave_group
+from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank, rank_from_environment
+from pentad.runtime.roles import RoleSpec
 from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
+from pentad.trainer.crew import Crew
+from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
-from pentad.trainer.retries import Retries, newest_step
+from pentad.trainer.retries import Retries
 from pentad.trainer.run import RunSummary, take_folder
+from pentad.trainer.service import FAILURES
 
 log = logging.getLogger(__name__)
 
 NAMES_A_RANK = re.compile(r"rank \d+ of ")
-Run = Callable[[RankCalls, Config, Sequence[str], bool], RunSummary]
-"""A whole run as rank 0 sees it: calls of its ranks, config, notes, whether to start anew."""
+JOIN_S = 600.0
+"""Longest wait in a collective, and for the group to come together."""
+Run = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
+"""A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
+what outlives them."""
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
@@ -56,73 +71,165 @@ def run_over_ranks(
     """
     world = component_of(config, "actor").world
     own = rank_from_environment()
-    if world == 1 and (own is None or own.world == 1):
-        with RankCalls(make_service(config, Rank(), pick_device(device))) as calls:
-            return run(calls, config, notes, fresh)
-    folder = Path()
-    if own is None:
-        asked = Collector()
-        asked.problems += rank_problems(config, world, pick_device(device))
-        asked.ask(lambda: check(config, pick_device(device)))
-        asked.settle()
-        with take_folder(config, fresh=fresh) as taken:
-            folder = taken.file("ranks/")
-    payload = {
-        "run": f"{run.__module__}:{run.__qualname__}",
+    if own is not None and own.world != world:
+        raise UserError(wrong_world(own.world, world))
+    if own is not None and world > 1:
+        return run_under_torchrun(run, make_service, config, notes, fresh, device, own)
+    place = pick_device(device)
+    if own is None and is_learner_apart(config, count_devices(config)):
+        return run_beside_group(run, make_service, check, config, notes, fresh, device)
+    with RankCalls(make_service(config, Rank(), place)) as calls, Crew() as crew:
+        return run(calls, config, notes, fresh, crew)
+
+
+def wrong_world(found: int, world: int) -> Problem:
+    rule = f"the layout needs {world} ranks"
+    remedy = f"start with torchrun --nproc-per-node {world}, or unset RANK and WORLD_SIZE"
+    return Problem(f"WORLD_SIZE = {found}", rule, remedy)
+
+
+def run_beside_group(
+    run: Run,
+    make_service: MakeService,
+    check: Callable[[Config, torch.device], object],
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    device: str,
+) -> RunSummary:
+    """The scheduler in this process, the ranks of the learner in others. Those that are lost are
+    started again from the newest checkpoint, while samplers stay up."""
+    world, place = component_of(config, "actor").world, pick_device(device)
+    asked = Collector()
+    asked.problems += rank_problems(config, world, place)
+    checked = asked.ask(lambda: check(config, place))
+    asked.settle()
+    with take_folder(config, fresh=fresh) as taken:
+        folder = taken.file("ranks/")
+    given = {
         "service": f"{make_service.__module__}:{make_service.__qualname__}",
         "config": config.model_dump(mode="json"),
-        "notes": list(notes),
-        "fresh": fresh and own is not None,
-        "device": device,
     }
-    settings = LaunchSettings(
-        device=device,
-        deterministic=config.actor.archon.use_deterministic_algorithms,
-        stall_s=config.stall_abort_s,
-        is_led=True,
-    )
-    target = f"{__name__}:run_rank"
-    retries = Retries(config, step=newest_step(config))
-    while True:
-        try:
-            summary, *_ = run_ranks(
-                target, payload, world=world, log_folder=folder, settings=settings
+    settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S, errors=FAILURES)
+    retries = Retries.of_this_program(config)
+    generation = 0
+    with Crew(checked) as crew, again_restored():
+        while True:
+            try:
+                specs = rank_specs(config, given, device, folder, generation)
+                with RankGroup(LocalRuntime(), specs, settings, place) as calls:
+                    return run(calls, config, notes, False, crew)
+            except RunError as error:
+                if isinstance(error, Transient) and retries.take(error):
+                    os.environ[AGAIN] = str(retries)
+                    generation += 1
+                    continue
+                if NAMES_A_RANK.match(str(error)):  # of the other ends the run itself wrote
+                    with log_to(folder.parent / "log.txt"):
+                        log.info("the run ended: %s", error)
+                raise (RunError(str(error)) if isinstance(error, Transient) else error) from error
+
+
+@contextmanager
+def again_restored() -> Iterator[None]:
+    """That learners were started again is known to this run alone."""
+    before = os.environ.get(AGAIN)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(AGAIN, None)
+        else:
+            os.environ[AGAIN] = before
+
+
+def rank_specs(
+    config: Config, given: dict[str, Any], device: str, folder: Path, generation: int
+) -> list[RoleSpec]:
+    """A process for each rank of the learner, with its GPU, where there are any."""
+    world, place = component_of(config, "actor").world, pick_device(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    specs = []
+    for rank in range(world):
+        payload = {
+            "rank": rank,
+            "world": world,
+            "device": place.type,
+            "timeout_s": JOIN_S,
+            "num_threads": torch.get_num_threads() if world == 1 else 0,
+            "service": f"{__name__}:serve_rank",
+            "given": given,
+        }
+        log_file = folder / f"rank-{rank}.log"
+        if not generation:
+            log_file.write_bytes(b"")
+        specs.append(
+            RoleSpec(
+                name=f"learner-{rank}",
+                target=rank_host.TARGET,
+                payload=payload,
+                log=log_file,
+                generation=generation,
+                num_gpus=int(place.type == "cuda"),
+                devices=(rank,) if place.type == "cuda" else (),
+                environment=rank_environment(
+                    rank=rank,
+                    world=world,
+                    deterministic=config.actor.archon.use_deterministic_algorithms,
+                ),
             )
-            break
-        except RunError as error:
-            if own is not None:
-                raise
-            if isinstance(error, Transient) and retries.take(error):
-                payload["again"] = str(retries)
-                continue
-            if NAMES_A_RANK.match(str(error)):  # of the other ends rank 0 wrote itself
-                with log_to(folder.parent / "log.txt"):
-                    log.info("the run ended: %s", error)
-            raise (RunError(str(error)) if isinstance(error, Transient) else error) from error
-    if summary is None:  # a follower under torchrun: whatever comes next is rank 0's
-        raise SystemExit(0)
-    paths = {key: Path(summary[key]) for key in ("records", "model")}
-    return RunSummary(**{**summary, **paths})
+        )
+    return specs
 
 
-def run_rank(rank: Rank, payload: dict[str, Any]) -> dict[str, Any] | None:
-    """One rank of a run; rank 0's summary."""
-    if "again" in payload:
-        os.environ[AGAIN] = payload["again"]
-    device = device_of(rank, payload["device"])
-    config = Config.model_validate(payload["config"])
+def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:
+    """The service of one rank, in its process."""
+    config = Config.model_validate(given["config"])
     register_models(config)
-    make_service: Any = load_target(payload["service"])
+    make: Any = load_target(given["service"])
+    service: RankService = make(config, rank, device)
+    return service
+
+
+def run_under_torchrun(
+    run: Run,
+    make_service: MakeService,
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    device: str,
+    rank: Rank,
+) -> RunSummary:
+    """One rank of a group that somebody else started; rank 0 is the scheduler too."""
+    place = device_of(rank, device)
+    join_group(rank, place, timeout_s=JOIN_S)
+    try:
+        summary = run_rank(run, make_service, config, notes, fresh, rank, place)
+    except RunError as error:
+        raise RunError(f"{rank}: {error}") from error
+    leave_group()
+    if summary is None:  # whatever comes next is rank 0's
+        raise SystemExit(0)
+    return summary
+
+
+def run_rank(
+    run: Run,
+    make_service: MakeService,
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    rank: Rank,
+    device: torch.device,
+) -> RunSummary | None:
+    """Within a process group: rank 0 runs the trainer besides, the others make its calls."""
     service = make_service(config, rank, device)
     if rank.rank > 0:
-        if rank.board is not None:  # its log is a file of its own
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        register_models(config)
         serve(service)
         return None
-    run: Any = load_target(payload["run"])
-    with RankCalls(service) as calls:
-        summary = run(calls, config, payload["notes"], payload["fresh"])
-    return asdict(summary) | {"records": str(summary.records), "model": str(summary.model)}
+    with RankCalls(service) as calls, Crew() as crew:
+        return run(calls, config, notes, fresh, crew)
 
 
 def rank_problems(config: Config, world: int, device: torch.device) -> list[Problem]:
@@ -149,8 +256,3 @@ def start_problems_here(config: Config, *, samples: bool) -> list[Problem | str]
     if is_sampled and dims is not None:
         problems += cache_problems(config, dims, kind_of(device))
     return problems
-
-
-def layout_of(config: Config, role: str) -> Layout:
-    model = config.critic if role == "critic" else config.actor
-    return component_of(config, role).layout(model.archon.dp_replicate)

@@ -353,6 +353,15 @@ class RecoverHandler:
             log.info("%s", self.next_start, extra=NOTICE)
 
 
+def progress_of(calls: Calls, trained: int) -> tuple[int, int]:
+    """Batches that are in the weights, and updates of a further one; `trained` where the learners
+    are gone."""
+    if calls.is_torn and calls.is_apart:
+        return trained, 0
+    progress = calls.ask("progress")
+    return progress["num_done"], progress["num_moved"]
+
+
 def save_after_failure(
     calls: Calls,
     recover: RecoverHandler,

@@ -24,7 +24,7 @@ from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, stat
 from pentad.checkpoint.hold import holding
 from pentad.checkpoint.restore import restore_learner
 from pentad.config.catalog import register_models
-from pentad.config.derived import component_of, parsed_allocation
+from pentad.config.derived import component_of, layout_of, parsed_allocation
 from pentad.config.rules.resume import judge_changes
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -39,7 +39,7 @@ from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.batches import KeptBatch, kept_steps, read_batch
 from pentad.trainer.learners import build_learner, build_update, load_tags
-from pentad.trainer.ranks import layout_of, rank_problems
+from pentad.trainer.ranks import rank_problems
 from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run import checkpoint_path, place_of
 from pentad.trainer.start import Role

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from pentad.config.derived import layout_of
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -39,7 +40,6 @@ from pentad.trainer.evaluate import open_reward
 from pentad.trainer.learners import size_of
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked, check_train
-from pentad.trainer.ranks import layout_of
 from pentad.trainer.records import mean_parts
 from pentad.trainer.rollout_pump import RolloutPump, rejection
 from pentad.trainer.run import OpenRun, count_steps, open_run, repeat_warnings

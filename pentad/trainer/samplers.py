@@ -59,13 +59,15 @@ async def open_samplers(
     device: torch.device,
     log_folder: Path,
     stack: AsyncExitStack,
+    handoff: Handoff | None = None,
 ) -> dict[str, Sampler]:
     """By name; closed with `stack`. They hold weights of no use, so that only a real publish can
-    make them agree with the trainer."""
+    make them agree with the trainer. `handoff`: how weights come from a learner elsewhere."""
     component = component_of(config, "rollout")
     if component.backend == "embedded":
         if not is_one_process(config, count_devices(config)):
-            return await open_replicas(config, dims, tokenizer, device, log_folder, stack)
+            handoff = handoff or open_handoff(config, device, log_folder, stack)
+            return await open_replicas(config, dims, tokenizer, device, log_folder, stack, handoff)
         sampler = embedded_sampler(config, dims, tokenizer, device)
         stack.push_async_callback(sampler.close)
         return {"embedded": sampler}
@@ -102,6 +104,21 @@ async def gather_servers(
     return [result for result in results if isinstance(result, ServerSampler)]
 
 
+def open_handoff(
+    config: Config, device: torch.device, log_folder: Path, stack: AsyncExitStack
+) -> Handoff:
+    """Where weights lie between processes: in memory, or in a folder that all machines see."""
+    is_ray = config.scheduler.type == "ray"
+    log_folder.mkdir(parents=True, exist_ok=True)
+    place = log_folder if is_ray else shared_memory()
+    folder = stack.enter_context(scratch_folder("pentad-weights-", place))
+    is_embedded = component_of(config, "rollout").backend == "embedded"
+    devices = server_devices(config) if device.type == "cuda" and is_embedded else ()
+    on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
+    kind: Kind = "file" if is_ray else "ipc" if on_one_gpu else "shm"
+    return Handoff(kind, folder)
+
+
 async def open_replicas(
     config: Config,
     dims: ModelDims,
@@ -109,20 +126,15 @@ async def open_replicas(
     device: torch.device,
     log_folder: Path,
     stack: AsyncExitStack,
+    handoff: Handoff,
 ) -> dict[str, Sampler]:
     """Embedded samplers as processes, each with its GPU, or with its cores where it decodes while
     others train."""
     num = component_of(config, "rollout").size("d")
     devices = server_devices(config) if device.type == "cuda" else ()
-    on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
     is_ray = config.scheduler.type == "ray"
     runtime: Runtime = ray_runtime(config, device) if is_ray else LocalRuntime()
     stack.push_async_callback(runtime.close)
-    log_folder.mkdir(parents=True, exist_ok=True)
-    place = log_folder if runtime.is_spread else shared_memory()
-    folder = stack.enter_context(scratch_folder("pentad-weights-", place))
-    kind: Kind = "file" if runtime.is_spread else "ipc" if on_one_gpu and not is_ray else "shm"
-    handoff = Handoff(kind, folder)
     on_policy = config.max_staleness == 0
     cores = [()] * num if devices or on_policy or is_ray else core_shares(num)
     replicas = []

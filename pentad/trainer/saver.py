@@ -131,7 +131,7 @@ class Saver:
     def good(self) -> str:
         """Which folder there is, in words."""
         export, last = self.under_way, self.last_saved
-        if export is not None:
+        if export is not None and not self.calls.is_torn:
             status = self.calls.ask("export_status", role=self.role)
             last = export.step if status["is_done"] and status["error"] is None else last
         return (

@@ -6,7 +6,7 @@ read from the store, weights and state leave by files or by the memory of this p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pentad.engine.engine import Engine
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
 from pentad.runtime.rank import Rank
+from pentad.sync.handoff import Kind, share_on_gpu, write_ticket
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.batches import read_batch
@@ -61,7 +62,7 @@ class EngineService:
         self.device = device
         self.engines: dict[str, Engine] = {}
         self.snapshots: dict[int, Snapshot] = {}
-        """By version: weights that were not fetched yet."""
+        """By version: weights that were not fetched yet, or not released."""
         self.writer, self.export_writer = Writer(), Writer()
         """An export must not hold up the state of a later step."""
         self.savers: dict[str, StateSaver] = {}
@@ -87,16 +88,36 @@ class EngineService:
     def save_tag(self, tag: str) -> None:
         self.engines["actor"].save_tag(tag)
 
-    def snapshot(self, version: int, copy: bool, on_host: bool) -> dict[str, Any]:
-        """Keeps the actor's weights as `version` for `fetch`; what they are."""
+    def snapshot(
+        self, version: int, copy: bool, on_host: bool, place: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Keeps the actor's weights as `version` for `fetch`; with a `place` (kind and folder) for
+        other processes, by ticket."""
         weights = self.engines["actor"].iter_weights()
         if self.rank.rank > 0:  # it takes part in every gathering
             for _ in weights:
                 pass
             return {}
-        taken = take_snapshot(version, weights, copy=copy, on_host=on_host)
-        self.snapshots[version] = taken
-        return {"version": version, "num": len(taken.weights), "digest": taken.digest.hex()}
+        if place is None:
+            self.snapshots[version] = take_snapshot(version, weights, copy=copy, on_host=on_host)
+            return {}
+        kind, folder = place
+        is_shared = kind == "ipc"
+        taken = take_snapshot(version, weights, copy=is_shared, on_host=on_host and not is_shared)
+        entries = taken.digest.entries
+        if is_shared:  # kept until it is released
+            pairs = tuple((name, tensor.contiguous()) for name, tensor in taken)
+            self.snapshots[version] = replace(taken, weights=pairs)
+            ticket = share_on_gpu(version, pairs, taken.digest.hex())
+        else:
+            path = Path(folder) / f"{version}-{self.rank.num_calls}"
+            form: Kind = "file" if kind == "file" else "shm"
+            ticket = write_ticket(version, taken.weights, taken.digest.hex(), path, form)
+        return {"ticket": asdict(ticket), "digest": entries}
+
+    def release(self, version: int) -> None:
+        """Nobody reads the weights of this version any more."""
+        self.snapshots.pop(version, None)
 
     def fetch(self, version: int) -> Snapshot:
         """For the scheduler within the process of rank 0, which holds it from now on."""

@@ -13,6 +13,7 @@ import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.catalog import register_models
+from pentad.config.derived import layout_of
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -24,10 +25,12 @@ from pentad.runtime.calls import RankCalls
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
+from pentad.trainer.crew import Crew
 from pentad.trainer.facts import step_from
 from pentad.trainer.frequency import Frequency
+from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import Collector, start_problems
-from pentad.trainer.ranks import layout_of, run_over_ranks
+from pentad.trainer.ranks import run_over_ranks
 from pentad.trainer.recovery import Identity, RecoverHandler, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run, repeat_warnings
 from pentad.trainer.saver import Saver
@@ -48,16 +51,16 @@ def run_sft(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Trains on prompts with given responses; returns where everything is."""
-    return run_over_ranks(lead_examples, SftService, begin_sft, config, notes, fresh, device)
+    lead = partial(lead_examples, SftService)
+    return run_over_ranks(lead, SftService, begin_sft, config, notes, fresh, device)
 
 
 def run_pretrain(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
     """Trains on a stream of tokens; returns where everything is."""
-    return run_over_ranks(
-        lead_examples, PretrainService, begin_pretrain, config, notes, fresh, device
-    )
+    lead = partial(lead_examples, PretrainService)
+    return run_over_ranks(lead, PretrainService, begin_pretrain, config, notes, fresh, device)
 
 
 def begin_sft(config: Config, device: torch.device) -> Checked:
@@ -76,14 +79,20 @@ def begin_examples(service: type[ExampleService], config: Config, device: torch.
 
 
 def lead_examples(
-    calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool
+    service: type[ExampleService],
+    calls: Calls,
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    crew: Crew,
 ) -> RunSummary:
-    """The run, on rank 0 or alone."""
-    service = calls.service
-    assert isinstance(service, ExampleService)
-    device, layout = service.device, layout_of(config, "actor")
-    dims, service.data = begin_examples(type(service), config, device)
-    data, evaluates = service.data["train"], "valid" in service.data
+    """The run, beside its learners, on rank 0 or alone."""
+    device, layout = calls.device, layout_of(config, "actor")
+    checked: Checked = crew.checked or begin_examples(service, config, device)
+    dims, parts = checked
+    if isinstance(calls, RankCalls) and isinstance(calls.service, ExampleService):
+        calls.service.data = parts
+    data, evaluates = parts["train"], "valid" in parts
     size = config.train_dataset.batch_size
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = count_steps(config, steps_per_epoch)
@@ -129,6 +138,7 @@ def lead_examples(
             layout=str(layout),
         )
         with stop_flag() as stop, watch_alone(calls, run):
+            calls.is_leaving = lambda: bool(stop.reason)
             return train(calls, run, evals, bounds, trained, num_steps, stop, saver, recover)
 
 
@@ -142,9 +152,9 @@ def check_data(
         data.check_state(known)
 
 
-def watch_alone(calls: RankCalls, run: OpenRun) -> AbstractContextManager[None]:
-    """Over several ranks the launcher watches."""
-    if calls.rank.world > 1:
+def watch_alone(calls: Calls, run: OpenRun) -> AbstractContextManager[None]:
+    """Over several ranks somebody else watches."""
+    if not isinstance(calls, RankCalls) or calls.rank.world > 1:
         return nullcontext()
     return end_when_hung(run.config.stall_abort_s, run.folder.file("log.txt"))
 
@@ -171,7 +181,7 @@ def check_examples(service: type[ExampleService], config: Config, device: torch.
 
 
 def train(
-    calls: RankCalls,
+    calls: Calls,
     run: OpenRun,
     evals: Frequency | None,
     bounds: Bounds,

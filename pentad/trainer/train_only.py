@@ -16,6 +16,7 @@ import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.catalog import register_models
+from pentad.config.derived import layout_of
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
@@ -24,15 +25,16 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.sizes import RunSize
 from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
-from pentad.runtime.calls import RankCalls
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.batches import kept_steps, read_batch, read_head
+from pentad.trainer.crew import Crew
 from pentad.trainer.facts import BatchFacts
+from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import Collector, start_problems
-from pentad.trainer.ranks import layout_of, run_over_ranks
-from pentad.trainer.recovery import Identity, RecoverHandler, save_after_failure
+from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.recovery import Identity, RecoverHandler, progress_of, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary, count_steps, open_run
 from pentad.trainer.saver import Saver
 from pentad.trainer.service import LearnerService
@@ -119,13 +121,11 @@ def open_groups(config: Config) -> KeptGroups:
 
 
 def lead_train_only(
-    calls: RankCalls, config: Config, notes: Sequence[str], fresh: bool
+    calls: Calls, config: Config, notes: Sequence[str], fresh: bool, crew: Crew
 ) -> RunSummary:
-    """The run, on rank 0 or alone."""
-    service = calls.service
-    assert isinstance(service, LearnerService)
-    device, layout = service.device, layout_of(config, "actor")
-    checked = begin_train_only(config, device)
+    """The run, beside its learners, on rank 0 or alone."""
+    device, layout = calls.device, layout_of(config, "actor")
+    checked: CheckedGroups = crew.checked or begin_train_only(config, device)
     kept = checked.kept
     num_steps = count_steps(config, len(kept.steps))
     some = f"{kept.folder}: {len(kept.steps)} steps, {kept.steps[0]} to {kept.steps[-1]}"
@@ -151,6 +151,7 @@ def lead_train_only(
         trained = learning.resume()
         run.started(trained, device=str(device), layout=str(layout))
         with stop_flag() as stop, watch_alone(calls, run):
+            calls.is_leaving = lambda: bool(stop.reason)
             return learning.train(trained, num_steps, stop)
 
 
@@ -159,7 +160,7 @@ class TrainOnly:
 
     def __init__(
         self,
-        calls: RankCalls,
+        calls: Calls,
         run: OpenRun,
         kept: KeptGroups,
         size: RunSize,
@@ -213,11 +214,8 @@ class TrainOnly:
             saved, next_start = self.savers["default"].good, self.recover.next_start
             raise cut_short(stop.reason, trained + 1, saved, next_start) from None
         except Exception:
-            progress = self.calls.ask("progress")
             savers = list(self.savers.values())
-            save_after_failure(
-                self.calls, self.recover, savers, progress["num_done"], progress["num_moved"]
-            )
+            save_after_failure(self.calls, self.recover, savers, *progress_of(self.calls, trained))
             raise
         stop.check_complete(trained, num_steps, folders[0], next_start=self.recover.next_start)
         assert folders[0] is not None, "a complete run has steps"

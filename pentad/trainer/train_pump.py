@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from pentad.core.errors import RunError
@@ -42,7 +42,7 @@ class TrainPump:
         self,
         state: RunState,
         learner: LearnerThread,
-        fetch: Callable[[int], Snapshot],
+        take: Callable[[int], Awaitable[Snapshot]],
         publish: PublishPump,
         placement: Placement,
         turnstile: Turnstile,
@@ -55,8 +55,8 @@ class TrainPump:
     ) -> None:
         self.state = state
         self.learner = learner
-        self.fetch = fetch
-        """The weights of a version whose snapshot was taken."""
+        self.take = take
+        """The learner's weights as they are, under the number of a version."""
         self.publish = publish
         self.placement = placement
         self.turnstile = turnstile
@@ -166,22 +166,23 @@ class TrainPump:
         version = self.state.budget.trained
         if self.ref_update_interval and version % self.ref_update_interval == 0:
             await self.learner.call("save_tag", tag="ref")
-        with trained.timer.phase("publish"):
-            copy, on_host = self.placement.copies_snapshots, self.placement.snapshots_on_host
-            with self.state.doing(f"the copy of version {version}"):
-                await self.learner.call("snapshot", version=version, copy=copy, on_host=on_host)
+        copying = f"the copy of version {version}"
+        with trained.timer.phase("publish"), self.state.doing(copying):
+            snapshot = await self.take(version)
         if self.placement.offload_train:  # it leaves when samplers wake, so it is saved before
             await self._record(trained)
             self.timer = PhaseTimer()
-            await self._hand_on(version, self.timer)
+            await self._hand_on(snapshot, self.timer)
         else:
-            await self._hand_on(version, trained.timer)
+            await self._hand_on(snapshot, trained.timer)
+            del snapshot  # a whole model
             await self._record(trained)
         self.state.changed.notify()
 
-    async def _hand_on(self, version: int, timer: PhaseTimer) -> None:
+    async def _hand_on(self, snapshot: Snapshot, timer: PhaseTimer) -> None:
+        version = snapshot.version
         with timer.phase("publish"):
-            self.publish.submit(self.fetch(version))
+            self.publish.submit(snapshot)
             if self.placement.takes_turns:
                 await self.publish.wait_published(version)
 

@@ -25,8 +25,8 @@ from pentad.trainer.state import RunState
 
 log = logging.getLogger(__name__)
 
-LAUNCHER_S = 30.0
-"""How much longer than the launcher the watchdog waits for a call of all ranks."""
+GROUP_S = 30.0
+"""How much longer than the group of ranks the watchdog waits for a call of all of them."""
 
 
 class Watchdog:
@@ -42,6 +42,7 @@ class Watchdog:
         abort_s: float,
         sampled: Callable[[], float] = float,
         is_watched: bool = False,
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
@@ -50,7 +51,9 @@ class Watchdog:
         self.sampled = sampled
         """Tokens that samplers have drawn so far."""
         self.is_watched = is_watched
-        """Whether a launcher watches learners over several ranks, and names the rank that hangs."""
+        """Whether somebody else watches the ranks of the learner, and names the one that hangs."""
+        self.check = check
+        """Raises what ended the learner."""
         self.clock = clock
         self.last_progress: tuple[object, ...] = ()
         self.last_change = clock()
@@ -101,6 +104,7 @@ class Watchdog:
 
     def look(self) -> None:
         """One look at the counters; raises RunError when the run has stood still too long."""
+        self.check()
         now = self.clock()
         progress = self._progress()
         if progress != self.last_progress:
@@ -108,7 +112,7 @@ class Watchdog:
             return
         stalled_s = now - self.last_change
         working = self.state.working
-        if stalled_s >= self.abort_s + (LAUNCHER_S if working and self.is_watched else 0.0):
+        if stalled_s >= self.abort_s + (GROUP_S if working and self.is_watched else 0.0):
             raise Transient(f"no progress for {stalled_s:.0f} s: {self.report()}")
         if now - self.last_warning >= self.warn_s:
             self.last_warning = now

@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from pentad.core.errors import RunError
@@ -47,29 +48,19 @@ def config_of(task, root, command, trial, *overrides):
 
 
 RUNS = {
-    "pretrain": (sft.lead_examples, PretrainService, sft.begin_pretrain),
-    "sft": (sft.lead_examples, SftService, sft.begin_sft),
+    "pretrain": (partial(sft.lead_examples, PretrainService), PretrainService, sft.begin_pretrain),
+    "sft": (partial(sft.lead_examples, SftService), SftService, sft.begin_sft),
     "train": (assemble.lead_train, LearnerService, assemble.begin_train),
 }
-
-
-def name_of(target):
-    return f"{target.__module__}:{target.__qualname__}"
 
 
 def run_here(command, task, root, trial, overrides):
     """One rank of a run, in a process of the pool."""
     config, notes = config_of(task, root, command, trial, *overrides)
     run, service, _ = RUNS[command]
-    payload = {
-        "run": name_of(run),
-        "service": name_of(service),
-        "config": config.model_dump(mode="json"),
-        "notes": notes,
-        "fresh": False,
-        "device": "cpu",
-    }
-    return run_rank(Rank(dist.get_rank(), dist.get_world_size()), payload)
+    rank = Rank(dist.get_rank(), dist.get_world_size())
+    summary = run_rank(run, service, config, notes, False, rank, torch.device("cpu"))
+    return summary and {"records": str(summary.records), "model": str(summary.model)}
 
 
 def data_seen(task, root, overrides):

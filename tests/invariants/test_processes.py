@@ -35,15 +35,15 @@ def test_one_process_and_several_give_the_same_weights(lab, task, mode):
     assert not (one.records / "servers").exists()
 
 
-def children():
-    """The role processes of this one."""
+def children(role="rollout"):
+    """The processes of this role that this one started."""
     own = str(os.getpid())
     found = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             words = (folder / "stat").read_text().rpartition(") ")[2].split()
             is_own = words[1] == own and words[0] != "Z"
-            if is_own and b"role_host" in (folder / "cmdline").read_bytes():
+            if is_own and f"role_host\0{role}-".encode() in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 
@@ -57,8 +57,9 @@ def shared(tmp_path_factory, monkeypatch):
 
 
 @contextmanager
-def meddling(fileroot, *moments):
-    """Sends a signal to a replica once the run "met" has so many steps, and a moment more."""
+def meddling(fileroot, *moments, role="rollout"):
+    """Sends a signal to a process of the role once the run "met" has so many steps, and a moment
+    more."""
     done = threading.Event()
     sent = []
 
@@ -66,11 +67,11 @@ def meddling(fileroot, *moments):
         for lines, delay_s, number in moments:
             while not done.wait(0.02):
                 path = next(fileroot.glob("logs/*/*/met/steps.jsonl"), None)
-                if (path.read_text().count("\n") if path else 0) >= lines and children():
+                if (path.read_text().count("\n") if path else 0) >= lines and children(role):
                     break
             if done.wait(delay_s):
                 return
-            for pid in children()[:1]:
+            for pid in children(role)[:1]:
                 os.kill(pid, number)
                 sent.append(number)
 
@@ -98,7 +99,7 @@ def test_a_lost_replica_is_started_again_and_the_run_ends_the_same(lab, shared, 
     assert len(re.findall(r"rollout-0 serves again \d+\.\d s after it was lost", log)) >= 2
     assert_same_weights(whole, met)
     assert values_of(whole) == values_of(met)
-    assert not children() and not list(shared.iterdir())
+    assert not children() and not children("learner") and not list(shared.iterdir())
 
 
 @pytest.mark.slow
@@ -111,7 +112,7 @@ def test_two_replicas_share_the_groups_and_one_may_die(lab, shared):
     assert funnel["trained"] == 6 * 4 and not funnel["dropped"]
     logs = sorted(path.name for path in (met.records / "servers").iterdir())
     assert logs == ["rollout-0.log", "rollout-1.log"]
-    assert not children() and not list(shared.iterdir())
+    assert not children() and not children("learner") and not list(shared.iterdir())
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_cause(lab, shared
     start = LocalRuntime.start
 
     async def fail(self, spec):
-        if spec.generation:
+        if spec.generation and spec.name.startswith("rollout"):
             broken.set()
             spec = replace(spec, environment={"PYTHONHASHSEED": "nonsense"})
         return await start(self, spec)
@@ -132,7 +133,8 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_cause(lab, shared
     text = str(caught.value)
     assert "rollout-0 was started again 2 times without an answer gained" in text
     assert "rollout.restarts = 2" in text and "PYTHONHASHSEED" in text
-    assert broken.is_set() and not children() and not list(shared.iterdir())
+    assert broken.is_set() and not children() and not children("learner")
+    assert not list(shared.iterdir())
 
 
 @pytest.mark.slow
@@ -157,4 +159,36 @@ def test_a_replica_sleeps_while_the_trainer_has_its_turn(lab, shared, monkeypatc
     log = (met.records / "log.txt").read_text()
     assert re.search(r"rollout-0 serves again .* with weights of version [12]\b", log)
     assert_same_weights(plain, met)
-    assert not children() and not list(shared.iterdir())
+    assert not children() and not children("learner") and not list(shared.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "moments"),
+    [
+        ("colocate", [(1, 0.02, signal.SIGKILL), (3, 0.1, signal.SIGKILL)]),
+        ("hybrid", [(2, 0.05, signal.SIGKILL)]),
+    ],
+)
+def test_a_lost_learner_is_started_again_while_the_sampler_stays(lab, shared, mode, moments):
+    given = [f"mode={mode}", "total_train_steps=6", "recover.freq_steps=1", "saver.mode=sync"]
+    whole = lab.train(*given)
+    samplers_seen = set()
+    with meddling(lab.fileroot, *moments, role="learner") as sent:
+        stop = threading.Event()
+
+        def look():
+            while not stop.wait(0.05):
+                samplers_seen.update(children())
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        met = lab.train(*given, SEPARATE, trial="met")
+        stop.set(), looking.join()
+    log = (met.records / "log.txt").read_text()
+    assert len(sent) == len(moments) and len(samplers_seen) == 1
+    assert log.count("it is started again after step ") == len(moments)
+    assert "rank 0 of 1, step " in log and "was ended by signal 9 (SIGKILL)" in log
+    assert_same_weights(whole, met)
+    assert values_of(whole) == values_of(met)
+    assert not children() and not children("learner") and not list(shared.iterdir())

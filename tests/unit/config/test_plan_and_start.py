@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pentad.config.derived import component_of, samples
+from pentad.config.derived import component_of, layout_of, samples
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.start import unbuilt_problems
@@ -26,7 +26,7 @@ from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
 from pentad.planner.prepare import prepare
 from pentad.trainer.preflight import check_train
-from pentad.trainer.ranks import layout_of, rank_problems
+from pentad.trainer.ranks import rank_problems
 from pentad.trainer.sft import check_examples
 from pentad.trainer.sft_service import SftService
 from pentad.trainer.translate import engine_settings

@@ -17,6 +17,7 @@ def drawn(*overrides, kind="cuda"):
 
 
 ALONE = ("scheduler", "actor")
+SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,8 @@ ALONE = ("scheduler", "actor")
         (
             ["cluster.n_gpus_per_node=3", "allocation_mode=embedded:d2+archon:d1"],
             {
-                "learner-0": (*ALONE, 0, (0,), (), "pentad"),
+                **SCHEDULER,
+                "learner-0": ("actor", 0, (0,), (), "pentad"),
                 "rollout-0": ("rollout", 0, (1,), (), "pentad"),
                 "rollout-1": ("rollout", 0, (2,), (), "pentad"),
             },
@@ -43,7 +45,8 @@ ALONE = ("scheduler", "actor")
                 *("allocation_mode=embedded:d1+archon:d1", "algorithm.name=ppo"),
             ],
             {
-                "learner-0": (*ALONE, "critic", 0, (0,), ("rollout-0",), "pentad"),
+                **SCHEDULER,
+                "learner-0": ("actor", "critic", 0, (0,), ("rollout-0",), "pentad"),
                 "rollout-0": ("rollout", 0, (0,), ("learner-0",), "pentad"),
             },
         ),
@@ -63,7 +66,8 @@ ALONE = ("scheduler", "actor")
                 *("allocation_mode=embedded:d1+archon:d1", "num_data_storage_units=2"),
             ],
             {
-                "learner-0": (*ALONE, 0, (0,), (), "pentad"),
+                **SCHEDULER,
+                "learner-0": ("actor", 0, (0,), (), "pentad"),
                 "rollout-0": ("rollout", None, (), (), "ray"),
                 "storage-0": ("storage unit", None, (), (), "ray"),
                 "storage-1": ("storage unit", None, (), (), "ray"),
@@ -88,5 +92,5 @@ def test_processes_and_their_places(overrides, expected):
 def test_on_a_cpu_processes_have_no_devices():
     layout = "allocation_mode=embedded:d2+archon:d2"
     found = drawn(layout, kind="cpu")
-    assert list(found) == ["learner-0", "learner-1", "rollout-0", "rollout-1"]
+    assert list(found) == ["scheduler", "learner-0", "learner-1", "rollout-0", "rollout-1"]
     assert all(one[-3] == () and one[-2] == () for one in found.values())

@@ -10,7 +10,7 @@ from pentad.data.store import MemoryStore
 from pentad.runtime.rank import pulse
 from pentad.trainer.budget import Budget
 from pentad.trainer.state import RunState
-from pentad.trainer.watchdog import LAUNCHER_S, Watchdog
+from pentad.trainer.watchdog import GROUP_S, Watchdog
 
 
 @pytest.fixture
@@ -74,4 +74,4 @@ def test_nothing_for_too_long_ends_the_run_whatever_is_under_way():
     with state.doing("training of step 1"):
         look_at(watchdog, clock, 601.0)  # the launcher comes first, and knows the rank
         with pytest.raises(RunError, match="training of step 1"):
-            look_at(watchdog, clock, 600.0 + LAUNCHER_S)
+            look_at(watchdog, clock, 600.0 + GROUP_S)

@@ -1,0 +1,400 @@
+"""Calls of all ranks of a group of role processes, from whoever started the group.
+
+    with RankGroup(runtime, specs, settings) as group:
+        group.call("build", num_steps=8)
+
+Every call goes to all ranks at once, and its answer is rank 0's. A rank that dies, hangs or fails
+ends the group with the first cause, in one sentence. The connections have an event loop and a
+thread of their own, so that calls can be made from any thread; the processes end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pentad.core.errors import RunError, Transient
+from pentad.core.failures import InfraFailure
+from pentad.runtime import roles
+from pentad.runtime.frames import revive_error
+from pentad.runtime.rank import NO_STEP, pulse
+from pentad.runtime.report import Failure, describe_hang, explain, failure_of, tail
+from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
+from pentad.runtime.wire import Connection
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POLL_S = 0.2
+FOLLOW_S, SETTLE_S = 2.0, 0.3
+"""After a failure, how long others may take to say what they saw; once a cause is known, less."""
+DUMP_S = 1.0
+"""How long a stuck rank may take to write down its stack."""
+START_S = 30.0
+"""How long a rank may not be heard of before its first step, at least."""
+LEAVE_S = 15.0
+"""Once the run is asked to stop: who is not heard of for so long will not leave by itself."""
+END_S = 15.0
+"""How long ranks may take to leave after a failure."""
+HELD_S = 5.0
+"""Whoever watches was held up for longer has not seen who else was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    stall_s: float
+    """A group is ended if for this long one of its processes is not heard of, or a call of all
+    ranks does not get on; until the first step a call may take `timeout_s`, if that is longer."""
+    timeout_s: float = 600.0
+    errors: Mapping[str, type[Exception]] = field(default_factory=dict)
+    """Failures that callers know by their class, by its name."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One rank: its process, the connection to it, and what it last said."""
+
+    rank: int
+    process: RoleProcess
+    log: Any
+    connection: Connection | None = None
+    heard_at: float = field(default_factory=time.monotonic)
+    step: int | None = None
+    step_at: float = field(default_factory=time.monotonic)
+    call: int = 0
+    still_s: float = -1.0
+    failure: Failure | None = None
+    is_lost: bool = False
+    """Its connection is, and how its process ended is not known."""
+
+    def take_beat(self, beat: Mapping[str, float]) -> None:
+        self.heard_at = time.monotonic()
+        if not beat:  # it is being made
+            return
+        if beat["call"] > self.call or 0.0 <= beat["still_s"] < self.still_s:
+            pulse()  # what watches this process sees that the learner gets on
+        self.call, self.still_s = int(beat["call"]), beat["still_s"]
+        self.take_step(None if beat["step"] == NO_STEP else int(beat["step"]))
+
+    def take_step(self, step: int | None) -> None:
+        if step != self.step:
+            self.step, self.step_at = step, time.monotonic()
+
+
+class Failed(Exception):
+    """A rank failed; its member knows how."""
+
+
+class RankGroup:
+    """The processes of a group, from their start to their end, and the calls that they make."""
+
+    is_apart = True
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        specs: Sequence[RoleSpec],
+        settings: GroupSettings,
+        device: Any = None,
+    ) -> None:
+        """`specs` by rank; `device`: where the ranks compute, for those who ask."""
+        self.runtime = runtime
+        self.specs = specs
+        self.settings = settings
+        self.device = device
+        self.world = len(specs)
+        self.members: list[Member] = []
+        self.lock = threading.Lock()
+        self.is_torn = False
+        """Whether the group has failed: no call can be made any more."""
+        self.failure: Exception | None = None
+        """What ended it."""
+        self.is_leaving: Callable[[], bool] = bool
+        """Whether the run was asked to stop."""
+        self.ticked_at = time.monotonic()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run_loop, name="rank group", daemon=True)
+
+    # Starting
+
+    def __enter__(self) -> RankGroup:
+        """Does not wait until all ranks have joined: the first call does."""
+        self.thread.start()
+        self.opening = asyncio.run_coroutine_threadsafe(self._open(), self.loop)
+        return self
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def _open(self) -> None:
+        for rank, spec in enumerate(self.specs):
+            self.members.append(Member(rank, await self.runtime.start(spec), spec.log))
+        await self._all(self._connect)
+        host = self.members[0].process.address[0]
+        port = 0
+        if self.world > 1:
+            first = self.members[0].connection
+            assert first is not None, "all are connected"
+            port = await first.call("open_rendezvous", host=host)
+        await self._all(lambda one: self._ask(one, "join", host=host, port=port))
+        self.watching = asyncio.create_task(self._watch())
+
+    async def _connect(self, member: Member) -> None:
+        def hear(event: str, value: Any) -> None:
+            if event == "beat":
+                member.take_beat(value)
+            elif event == "log" and member.rank == 0:
+                level, name, text, is_notice = value
+                extra = {"is_notice": True} if is_notice else None
+                logging.getLogger(name).log(level, "%s", text, extra=extra)
+
+        try:
+            member.connection = await roles.connect(member.process, hear, patience_s=None)
+        except InfraFailure as failure:
+            self._note_lost(member, str(failure))
+            raise Failed from failure
+
+    # Calls
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Makes the call on all ranks, one at a time, from any thread; rank 0's answer."""
+        with self.lock:
+            self.check()
+            try:
+                self.opening.result()
+                answer, *_ = self._wait(
+                    self._all(
+                        lambda one: self._ask(one, "call", method=method, arguments=arguments)
+                    )
+                )
+            except BaseException as error:
+                self.is_torn = True
+                if self.failure is None and isinstance(error, Exception):
+                    self.failure = error
+                raise
+        return self._value(answer)
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """A question to rank 0 alone, beside a call under way."""
+        self.check()
+        self.opening.result()
+        return self._value(self._wait(self._ask_first(self.members[0], method, arguments)))
+
+    def check(self) -> None:
+        """Raises what ended the group."""
+        if self.failure is not None:
+            raise self.failure
+        if self.is_torn:
+            raise Transient("the ranks do not answer any more: a call failed before")
+
+    def _value(self, answer: Mapping[str, Any]) -> Any:
+        if "mild" not in answer:
+            return answer["value"]
+        told = answer["mild"]
+        known: dict[str, type[Exception]] = {"OSError": OSError, **self.settings.errors}
+        if told["kind"] in known:
+            raise known[told["kind"]](told["text"])
+        raise revive_error(self.members[0].process.name, told)
+
+    async def _ask_first(self, first: Member, method: str, arguments: dict[str, Any]) -> Any:
+        try:
+            return await self._ask(first, "ask", method=method, arguments=arguments)
+        except Failed:
+            raise await self._cause() from None
+
+    async def _ask(self, member: Member, what: str, **arguments: Any) -> Any:
+        """What one rank answers; raises Failed with the failure noted."""
+        assert member.connection is not None, "all are connected"
+        try:
+            answer = await member.connection.call(what, **arguments)
+        except InfraFailure as failure:
+            self._note_lost(member, str(failure))
+            raise Failed from failure
+        except RunError as error:
+            member.failure = Failure(member.rank, member.step, "run", str(error), time.monotonic())
+            raise Failed from error
+        if "failure" in answer:
+            member.failure = failure_of(answer["failure"], at=time.monotonic())
+            raise Failed
+        if "step" in answer:
+            member.take_step(answer["step"])
+        return answer
+
+    async def _all(self, action: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
+        """The same of every rank. Raises the first cause once one of them failed or hangs."""
+        tasks = [asyncio.create_task(action(one)) for one in self.members]
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                )
+                failed = [task for task in done if task.exception() is not None]
+                if any(not isinstance(task.exception(), Failed) for task in failed):
+                    await asyncio.gather(*failed)  # a fault of our own
+                if failed:
+                    raise await self._cause()
+                if hung := self._find_hang():
+                    raise await self._stuck(*hung)
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _wait(self, doing: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(doing, self.loop).result()
+
+    # Watching
+
+    async def _watch(self) -> None:
+        """Between calls too: a rank that is lost is noticed while others work."""
+        while self.failure is None:
+            await asyncio.sleep(POLL_S)
+            lost = [
+                one for one in self.members if one.connection is None or one.connection.lost.done()
+            ]
+            for member in lost:
+                assert member.connection is not None, "all were connected"
+                self._note_lost(member, member.connection.lost.result())
+            if lost and not self.lock.locked():
+                self._fail(await self._cause())
+            elif not self.lock.locked() and (hung := self._find_hang()):
+                self._fail(await self._stuck(*hung))
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or error
+        self.is_torn = True
+
+    def _find_hang(self) -> tuple[str, list[Member]] | None:
+        """How it shows that ranks hang, and which; None if none does."""
+        now, limit = time.monotonic(), self.settings.stall_s
+        if now - self.ticked_at > HELD_S:  # we were stopped ourselves
+            for one in self.members:
+                one.heard_at = now
+        self.ticked_at = now
+        silence_s = min(limit, LEAVE_S) if self.is_leaving() else limit
+        silent = [
+            one
+            for one in self.members
+            if now - one.heard_at > (max(silence_s, START_S) if one.step is None else silence_s)
+        ]
+        if silent:
+            return "does not run", silent
+        if all(one.step is None for one in self.members):  # a model is read
+            limit = max(limit, self.settings.timeout_s)
+        within = [one for one in self.members if one.still_s >= 0]
+        if not within or min(one.still_s for one in within) <= limit:
+            return None
+        last = max(one.call for one in self.members)
+        behind = [one for one in self.members if one.call < last]
+        return "does not get on with what all ranks do", behind or within
+
+    def _note_lost(self, member: Member, why: str) -> None:
+        if member.failure is None:
+            lines, member.is_lost = tail(member.log), True
+            told = f"does not answer any more ({why})"
+            member.failure = Failure(
+                member.rank, member.step, "died", told, time.monotonic(), lines=lines
+            )
+
+    async def _cause(self) -> Exception:
+        """Of all failures, after those that belong to the first had time to show."""
+        waited = 0.0
+        while waited < FOLLOW_S:
+            await asyncio.sleep(SETTLE_S)
+            waited += SETTLE_S
+            self._look_at_ends()
+            known = [one for one in self.members if one.failure and not one.is_lost]
+            if any(one.failure and not one.failure.is_consequence for one in known):
+                break
+        failures = [one.failure for one in self.members if one.failure is not None]
+        if all(failure.is_consequence for failure in failures):
+            silent = [one for one in self.members if one.failure is None]
+            if silent:  # they waited for somebody
+                return await self._stuck("did not answer the others", silent, failures)
+        return self._explained(failures)
+
+    def _look_at_ends(self) -> None:
+        """How processes ended says more than that their connection is lost."""
+        for one in self.members:
+            if (ended := one.process.ended()) is None:
+                continue
+            one.is_lost = False
+            at = one.failure.at if one.failure else time.monotonic()
+            if one.failure is None or one.failure.kind == "died":
+                lines = tail(one.log)
+                one.failure = Failure(one.rank, one.step, "died", ended, at, lines=lines)
+
+    async def _stuck(
+        self, verb: str, members: Sequence[Member], others: Sequence[Failure] = ()
+    ) -> Exception:
+        """What these ranks are doing; those that lag behind come first. All write down their
+        stacks, since it shows there who waits for whom."""
+        for one in self.members:
+            one.process.stacks()
+        await asyncio.sleep(DUMP_S)
+        now = time.monotonic()
+        found = list(others)
+        for one in members:
+            is_stopped = one.process.is_stopped
+            text = describe_hang(verb, one.step, now - one.step_at, is_stopped=is_stopped)
+            order = -1.0 if one.step is None else float(one.step)
+            found.append(Failure(one.rank, one.step, "stuck", text, order, lines=tail(one.log)))
+        return self._explained(found)
+
+    def _explained(self, failures: Sequence[Failure]) -> Exception:
+        logs = [one.log for one in self.members]
+        return explain(list(failures), self.world, logs)
+
+    # Ending
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if not self.is_torn and self.opening.done() and not self.opening.exception():
+                self._wait(self._end(is_failed=error is not None))
+        finally:
+            self._shut_down()
+
+    async def _end(self, *, is_failed: bool) -> None:
+        self.watching.cancel()
+        ending = self._all(lambda one: self._ask(one, "end", is_failed=is_failed))
+        if not is_failed:
+            await ending
+            return
+        try:
+            async with asyncio.timeout(END_S):
+                await ending
+        except (RunError, TimeoutError) as failure:  # the first failure is the one to be raised
+            log.debug("after the failure: %s", failure)
+
+    def _shut_down(self) -> None:
+        """No process of the group is left, nor a thread that waits for one."""
+        self.is_torn = True
+        self._wait(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+    async def _close(self) -> None:
+        for one in self.members:
+            if one.connection is not None:
+                await one.connection.close()
+            one.process.kill()
+        own = asyncio.current_task()
+        rest = [task for task in asyncio.all_tasks() if task is not own]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)

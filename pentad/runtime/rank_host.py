@@ -1,0 +1,155 @@
+"""One rank of a group in a role process: it joins the group, and makes the calls of its owner.
+
+Calls that all ranks make come one at a time and run on one thread; questions to one rank are
+answered beside them. What the first rank logs travels to the owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pentad.core.errors import RunError, UserError
+from pentad.runtime.calls import RankService
+from pentad.runtime.frames import describe_error
+from pentad.runtime.join import device_of, join_group, leave_group
+from pentad.runtime.rank import Rank
+from pentad.runtime.report import describe_failure
+from pentad.runtime.worker import load_target
+
+TARGET = f"{__name__}:make_rank"
+Emit = Callable[[str, Any], None]
+
+
+class LogSender(logging.Handler):
+    """Messages of our own, and warnings of others, as events."""
+
+    def __init__(self, send: Emit) -> None:
+        super().__init__(logging.INFO)
+        self.send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_own = record.name.startswith("pentad.")
+        if is_own or record.levelno >= logging.WARNING:
+            text, is_notice = record.getMessage(), hasattr(record, "is_notice")
+            self.send("log", [record.levelno, record.name, text, is_notice])
+
+
+def make_rank(payload: Mapping[str, Any], emit: Emit) -> RankHost:
+    """The target of a role process."""
+    return RankHost(payload, emit)
+
+
+class RankHost:
+    """Serves one rank; `runtime.group_calls` calls it."""
+
+    def __init__(self, payload: Mapping[str, Any], emit: Emit) -> None:
+        self.payload = payload
+        self.emit = emit
+        self.rank = Rank(payload["rank"], payload["world"])
+        self.thread = ThreadPoolExecutor(1, "rank")
+        self.service: RankService | None = None
+        self.rendezvous: dist.Store | None = None
+        if payload["num_threads"]:
+            torch.set_num_threads(payload["num_threads"])
+
+    def stats(self) -> dict[str, float]:
+        return self.rank.beat()
+
+    async def open_rendezvous(self, host: str) -> int:
+        """On rank 0: where the group meets; the port is the kernel's choice, and kept."""
+        listening = socket.create_server((host, 0))
+        port: int = listening.getsockname()[1]
+        self.rendezvous = dist.TCPStore(
+            host,
+            port,
+            self.rank.world,
+            is_master=True,
+            timeout=timedelta(seconds=self.payload["timeout_s"]),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        return port
+
+    async def join(self, host: str, port: int) -> dict[str, Any]:
+        """Joins the group and makes the service."""
+        loop = asyncio.get_running_loop()
+
+        def send(event: str, value: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self.emit, event, value)
+
+        if self.rank.rank == 0:
+            logging.getLogger().addHandler(LogSender(send))
+            logging.getLogger("pentad").setLevel(logging.INFO)
+            logging.captureWarnings(True)
+        return await loop.run_in_executor(self.thread, self._answer, self._join, host, port)
+
+    async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A call that all ranks make: its value, or how it failed."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, self._call, method, arguments)
+
+    async def ask(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A question to this rank alone, beside a call under way."""
+        assert self.service is not None, "ranks join first"
+        asked = getattr(self.service, method)
+        return await asyncio.to_thread(self._answer, lambda: asked(**arguments))
+
+    async def end(self, is_failed: bool) -> dict[str, Any]:
+        """The last call: what is under way is waited for, or after a failure given up."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, self._answer, self._end, is_failed)
+
+    async def close(self) -> None:
+        """The process ends: what was worth waiting for was, by `end`."""
+
+    def _join(self, host: str, port: int) -> None:
+        payload, timeout_s = self.payload, self.payload["timeout_s"]
+        device = device_of(self.rank, payload["device"])
+        if self.rank.world > 1:
+            store = self.rendezvous
+            if store is None:
+                timeout = timedelta(seconds=timeout_s)
+                store = dist.TCPStore(host, port, self.rank.world, is_master=False, timeout=timeout)
+            join_group(self.rank, device, timeout_s=timeout_s, store=store)
+        elif device.type == "cuda":
+            torch.cuda.set_device(device)
+        make: Any = load_target(payload["service"])
+        self.service = make(payload["given"], self.rank, device)
+
+    def _call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        assert self.service is not None, "ranks join first"
+        called = getattr(self.service, method)
+        with self.rank.calling():
+            is_mild = method in self.service.mild
+            return self._answer(lambda: called(**arguments), is_mild=is_mild)
+
+    def _end(self, is_failed: bool) -> None:
+        if self.service is not None:
+            self.service.close(is_failed=is_failed)
+        if self.rank.world > 1 and not is_failed:
+            leave_group()
+
+    def _answer(
+        self, function: Callable[..., Any], *arguments: Any, is_mild: bool = False
+    ) -> dict[str, Any]:
+        try:
+            return {"value": function(*arguments), "step": self.rank.step}
+        except Exception as error:
+            if is_mild and isinstance(error, OSError | RunError | UserError):
+                told = describe_error(error)
+                if isinstance(error, OSError):
+                    told["kind"] = "OSError"
+                return {"mild": told}
+            logging.getLogger("rank").exception("the call failed")
+            return {"failure": asdict(describe_failure(self.rank.rank, self.rank.step, error))}

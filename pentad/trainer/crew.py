@@ -1,0 +1,37 @@
+"""What of a run outlives its learners: the event loop, the samplers, and how weights reach them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any
+
+from pentad.core.roles import Sampler
+from pentad.sync.handoff import Handoff
+
+
+class Crew:
+    """Learners that are processes of their own may be lost and started again meanwhile."""
+
+    def __init__(self, checked: Any = None) -> None:
+        self.checked = checked
+        """What was read and found good before the learners were started; None: nothing yet."""
+        self.runner = asyncio.Runner()
+        self.stack = AsyncExitStack()
+        self.handoff: Handoff | None = None
+        self.samplers: dict[str, Sampler] | None = None
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.runner.run(self.stack.aclose())
+        finally:
+            self.runner.close()
