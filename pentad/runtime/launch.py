@@ -97,7 +97,7 @@ def run_ranks(
         return [_run_here(own, target, payload, world, settings)]
     log_folder.mkdir(parents=True, exist_ok=True)
     with scratch_folder("pentad-ranks-") as folder:
-        group = RankGroup(folder, log_folder, world, settings)
+        group = LaunchedRanks(folder, log_folder, world, settings)
         try:
             # Noted, and passed on by `watch`.
             with hearing(lambda number, frame: group.signals.append(number)):
@@ -125,7 +125,7 @@ def _run_here(rank: Rank, target: str, payload: Any, world: int, settings: Launc
         raise RunError(f"{rank}: {error}") from error
 
 
-class RankGroup:
+class LaunchedRanks:
     """The processes of one group, from their start to their end."""
 
     def __init__(
