@@ -30,6 +30,8 @@ SOLVED_SHARE = 0.95
 """Mean reward, relative to the highest one given."""
 MAX_TRUNCATED = 0.5
 """Share of answers cut at the length limit."""
+LOSS_SPIKE = 1.5
+"""Loss on examples, relative to the highest of the steps before."""
 
 
 def find_alarms(
@@ -53,6 +55,7 @@ def find_alarms(
         *_ratios(window, correction),
         *_mismatch(window, first),
         *_truncation(window, has_penalty),
+        *_spike(window),
     ]
 
 
@@ -134,6 +137,20 @@ def _truncation(window: Sequence[Record], has_penalty: bool) -> Iterator[str]:
         yield (
             f"{cut[-1]:.0%} of answers are cut at the length limit: their rewards say little; "
             f"raise gconfig.max_new_tokens (max_sampled_tokens, where it is set){penalise}"
+        )
+
+
+def _spike(window: Sequence[Record]) -> Iterator[str]:
+    """Of runs on examples: the loss of a policy has no scale."""
+    loss = _series(window, "loss")
+    if not loss or _number(window[-1], "reward_mean") is not None:
+        return
+    *before, last = loss
+    if last > LOSS_SPIKE * max(before) > 0:
+        yield (
+            f"the loss jumped from {before[-1]:.3g} to {last:.3g}: look at the data of this step "
+            "and at grad_norm; if it does not come back, go back to an earlier checkpoint with a "
+            "lower learning rate"
         )
 
 

@@ -32,7 +32,12 @@ RECORDS_KEPT = 50
 """Latest records that alarms are looked for in; an alarm is repeated after as many steps."""
 
 FindAlarms = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[str]]
-"""(latest `rl` blocks, the first one) -> sentences."""
+"""(signs of the latest records, of the first one) -> sentences."""
+
+
+def signs_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What alarms look at."""
+    return {"loss": record["loss"], **record["rl"]}
 
 
 class Recorder:
@@ -86,8 +91,8 @@ class Recorder:
             told = [e["version"] for record in records for e in record.get("evals") or ()]
             self._new_evals = [line for line in evals if line["version"] not in told]
             if records:
-                self._first = records[0]["rl"]
-                self._recent = [record["rl"] for record in records[-RECORDS_KEPT:]]
+                self._first = signs_of(records[0])
+                self._recent = [signs_of(record) for record in records[-RECORDS_KEPT:]]
             if self.generation:
                 for sink in self.sinks:
                     sink.resume(step)
@@ -172,8 +177,8 @@ class Recorder:
     def _raise_alarms(self, line: Mapping[str, Any]) -> None:
         if self.find_alarms is None:
             return
-        self._first = self._first or line["rl"]
-        self._recent = [*self._recent, line["rl"]][-RECORDS_KEPT:]
+        self._first = self._first or signs_of(line)
+        self._recent = [*self._recent, signs_of(line)][-RECORDS_KEPT:]
         for sentence in self.find_alarms(self._recent, self._first):
             kind = re.sub(r"[0-9.]+", "", sentence)
             if line["step"] - self._alarmed.get(kind, -RECORDS_KEPT) >= RECORDS_KEPT:

@@ -25,6 +25,7 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
 from pentad.engine.engine import Engine
+from pentad.parallel.replicas import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
 from pentad.runtime.rank import Rank
@@ -122,6 +123,23 @@ class EngineService:
     def fetch(self, version: int) -> Snapshot:
         """For the scheduler within the process of rank 0, which holds it from now on."""
         return self.snapshots.pop(version)
+
+    def check_replicas(self, step: int) -> None:
+        """RunError on all ranks if, after a step that is due, copies of a shard differ."""
+        every = self.config.guards.replica_check_steps
+        if every is None or step % every or self.rank.world == 1:
+            return
+        group = self._saver("actor").group
+        for role, engine in self.engines.items():
+            if found := differing_copies(engine.state_tensors(), group):
+                name, one, other = found[0]
+                more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+                raise RunError(
+                    f"step {step}: rank {one} and rank {other} hold different copies of the "
+                    f"{role}'s {name}{more}: the memory or the sums of one of them went wrong. "
+                    "This step is not saved; start again from the last checkpoint, and if it "
+                    "comes again leave out the machine of one of the two"
+                )
 
     # State
 
@@ -264,6 +282,7 @@ class LearnerService(EngineService):
     def finish(self) -> None:
         """The optimizer steps."""
         self.result = self.update.finish()
+        self.check_replicas(self.batch + 1)
 
     def train_kept(self, folder: str, step: int, number: int) -> None:
         """All of a step from the groups that a run kept, as step `number` of this one, from 0."""

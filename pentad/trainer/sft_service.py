@@ -66,7 +66,9 @@ class ExampleService(EngineService, ABC):
         engine = self.engines["actor"]
         engine.begin_step()
         engine.accumulate(rows, self.loss)
-        return {"result": asdict(engine.end_step()), "lengths": [len(row.ids) for row in rows]}
+        result = engine.end_step()
+        self.check_replicas(step + 1)
+        return {"result": asdict(result), "lengths": [len(row.ids) for row in rows]}
 
     def evaluate(self) -> dict[str, float | int]:
         """The loss on the examples that are not trained."""

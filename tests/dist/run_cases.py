@@ -14,6 +14,7 @@ from pentad.core.group_values import gather_values
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.families import dims_of
+from pentad.parallel.cuts import local
 from pentad.planner.prepare import prepare
 from pentad.runtime import calls as runtime_calls
 from pentad.runtime.calls import RankCalls, serve
@@ -88,6 +89,24 @@ def run_noting_rows(command, task, root, trial, overrides):
     first, *others = gather_values(seen)
     assert all(other == first for other in others)
     return summary and {**summary, "seen": first}
+
+
+def run_corrupted(command, task, root, trial, overrides):
+    """As `run_here`; after step 2 one bit of a norm is another on rank 1."""
+    plain = Engine.end_step
+
+    def end_step(engine):
+        result = plain(engine)
+        if dist.get_rank() == 1 and engine.num_steps == 2:
+            weight = local(next(t for n, t in engine.masters.items() if n.endswith("norm.weight")))
+            weight.detach().view(torch.int32).flatten()[0] ^= 1
+        return result
+
+    Engine.end_step = end_step
+    try:
+        return run_here(command, task, root, trial, overrides)
+    finally:
+        Engine.end_step = plain
 
 
 # What calls promise, with a service on every rank.

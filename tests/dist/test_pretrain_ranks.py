@@ -1,12 +1,16 @@
 """Pretraining over ranks: the samples, their order and the losses of one process."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from run_cases import config_of, data_seen
+from run_cases import config_of, data_seen, settings_of
 
 from pentad.data.toy import write_byte_model
 from pentad.telemetry.steps import read_lines
@@ -14,6 +18,7 @@ from pentad.trainer.sft import run_pretrain
 
 pytestmark = pytest.mark.dist
 
+ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5
 """Ranks add up in another order: float32 sums differ in the last digits, over three steps."""
 SETTINGS = (
@@ -63,3 +68,47 @@ def test_ranks_see_the_samples_of_one_process_in_its_order(pool, task, tmp_path,
         assert one["num_tokens"] == other["num_tokens"]
         balance = one["kernel"]["balance"], other["kernel"]["balance"]
         assert np.isclose(balance[0]["0"]["std"], balance[1]["0"]["std"])
+
+
+def test_the_launcher_starts_ranks_that_train_as_one_process(task, tmp_path, alone):
+    words = settings_of(task, tmp_path, "pretrain", "torchrun", *SETTINGS, "allocation_mode=archon:d2")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {"GPUS_PER_NODE": "2", "RDZV_ENDPOINT": f"localhost:{port}"}
+    done = subprocess.run(
+        [ROOT / "scripts" / "launch.sh", *words],
+        env=environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("3 steps done.") == 1, "rank 0 speaks for all"
+    records = tmp_path / "logs" / "me" / "default" / "torchrun"
+    mine, theirs = (read_lines(place / "steps.jsonl") for place in (records, alone[0]))
+    losses = [[step["loss"] for step in steps] for steps in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["d1t2", "d2"])
+def test_a_flipped_bit_in_one_of_two_copies_is_found(pool, task, tmp_path, layout):
+    copies = "actor.archon.dp_replicate=2" if layout == "d2" else "actor.archon.dp_replicate=1"
+    words = [*SETTINGS, copies, "guards.replica_check_steps=1", "saver.freq_steps=1"]
+    with pytest.raises(Exception) as caught:
+        pool.run(
+            2,
+            "run_cases",
+            "run_corrupted",
+            command="pretrain",
+            task=task,
+            root=tmp_path,
+            trial=layout,
+            overrides=[*words, f"allocation_mode=archon:{layout}"],
+        )
+    text = str(caught.value)
+    assert "step 2: rank 0 and rank 1 hold different copies of the actor's model." in text
+    exports = list((tmp_path / "checkpoints/me/default" / layout / "default").glob("epoch*"))
+    assert [folder.name for folder in exports] == ["epoch0epochstep0globalstep0"]

@@ -130,3 +130,13 @@ def test_a_smoke_run_makes_five_steps(corpus, tmp_path):
     lab = KillLab(corpus, tmp_path, "pretrain", f"train_dataset.path={corpus / 'docs.npy'}")
     lab.run("smoke", "--smoke", "train_dataset.max_length=32", "train_dataset.batch_size=2")
     assert len(read_lines(lab.records("smoke") / "steps.jsonl")) == 5
+
+
+def test_a_loss_that_jumps_is_warned_of(pretrain, tmp_path):
+    """One token over and over, then noise."""
+    noise = np.random.default_rng(1).integers(3, 200, 4 * 63, np.uint16)
+    np.save(tmp_path / "a.npy", np.concatenate([np.full(8 * 4 * 63 + 1, 9, np.uint16), noise]))
+    words = "train_dataset.shuffle=false", "actor.optimizer.lr=3e-2", "total_train_steps=9"
+    summary = pretrain("jump", f"train_dataset.path={tmp_path / 'a.npy'}", *words, model="model")
+    said = (summary.records / "log.txt").read_text()
+    assert "step 9: the loss jumped from" in said and said.count("the loss jumped") == 1
