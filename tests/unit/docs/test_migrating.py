@@ -10,22 +10,14 @@ from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
 from pentad.config.foreign import NOT_BUILT, REMARKED, SPELLED, TRL, VERL
 from pentad.config.load import read_config
-from pentad.config.rules.start import unbuilt_problems
 from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
 from pentad.models.families import known_families
-from pentad.planner.prepare import prepare
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "migrating.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \| (same|not built|-|`[^`]+`) \| (.*?)\|$", PAGE, re.MULTILINE)
 KEYS = {there: here.strip("`") for there, here, _ in ROWS if not there.startswith("--")}
-REFUSED = [
-    (there, value)
-    for there, here, remark in ROWS
-    for value in re.findall(r"`(\w+)` is refused by `train`", remark)
-]
-"""Keys that exist, with a value that only `plan` takes."""
 
 
 def test_the_same_keys_exist():
@@ -92,17 +84,6 @@ def test_switches_are_those_of_the_command_line():
     page = {there: here.strip("`") for there, here, _ in ROWS if there.startswith("--")}
     switches = {f"--{name.replace('_', '-')}": f"mode: {mode}" for name, mode in MODES.items()}
     assert page == switches
-
-
-def test_values_that_train_refuses_are_all_on_the_page_and_refused():
-    assert len(REFUSED) == 2
-    overrides = [f"{key}={value}" for key, value in REFUSED]
-    config, _ = prepare(None, ["actor.path=Qwen/Qwen3-8B", *overrides], "plan")
-    said = [
-        str(problem).partition(":")[0].replace(" = ", "=")
-        for problem in unbuilt_problems(config, samples=True)
-    ]
-    assert sorted(said) == sorted(overrides)
 
 
 def test_allocations_parse():
