@@ -64,6 +64,24 @@ def checkpoint_root(config: Config) -> str:
     return config.checkpoint.local_dir or os.path.join(config.fileroot, "checkpoints")  # noqa: PTH118
 
 
+SCORERS = ("ref", "teacher")
+"""Roles of models that judge what was sampled and are not trained."""
+
+
+def frozen_models(config: Config) -> tuple[str, ...]:
+    """Those of `SCORERS` that the algorithm needs."""
+    needed = {"ref": config.algorithm.kl_coef, "teacher": config.algorithm.facts.needs_teacher}
+    return tuple(role for role in SCORERS if needed[role])
+
+
+def scorers(config: Config) -> tuple[str, ...]:
+    """Those of them that score on devices of their own; the others are weight tags of the actor."""
+    allocation = parsed_allocation(config)
+    if config.mode != "async" or allocation is None:
+        return ()
+    return tuple(role for role in frozen_models(config) if allocation.stands_alone(role))
+
+
 def are_apart(config: Config) -> bool | None:
     """Whether rollout and training have devices of their own; None where one is missing."""
     allocation = parsed_allocation(config)
@@ -122,13 +140,16 @@ def is_learner_apart(config: Config, num_devices: int | None) -> bool:
 def as_run(config: Config, allocation: Allocation, num_devices: int | None) -> Allocation:
     """Where components stand in a run: an embedded sampler that + joins to the actor is on the
     actor's devices all the same where both are one process, or where they may share GPUs and
-    there are not enough (+ then lets the two overlap in time)."""
+    there are not enough (+ then lets the two overlap in time). So are scorers in the last case."""
     rollout = allocation.find("rollout")
     if rollout is None or rollout.backend != "embedded":
         return allocation
     lacks = num_devices is not None and allocation.num_devices > num_devices
-    if is_one_process(config, num_devices) or (config.cluster.share_gpus and lacks):
-        return allocation.joined("rollout", "actor")
+    shares = config.cluster.share_gpus and lacks
+    roles = ("rollout", *scorers(config)) if shares else ("rollout",)
+    if shares or is_one_process(config, num_devices):
+        for role in roles:
+            allocation = allocation.joined(role, "actor")
     return allocation
 
 

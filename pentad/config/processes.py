@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pentad.config.derived import (
     allocation_of,
     as_run,
+    component_of,
     count_devices,
     has_storage_units,
     is_learner_apart,
     is_one_process,
+    scorers,
 )
 from pentad.config.schema import Config
 from pentad.core.layout import Allocation, Component
@@ -37,27 +39,43 @@ class RunProcess:
 
 def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
     """Of a config that passed its rules."""
+    learners, samplers, judges = _roles(config, kind)
     num_devices = count_devices(config) if kind == "cuda" else None
-    allocation = as_run(config, allocation_of(config), num_devices)
-    actor, rollout = allocation.find("actor"), allocation.find("rollout")
-    assert actor is not None, "checked with the config"
-    learners = _learners(config, allocation, actor, kind)
     is_alone = is_learner_apart(config, num_devices) and learners[0].started_by != "torchrun"
     if is_alone:
         trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
     else:
         trainers = [replace(learners[0], runs=("scheduler", *learners[0].runs)), *learners[1:]]
-    if rollout is None:
+    if allocation_of(config).find("rollout") is None:
         return trainers if is_alone else learners
     pool = [RunProcess(name="rewards", runs=("reward pool",))] if config.reward.functions else []
-    if is_one_process(config, num_devices):
-        return [replace(trainers[0], runs=(*trainers[0].runs, "rollout")), *pool]
-    samplers = _samplers(config, allocation, rollout, learners, kind)
+    threads = judges if samplers else [RunProcess(name="rollout", runs=("rollout",)), *judges]
+    trainers[0] = _holding(trainers[0], threads)
     units = [
         RunProcess(name=f"storage-{number}", runs=("storage unit",), node=None, started_by="ray")
         for number in range(config.num_data_storage_units if has_storage_units(config) else 0)
     ]
     return [*_sharing([*trainers, *samplers]), *units, *pool]
+
+
+def scorer_devices(config: Config) -> dict[str, int]:
+    """The GPU of each scorer."""
+    return {one.runs[0]: one.devices[0] for one in _roles(config, "cuda")[2]}
+
+
+def _roles(
+    config: Config, kind: DeviceKind
+) -> tuple[list[RunProcess], list[RunProcess], list[RunProcess]]:
+    """Learners, samplers that are processes, and scorers."""
+    num_devices = count_devices(config) if kind == "cuda" else None
+    allocation = as_run(config, allocation_of(config), num_devices)
+    actor, rollout = allocation.find("actor"), allocation.find("rollout")
+    assert actor is not None, "checked with the config"
+    learners = _learners(config, allocation, actor, kind)
+    samplers = []
+    if rollout is not None and not is_one_process(config, num_devices):
+        samplers = _samplers(config, allocation, rollout, learners, kind)
+    return learners, samplers, _scorers(config, allocation, [*learners, *samplers], kind)
 
 
 def _learners(
@@ -68,7 +86,8 @@ def _learners(
     if config.scheduler.type == "ray" and actor.world <= (per_node or actor.world):
         nodes = 1  # Ray places samplers; what trains is where the command is
     each = -(-actor.world // nodes)
-    roles = [part.role for part in allocation if not part.is_inference]
+    apart = scorers(config)
+    roles = [part.role for part in allocation if not part.is_inference and part.role not in apart]
     if config.algorithm.facts.needs_critic and "critic" not in roles:
         roles.append("critic")
     return [
@@ -115,6 +134,39 @@ def _samplers(
             by = given[index] if given else "you: rollout.server.addresses"
             place = replace(place, node=None, devices=(), num_gpus=0, started_by=by)
         found.append(place)
+    return found
+
+
+def _holding(lead: RunProcess, threads: list[RunProcess]) -> RunProcess:
+    """With what runs as its threads."""
+    return replace(
+        lead,
+        runs=(*lead.runs, *(role for one in threads for role in one.runs)),
+        devices=tuple(sorted({*lead.devices, *(at for one in threads for at in one.devices)})),
+        num_gpus=lead.num_gpus + sum(one.num_gpus for one in threads),
+    )
+
+
+def _scorers(
+    config: Config, allocation: Allocation, others: list[RunProcess], kind: DeviceKind
+) -> list[RunProcess]:
+    """One for each rank: on the first GPUs that the others leave, or where all share on theirs."""
+    actor = component_of(config, "actor")
+    taken = max((device for one in others if one.node == 0 for device in one.devices), default=-1)
+    found: list[RunProcess] = []
+    for role in scorers(config):
+        part = component_of(config, role)
+        is_shared = allocation.shares_devices(part, actor)
+        for rank in range(part.world):
+            device = rank if is_shared else taken + 1 + len(found)
+            found.append(
+                RunProcess(
+                    name=f"{role}-{rank}",
+                    runs=(f"{role} {rank}" if part.world > 1 else role,),
+                    devices=(device,) if kind == "cuda" else (),
+                    num_gpus=int(kind == "cuda"),
+                )
+            )
     return found
 
 

@@ -12,11 +12,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pentad.config.derived import allocation_for, are_apart, pipeline_size
+from pentad.config.derived import (
+    SCORERS,
+    allocation_for,
+    are_apart,
+    frozen_models,
+    parsed_allocation,
+    pipeline_size,
+)
 from pentad.config.describe import show, value_at
 from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.algorithms import SWITCHES
+from pentad.core.layout import Allocation, Component
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
@@ -49,10 +57,10 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     _expand_homes(draft)
     config = draft.config
     _choose_user(draft)
+    _choose_kl(draft)
     _choose_allocation(draft)
     _choose_mode(draft)
     _choose_offloading(draft)
-    _choose_kl(draft)
     _choose_correction(draft)
     _choose_start(draft)
     _choose_valid_dataset(draft)
@@ -122,11 +130,19 @@ def _choose_allocation(draft: _Draft) -> None:
     join = "|" if config.mode in (None, "colocate") else "+"
     if config.resource is None:
         why = "no devices were asked for" if join == "|" else f"mode = {config.mode}"
-        draft.set("allocation_mode", f"embedded:d1{join}archon:d1", why)
-        return
-    actor, rollout = (nodes * devices for nodes, devices in _pairs(config))
-    join = "|" if config.mode == "colocate" else "+"
-    draft.set("allocation_mode", f"embedded:d{rollout}{join}archon:d{actor}", "from resource")
+        actor = rollout = 1
+    else:
+        why = "from resource"
+        actor, rollout = (nodes * devices for nodes, devices in _pairs(config))
+        join = "|" if config.mode == "colocate" else "+"
+    sides = (
+        Component("embedded", None, (("d", rollout),)),
+        Component("archon", None, (("d", actor),)),
+    )
+    chosen = Allocation((sides,) if join == "|" else tuple((side,) for side in sides))
+    if config.mode == "async":
+        chosen = chosen.with_own(frozen_models(config))
+    draft.set("allocation_mode", str(chosen), why)
 
 
 def _pairs(config: Config) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -137,8 +153,11 @@ def _pairs(config: Config) -> tuple[tuple[int, int], tuple[int, int]]:
 def _choose_mode(draft: _Draft) -> None:
     if draft.config.mode is not None:
         return
-    apart = are_apart(draft.config)
-    if apart:
+    apart, allocation = are_apart(draft.config), parsed_allocation(draft.config)
+    alone = [role for role in SCORERS if allocation and allocation.stands_alone(role)]
+    if apart and alone:
+        draft.set("mode", "async", f"{' and '.join(alone)} scores on devices of its own")
+    elif apart:
         draft.set("mode", "hybrid", "rollout and training have devices of their own")
     elif apart is not None:
         draft.set("mode", "colocate", "rollout and training share devices")

@@ -15,8 +15,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from pentad.core.errors import Problem, UserError
 
@@ -215,6 +215,17 @@ class Allocation:
 
     def shares_devices(self, first: Component, second: Component) -> bool:
         return any(first in group and second in group for group in self.groups)
+
+    def stands_alone(self, role: str) -> bool:
+        """Whether the role has devices of its own, apart from those that train and sample."""
+        part, others = self.find(role), [self.find("actor"), self.find("rollout")]
+        return part is not None and not any(o and self.shares_devices(part, o) for o in others)
+
+    def with_own(self, roles: Sequence[str]) -> Allocation:
+        """With a device more for each of the roles; every component has its name then."""
+        named = [tuple(replace(part, name=part.role) for part in group) for group in self.groups]
+        added = [(Component("archon", role, (("d", 1),)),) for role in roles]
+        return Allocation((*named, *added)) if added else self
 
     def joined(self, first: str, second: str) -> Allocation:
         """With the first role on the devices of the second."""

@@ -4,6 +4,8 @@
        ^------fail--------'                  ^----release-----'
        any live state --drop--> dropped(reason)
 
+Where scorers write columns of every group first, a commit makes it sampled, and `score` ready.
+
 A group's gid is the ordinal of its prompt in the prompt stream. At admission it takes the lowest
 free slot of its batch; when it is dropped, the slot is free again and the next ordinal takes it, so
 a trained batch always holds `groups_per_batch` groups. Batches are filled oldest first.
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Literal
 
-LiveState = Literal["planned", "running", "ready", "leased"]
+LiveState = Literal["planned", "running", "sampled", "ready", "leased"]
 
 
 class LedgerError(RuntimeError):
@@ -64,9 +66,10 @@ class _Batch:
 
 
 class Ledger:
-    def __init__(self, groups_per_batch: int) -> None:
+    def __init__(self, groups_per_batch: int, *, has_scorers: bool = False) -> None:
         assert groups_per_batch > 0, "a batch holds at least one group"
         self.groups_per_batch = groups_per_batch
+        self.has_scorers = has_scorers
         self.next_gid = 0
         self._live: dict[int, _Entry] = {}
         """In gid order: groups enter by ordinal, and only leave."""
@@ -78,6 +81,8 @@ class Ledger:
         """No batch below has a free slot."""
         self._trained = 0
         self._dropped: dict[str, int] = {}
+        self.num_sampled = 0
+        """Groups that wait for their scores."""
 
     # -- planning -------------------------------------------------------------------------------
 
@@ -119,7 +124,19 @@ class Ledger:
         self._check_begun(gid, attempt, "commit")
         if not self.is_current(gid, attempt):
             return False
-        self._live[gid].state = "ready"
+        self._live[gid].state = "sampled" if self.has_scorers else "ready"
+        self.num_sampled += self.has_scorers
+        return True
+
+    def score(self, gid: int, attempt: int) -> bool:
+        """The columns of all scorers are in the store. False, and no change, if the attempt is
+        over."""
+        self._check_begun(gid, attempt, "score")
+        entry = self._live.get(gid)
+        if entry is None or entry.state != "sampled" or attempt < entry.num_attempts - 1:
+            return False
+        entry.state = "ready"
+        self.num_sampled -= 1
         return True
 
     def fail(self, gid: int, attempt: int) -> bool:
@@ -135,8 +152,9 @@ class Ledger:
         """Ends the group untrained; its slot is free for the next ordinal."""
         if not reason:
             raise LedgerError(f"group {gid} cannot be dropped without a reason")
-        entry = self._expect(gid, "drop", "planned", "running", "ready", "leased")
+        entry = self._expect(gid, "drop", "planned", "running", "sampled", "ready", "leased")
         del self._live[gid]
+        self.num_sampled -= entry.state == "sampled"
         batch = self._batches[entry.batch]
         del batch.slots[entry.slot]
         heappush(batch.free, entry.slot)
@@ -147,7 +165,7 @@ class Ledger:
 
     def lease(self, batch: int, slots: Iterable[int] | None = None) -> list[int]:
         """Takes the ready groups in these slots (default: of the whole batch), in slot order."""
-        wanted = self._ready_in(batch, self._all_slots if slots is None else slots)
+        wanted = self.gids_at(batch, self._all_slots if slots is None else slots, "ready")
         for gid in wanted:
             self._live[gid].state = "leased"
         return wanted
@@ -171,9 +189,10 @@ class Ledger:
             self._live[gid].state = "ready"
 
     def lose(self, gid: int) -> None:
-        """The samples of a ready or leased group are gone: the same attempt, with the seeds it had,
-        is made again."""
-        entry = self._expect(gid, "be lost", "ready", "leased")
+        """The samples of a group are gone: the same attempt, with the seeds it had, is made
+        again."""
+        entry = self._expect(gid, "be lost", "sampled", "ready", "leased")
+        self.num_sampled -= entry.state == "sampled"
         entry.state = "planned"
         entry.num_attempts -= 1
 
@@ -204,6 +223,12 @@ class Ledger:
             if slot not in held or held[slot] not in live or live[held[slot]].state != "ready":
                 return False
         return True
+
+    def gids_at(self, batch: int, slots: Iterable[int], *states: LiveState) -> list[int]:
+        """Those of the groups in these slots that are in one of the states, in slot order."""
+        held = self._batches.get(batch, _NO_BATCH).slots
+        gids = [held[slot] for slot in sorted(slots) if slot in held]
+        return [gid for gid in gids if gid in self._live and self._live[gid].state in states]
 
     def gids_in(self, state: LiveState) -> list[int]:
         """All groups in one state, in gid order."""
@@ -237,10 +262,13 @@ class Ledger:
         }
 
     @classmethod
-    def restore(cls, snapshot: Mapping[str, Any], available: Collection[int]) -> Ledger:
-        """Continues from a snapshot; of the groups in `available` the store holds the samples.
-        LookupError, TypeError or ValueError for what `snapshot` would not give."""
-        ledger = cls(int(snapshot["groups_per_batch"]))
+    def restore(
+        cls, snapshot: Mapping[str, Any], available: Collection[int], *, has_scorers: bool = False
+    ) -> Ledger:
+        """Continues from a snapshot; of the groups in `available` the store holds the samples,
+        which are scored anew. LookupError, TypeError or ValueError for what `snapshot` would not
+        give."""
+        ledger = cls(int(snapshot["groups_per_batch"]), has_scorers=has_scorers)
         ledger.next_gid = int(snapshot["next_gid"])
         ledger._first_batch = int(snapshot["first_batch"])
         ledger._trained = int(snapshot["trained"])
@@ -254,8 +282,9 @@ class Ledger:
             *place, state, attempts = saved
             gid, batch, slot, num_attempts = map(int, (*place, attempts))
             entry = _Entry(batch, slot, state, num_attempts)
-            if entry.state in ("ready", "leased") and gid in available:
-                entry.state = "ready"
+            if entry.state in ("sampled", "ready", "leased") and gid in available:
+                entry.state = "sampled" if has_scorers else "ready"
+                ledger.num_sampled += has_scorers
             elif entry.state != "planned":
                 entry.state, entry.num_attempts = "planned", num_attempts - 1
             ledger._live[gid] = entry
@@ -269,11 +298,6 @@ class Ledger:
     @property
     def _all_slots(self) -> range:
         return range(self.groups_per_batch)
-
-    def _ready_in(self, batch: int, slots: Iterable[int]) -> list[int]:
-        held = self._batches.get(batch, _NO_BATCH).slots
-        gids = [held[slot] for slot in sorted(slots) if slot in held]
-        return [gid for gid in gids if gid in self._live and self._live[gid].state == "ready"]
 
     def _all_leased(self, gids: Iterable[int], verb: str) -> list[int]:
         """Checked before anything changes, so that a verb applies to all of its groups or none."""

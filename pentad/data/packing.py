@@ -154,7 +154,7 @@ def _arrays_of(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
     for name in ARRAYS:
         if (array := getattr(sample, name)) is not None:
             yield name, array
-    for name, column in sample.columns.items():
+    for name, column in list(sample.columns.items()):  # a scorer may write one meanwhile
         yield COLUMN + name, np.asarray(column)
 
 

@@ -14,6 +14,7 @@ from pentad.config.derived import (
     checkpoint_root,
     compute_bytes,
     count_devices,
+    frozen_models,
     is_recoverable,
     is_saved_within,
     num_checkpoints,
@@ -239,11 +240,7 @@ def plan_trainer(part: Placed, allocation: Allocation, batch: Batch, device: Dev
 
 def num_tags(config: Config, allocation: Allocation) -> int:
     """Copies of further models that are swapped into the actor's place."""
-    wanted = {
-        "ref": bool(config.algorithm.kl_coef),
-        "teacher": config.algorithm.facts.needs_teacher,
-    }
-    return sum(need and allocation.find(role) is None for role, need in wanted.items())
+    return sum(allocation.find(role) is None for role in frozen_models(config))
 
 
 def plan_sampler(

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import component_of, layout_of, snapshot_on_host, store_kind
+from pentad.config.derived import (
+    component_of,
+    layout_of,
+    scorers,
+    snapshot_on_host,
+    store_kind,
+)
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.errors import RunError, Transient
@@ -59,6 +65,8 @@ from pentad.trainer.run import (
 )
 from pentad.trainer.samplers import open_handoff, open_samplers, ray_places
 from pentad.trainer.scheduler import Scheduler
+from pentad.trainer.score_pump import ScorePump
+from pentad.trainer.scorers import open_scorers
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
 from pentad.trainer.sft import run_sft
@@ -157,7 +165,7 @@ class Assembly:
             self._build(size)
         self.size = size
         self.state = RunState(
-            Ledger(config.train_dataset.batch_size),
+            Ledger(config.train_dataset.batch_size, has_scorers=bool(scorers(config))),
             self.store,
             Budget(config.train_dataset.batch_size, config.max_staleness, num_steps),
         )
@@ -171,6 +179,8 @@ class Assembly:
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.other_tags: set[str] = set()
         """Tags of the checkpoint that the config takes from elsewhere now."""
+        self.keeps_ref = False
+        """Whether a scorer was the reference of the checkpoint."""
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
 
@@ -261,6 +271,7 @@ class Assembly:
                 self.turnstile = Turnstile(self.placement, samplers, offload)
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
+                self.scorers = await self._open_scorers(stack)
                 await self._begin(evaluator)
             # From here on what was trained is saved first, whoever asks to stop.
             stepping.enter_context(stop_flag())
@@ -336,6 +347,12 @@ class Assembly:
             Path(snapshot.ticket.place).unlink()
         return snapshot
 
+    async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, LearnerThread]:
+        if not scorers(self.config):
+            return {}
+        longest = self.size.max_row_tokens
+        return await open_scorers(self.config, self.state.store, longest, self.device, stack)
+
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""
         if self.placement.offload_train:
@@ -396,6 +413,7 @@ class Assembly:
         before, now = checkpoint.manifest.facts["config"], self.config
         paths = {"ref": now.ref.path, "teacher": now.teacher.path}
         self.other_tags = {tag for tag, path in paths.items() if before[tag]["path"] != path}
+        self.keeps_ref = before["mode"] == "async" and bool(before["algorithm"]["kl_coef"])
         for line in self.open.recorder.evaluations():  # one may have ended after the commit
             self._scored(line)
         return checkpoint.step + 1
@@ -409,7 +427,8 @@ class Assembly:
     def _load_tags(self) -> None:
         saved = self.recover.counters.get("default", {"tags": ()})["tags"]
         has = sorted(set(saved) - self.other_tags)
-        self.calls.call("load_tags", has=has, step=self.trained)
+        keeps_ref = self.keeps_ref and "ref" not in self.other_tags
+        self.calls.call("load_tags", has=has, step=self.trained, keeps_ref=keeps_ref)
 
     def _scheduler(
         self, reward: RewardScorer | None, evaluator: Evaluator | None, stack: AsyncExitStack
@@ -455,7 +474,10 @@ class Assembly:
             is_watched=self.calls.is_apart,
             check=self.calls.check,
         )
-        return Scheduler(state, rollout, train, publish, watchdog)
+        score = ScorePump(
+            state, self.scorers, self.placement, num_chunks=config.num_iters_per_train_update
+        )
+        return Scheduler(state, rollout, train, publish, watchdog, score if self.scorers else None)
 
     def _prober(self) -> Prober | None:
         """On-policy the trained tokens themselves tell whether the one sampler is up to date."""

@@ -1,4 +1,4 @@
-"""The one thread from which a learner is called, so that the order of its calls is one order."""
+"""The one thread from which a learner or a scorer is called: its calls have one order."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Calls(Protocol):
 class LearnerThread:
     """A daemon: a call that never returns must not keep the program from ending."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, name: str = "learner") -> None:
         self.calls = calls
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.since: float | None = None
         """When the call under way began."""
         self.is_given_up = False
         """Set by who will not wait for the call under way."""
-        self.thread = threading.Thread(target=self._work, name="learner", daemon=True)
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
     async def call(self, method: str, **arguments: Any) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,7 @@ from pentad.config.derived import layout_of
 from pentad.config.rules.algorithm import longest_sample, sample_limit
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
+from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
@@ -88,13 +91,49 @@ def build_role(
     )
 
 
+def build_scorer(config: Config, role: str, max_row_tokens: int, *, device: torch.device) -> Engine:
+    """The engine of `ref` or `teacher` on ranks of its own; it computes as the actor does.
+
+    A reference without a folder is the actor as it was before the first step.
+    """
+    given = config.ref.path if role == "ref" else config.teacher.path
+    path, layout = given or config.actor.path, layout_of(config, role)
+    assert path is not None, "checked with the config"
+    settings = engine_settings(
+        config.actor,
+        device,
+        pp=layout.pp,
+        world=layout.world,
+        temperature=config.gconfig.temperature,
+        total_steps=0,
+        max_row_tokens=max_row_tokens,
+        strict=config.strict,
+    )
+    weights = Path(given).expanduser() if given else weights_folder(config, "actor")
+    return build_engine(
+        path,
+        replace(settings, optimizer=None),
+        device=device,
+        layout=layout,
+        init_from_scratch=weights is None,
+        seed=config.seed,
+        weights=weights,
+        backend=backend_of(config, role),
+    )
+
+
 def build_update(
-    config: Config, algorithm: AlgorithmSettings, learner: Learner, critic: Learner | None
+    config: Config,
+    algorithm: AlgorithmSettings,
+    learner: Learner,
+    critic: Learner | None,
+    scored_apart: Collection[str],
 ) -> BatchUpdate:
     return BatchUpdate(
         learner,
         algorithm,
         critic=critic,
+        scored_apart=scored_apart,
         max_new_tokens=sample_limit(config),
         num_updates=config.updates_per_batch,
         compute_advantages=config.compute_advantages_and_returns,
@@ -103,13 +142,19 @@ def build_update(
 
 
 def load_tags(
-    learner: Learner, config: Config, algorithm: AlgorithmSettings, has: Collection[str], step: int
+    learner: Learner, config: Config, needed: Collection[str], step: int, *, keeps_ref: bool
 ) -> None:
-    """The frozen weights that the algorithm needs and the learner does not have yet, after `step`
-    steps."""
-    needed = set(algorithm.needs_tags) - set(has)
+    """The frozen weights that the learner scores with and does not have yet, after `step` steps.
+    `keeps_ref`: so far the reference was the actor as it was before the first of them."""
     if "ref" in needed and config.ref.path:
         learner.load_tag("ref", config.ref.path)
+    elif "ref" in needed and keeps_ref:
+        folder = weights_folder(config, "actor")
+        if folder is None:
+            rule = "the reference was the actor with its first weights so far, and those are random"
+            remedy = "go on in mode: async, with a component for the reference"
+            raise UserError(Problem(f"mode = {config.mode}", rule, remedy))
+        learner.load_tag("ref", folder)
     elif "ref" in needed:
         learner.save_tag("ref")
         if step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from pentad.config.catalog import register_models
 from pentad.config.derived import allocation_of
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.machines import machine_problems
-from pentad.config.rules.model import stop_ids_are_words
+from pentad.config.rules.model import frozen_paths, stop_ids_are_words
 from pentad.config.rules.start import (
     cache_problems,
     device_problems,
@@ -27,7 +28,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind
 from pentad.data.prompts import PromptStream, open_prompts
-from pentad.data.tokenizer import Tokenizer, load_tokenizer
+from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
 from pentad.rollout.registry import load_workflow
 from pentad.rollout.workflows import Workflow
@@ -84,6 +85,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     stream = valid = None
     if dims is not None and tokenizer is not None:
         asked.problems += vocabulary_problems(path, dims, tokenizer)
+        asked.problems += token_problems(config, tokenizer)
         asked.problems += stop_ids_are_words(config, dims)
         asked.problems += cache_problems(config, dims, kind_of(device))
         asked.problems += disk_problems(config, dims, kind_of(device))
@@ -202,6 +204,21 @@ def vocabulary_problems(
         "they belong to different models"
     )
     return [Problem(f"{key} = {path}", rule)]
+
+
+def token_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
+    """Reference and teacher judge the actor's ids: to them these must mean the same tokens."""
+    problems = []
+    for key, path in frozen_paths(config).items():
+        if path is None or not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+            continue
+        theirs, ours = load_tokenizer(path).inner.get_vocab(), tokenizer.inner.get_vocab()
+        other = next((t for t, at in ours.items() if theirs.get(t, at) != at), None)
+        if other is not None:
+            rule = f"{other!r} is token {theirs[other]} there, and {ours[other]} of the actor"
+            remedy = "give a model with the tokenizer of the actor"
+            problems.append(Problem(f"{key} = {path}", rule, remedy))
+    return problems
 
 
 def answer_problems(

@@ -24,7 +24,7 @@ from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, stat
 from pentad.checkpoint.hold import holding
 from pentad.checkpoint.restore import restore_learner
 from pentad.config.catalog import register_models
-from pentad.config.derived import component_of, layout_of, parsed_allocation
+from pentad.config.derived import component_of, layout_of, parsed_allocation, scorers
 from pentad.config.rules.resume import judge_changes
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -249,8 +249,9 @@ def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Re
     learner, critic = learners["actor"], learners.get("critic")
     has = restore(plan, learners)
     trained = plan.batches[0].step - 1
-    load_tags(learner, config, algorithm, has, trained)
-    update = build_update(config, algorithm, learner, critic)
+    scored_apart = scorers(Config.model_validate(last.facts["config"]))
+    update = build_update(config, algorithm, learner, critic, scored_apart)
+    load_tags(learner, config, set(update.tags) - has, trained, keeps_ref=False)
     place = place_of(device, layout_of(config, "actor"))
     changed = differences(last.facts["place"], place)
     tolerance = TOLERANCES[compute_dtype(config.actor, device)] if changed else 0.0

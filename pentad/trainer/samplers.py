@@ -277,8 +277,7 @@ def server_devices(config: Config) -> tuple[int, ...]:
     component, actor = component_of(config, "rollout"), component_of(config, "actor")
     if allocation.shares_devices(component, actor):
         return tuple(n % actor.world for n in range(component.world))
-    first = sum(part.world for part in allocation if not part.is_inference)
-    return tuple(range(first, first + component.world))
+    return tuple(range(actor.world, actor.world + component.world))
 
 
 # What is checked before anything starts.

@@ -1,13 +1,15 @@
-"""The scheduler: three pumps and a watchdog on one event loop, and how a run ends.
+"""The scheduler: its pumps and a watchdog on one event loop, and how a run ends.
 
     prompts --(admit: budget)--> rollout pump --(commit)--> ledger + store
+    [ledger + store --(columns)--> score pump --(score)--> ledger + store]   with scorers apart
     ledger + store --(lease)--> train pump --(snapshot)--> publish pump --(install)--> samplers
     publish pump --(published)--> budget, which opens the next batch
 
 | pump    | waits for                  | is unblocked by            |
 |---------|----------------------------|----------------------------|
 | rollout | a free slot the budget allows | publish, a dropped group |
-| train   | the next groups of its batch  | a committed group        |
+| score   | sampled groups                | a committed group        |
+| train   | the next groups of its batch  | a committed or scored group |
 | publish | a snapshot                    | a finished step          |
 """
 
@@ -43,12 +45,14 @@ class Scheduler:
         train: Pump,
         publish: Pump,
         watchdog: Watchdog,
+        score: Pump | None = None,
     ) -> None:
         self.state = state
         self.rollout = rollout
         self.train = train
         self.publish = publish
         self.watchdog = watchdog
+        self.score = score
 
     async def run(self) -> None:
         """Until all batches are trained and published, or a signal asked to stop. Raises the first
@@ -62,6 +66,8 @@ class Scheduler:
                         tasks.create_task(self.rollout.run(), name="rollout pump"),
                         tasks.create_task(self.train.run(), name="train pump"),
                     ]
+                    if self.score is not None:
+                        pumps.append(tasks.create_task(self.score.run(), name="score pump"))
                     await asyncio.gather(*pumps)
                     watching.cancel()
         except BaseExceptionGroup as failures:

@@ -18,6 +18,7 @@ from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.staging import HostMemory
 from pentad.checkpoint.writer import Pending, Writer
+from pentad.config.derived import scorers
 from pentad.config.schema import Config
 from pentad.core.errors import RunError, UserError
 from pentad.core.group_values import gather_values
@@ -259,11 +260,12 @@ class LearnerService(EngineService):
         for role in roles:
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
         actor, critic = self.engines["actor"], self.engines.get("critic")
-        self.update = build_update(self.config, self.algorithm, actor, critic)
+        self.update = build_update(self.config, self.algorithm, actor, critic, scorers(self.config))
 
-    def load_tags(self, has: list[str], step: int) -> None:
-        """The frozen weights that the algorithm needs besides those it has, after `step` steps."""
-        load_tags(self.engines["actor"], self.config, self.algorithm, has, step)
+    def load_tags(self, has: list[str], step: int, keeps_ref: bool) -> None:
+        """The frozen weights that it scores with besides those it has, after `step` steps."""
+        needed = set(self.update.tags) - set(has)
+        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
 
     def open_store(self, address: dict[str, Any]) -> None:
         """Where the groups are; what is learned from them does not ask for their prompts."""

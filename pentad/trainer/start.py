@@ -22,8 +22,8 @@ FAMILY_NAMES = {"qwen2.5": "qwen2"}
 """What others call a family -> its `model_type`."""
 
 
-def backend_of(config: Config, role: Role) -> Literal["archon", "fsdp"]:
-    """Whose models a role trains."""
+def backend_of(config: Config, role: str) -> Literal["archon", "fsdp"]:
+    """Whose models a role has."""
     return "fsdp" if component_of(config, role).backend == "fsdp" else "archon"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pentad.core.failures import GivenUp
 from pentad.core.types import Group
-from pentad.data.ledger import Ledger
+from pentad.data.ledger import Ledger, LiveState
 from pentad.data.store import GroupStore, MissingGroups
 from pentad.trainer.budget import Budget
 
@@ -89,7 +89,8 @@ class RunState:
             self.working.remove(what)
 
     def progress(self) -> DataProgress:
-        gids = [*self.ledger.gids_in("ready"), *self.ledger.gids_in("leased")]
+        states: tuple[LiveState, ...] = ("sampled", "ready", "leased")
+        gids = [gid for state in states for gid in self.ledger.gids_in(state)]
         return DataProgress(self.ledger.snapshot(), tuple(sorted(gids)), self.store)
 
     def lease(self, batch: int, slots: Iterable[int]) -> list[Group] | None:
@@ -102,18 +103,26 @@ class RunState:
             if not self.store.can_lose:
                 raise
         self.ledger.release(gids)
-        lost = self.store.missing(self.ledger.gids_in("ready"))
+        self.plan_lost("ready")
+        return None
+
+    def plan_lost(self, state: LiveState) -> None:
+        """Plans again what the store has lost of the groups in this state."""
+        lost = self.store.missing(self.ledger.gids_in(state)) if self.store.can_lose else []
+        if not lost:
+            return
         self.num_losses += 1
         text = f"the store lost the samples of {len(lost)} groups"
         if self.num_losses > MAX_LOSSES:
-            often = f"for the {self.num_losses}th time before batch {batch} was trained"
+            often = (
+                f"for the {self.num_losses}th time before batch {self.budget.trained} was trained"
+            )
             raise GivenUp(f"{text} {often}: its storage units do not stay up")
         log.warning("%s, which are sampled again with the same seeds", text)
         for gid in lost:
             self.ledger.lose(gid)
         self.planned += lost
         self.changed.notify()
-        return None
 
     async def keep(self, groups: Iterable[Group]) -> None:
         """Until cancelled: puts again what the store loses of these while they are read."""
@@ -132,7 +141,7 @@ class RunState:
         batches = {gid: batch for gid, batch, *_ in snapshot["live"]}
         oldest = self.budget.max_staleness
         kept = {g.gid: g for g in groups if batches[g.gid] - g.min_version <= oldest}
-        restored = Ledger.restore(snapshot, kept)
+        restored = Ledger.restore(snapshot, kept, has_scorers=self.ledger.has_scorers)
         self.store.delete(self.progress().gids)
         self.ledger = restored
         for group in kept.values():

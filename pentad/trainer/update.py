@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,6 +51,7 @@ class BatchUpdate:
         settings: AlgorithmSettings,
         *,
         critic: Learner | None = None,
+        scored_apart: Collection[str] = (),
         max_new_tokens: int,
         num_updates: int = 1,
         compute_advantages: bool = True,
@@ -59,6 +60,9 @@ class BatchUpdate:
         self.learner = learner
         self.critic = critic
         self.settings = settings
+        self.tags = sorted(settings.needs_tags - set(scored_apart))
+        """Frozen weights that the learner scores with; of others the columns come with the
+        groups."""
         self.max_new_tokens = max_new_tokens
         self.num_updates = num_updates
         self.compute_advantages = compute_advantages
@@ -157,9 +161,8 @@ class BatchUpdate:
         """Adds the columns that the algorithm needs and no one has written yet."""
         samples = samples_of(groups)
         rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples]
-        for tag, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
-            if tag in self.settings.needs_tags:
-                _write(samples, column, self.learner.forward(rows, tag), "logprobs")
+        for tag in self.tags:
+            _write(samples, column_of(tag), self.learner.forward(rows, tag), "logprobs")
         routed = [
             replace(row, routes=torch.from_numpy(sample.routes).long())
             for row, sample in zip(rows, samples, strict=True)
@@ -179,6 +182,11 @@ def chunk_slots(size: int, num_chunks: int) -> list[range]:
     """The parts of a batch of `size` groups that are trained one after the other."""
     bounds = [chunk * size // num_chunks for chunk in range(num_chunks + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def column_of(tag: str) -> str:
+    """Where the log-probs under frozen weights are found."""
+    return f"{tag}_logprobs"
 
 
 def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import json
 import random
 import selectors
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.scheduler import Scheduler
+from pentad.trainer.score_pump import ScorePump
 from pentad.trainer.state import RunState
 from pentad.trainer.train_pump import TrainedBatch, TrainPump
 
@@ -75,6 +76,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.clock.now
 
 
+class SimulatedScorer:
+    """In the place of the thread that calls a scorer."""
+
+    def __init__(self, simulation: "Simulation", role: str) -> None:
+        self.simulation = simulation
+        self.role = role
+
+    async def call(self, method: str, gids: list[int]) -> None:
+        store = self.simulation.state.store
+        self.simulation.lose_unit()
+        while store.missing(gids):
+            await asyncio.sleep(0.2)
+        groups = store.get(gids)
+        await self.simulation.pass_time(self.simulation.world.score_s)
+        for group in groups:
+            columns = {f"{self.role}_logprobs": [one.rollout_logprobs for one in group.samples]}
+            store.write(group.gid, group.attempt, columns)
+
+
 @dataclass
 class World:
     """What a schedule is drawn from; durations in virtual seconds."""
@@ -91,6 +111,8 @@ class World:
     train_s: float = 1.0
     publish_s: float = 0.2
     lease_s: float = 20.0
+    num_scorers: int = 0
+    score_s: float = 0.5
     faults: dict[str, float] = field(default_factory=dict)
     """Kind -> probability, of a group unless said otherwise."""
     num_ends: int = 0
@@ -153,6 +175,7 @@ class SimulatedLearner:
             while self.simulation.state.store.missing(arguments["gids"]):
                 await asyncio.sleep(0.2)
             self.simulation.check_lags(arguments["gids"])
+            self.simulation.check_scores(arguments["gids"])
             await self.simulation.pass_time(self.simulation.world.train_s)
 
     async def run(self, function: Callable[[], Any]) -> Any:
@@ -230,10 +253,11 @@ class Simulation:
     def _build(self) -> None:
         world = self.world
         self.budget = Budget(world.groups_per_batch, world.max_staleness, world.num_batches)
-        self.state = RunState(Ledger(world.groups_per_batch), LosingStore(), self.budget)
+        ledger = Ledger(world.groups_per_batch, has_scorers=world.num_scorers > 0)
+        self.state = RunState(ledger, LosingStore(), self.budget)
         if self.saved is not None:
-            ledger, groups, trained = self.saved
-            self.state.resume(json.loads(ledger), groups, trained)
+            saved, groups, trained = self.saved
+            self.state.resume(json.loads(saved), groups, trained)
         self.ended = dict(self.ended_when_saved)
         self._watch_ends(self.state.ledger)
         self.tasks: list[asyncio.Task[None]] = []
@@ -258,7 +282,12 @@ class Simulation:
         )
         train = self._train_pump(publish, placement, turnstile)
         forever = SimpleNamespace(run=asyncio.Event().wait)
-        self.scheduler = Scheduler(self.state, rollout, train, publish, forever)
+        roles = ("ref", "teacher")[: world.num_scorers]
+        self.scorers = {role: SimulatedScorer(self, role) for role in roles}
+        score = ScorePump(self.state, self.scorers, placement, num_chunks=world.num_chunks)
+        self.scheduler = Scheduler(
+            self.state, rollout, train, publish, forever, score if self.scorers else None
+        )
 
     def _train_pump(
         self, publish: PublishPump, placement: Placement, turnstile: Turnstile
@@ -336,7 +365,7 @@ class Simulation:
             raise DataFailure("reward_error", "no reward", is_final=True)
         if self.happens("infra_failure"):
             raise InfraFailure("no replica is left")
-        return Group(prompt, [sample(*versions)], attempt)
+        return Group(prompt, [replace(sample(*versions), columns={})], attempt)
 
     async def _on(self, replica: Replica) -> list[int] | None:
         """Versions of the tokens; None if the replica died meanwhile."""
@@ -370,6 +399,11 @@ class Simulation:
             assert versions.max() <= trained, "a token of the future"
             lag = trained - versions.min()
             assert lag <= self.world.max_staleness, f"group {group.gid} has lag {lag}"
+
+    def check_scores(self, gids: list[int]) -> None:
+        wanted = {f"{role}_logprobs" for role in self.scorers}
+        for group in self.state.store.get(gids):
+            assert wanted == group.samples[0].columns.keys(), "it is trained without its scores"
 
     def fetch(self, version: int) -> Snapshot:
         self.newest_version = version

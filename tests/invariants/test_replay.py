@@ -36,13 +36,12 @@ def assert_equal(run, step, first, num_numbers):
         (("algorithm.name=grpo",), 3),
         (("algorithm.name=ppo", "updates_per_batch=2", "critic.gradient_checkpointing=false"), 5),
         (("algorithm.name=dapo", "num_iters_per_train_update=3"), 3),
-        (("algorithm.kl_coef=0.1", "ref_update_interval=1", "max_staleness=1", "mode=async"), 3),
+        (("algorithm.kl_coef=0.1", "ref_update_interval=1", "max_staleness=1", "mode=hybrid"), 3),
+        (("algorithm.kl_coef=0.1", "max_staleness=1", "mode=async"), 3),
     ],
-    ids=["grpo", "ppo", "dapo", "off-policy"],
+    ids=["grpo", "ppo", "dapo", "off-policy", "scorer apart"],
 )
 def test_a_step_trained_again_gives_the_numbers_of_its_record(lab, words, per_step):
-    if "mode=async" in words:  # its scorers would need devices of their own
-        words = (*words[:3], "mode=hybrid")
     run = lab.train(*words, *SAVED).records
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert_equal(run, 1, 1, per_step)

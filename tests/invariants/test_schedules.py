@@ -41,6 +41,8 @@ def world_of(seed: int) -> World:
         publish_s=draw.choice([0.0, 0.2, 4.0]),
         faults=faults,
         num_ends=draw.choice([0, 0, 1, 3]),
+        num_scorers=0 if is_shared else draw.choice([0, 1, 2]),
+        score_s=draw.choice([0.1, 1.0, 5.0]),
     )
 
 

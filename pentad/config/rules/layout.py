@@ -119,15 +119,11 @@ def cluster_size(
         f"has {num_devices}"
     )
     remedy = f"set cluster.n_nodes={-(-needed // per_node)}, or make the axes smaller"
-    joined = allocation.joined("rollout", "actor")
-    if joined != allocation and joined.num_devices <= num_devices and not _has_servers(joined):
+    cluster = config.cluster.model_copy(update={"share_gpus": True})
+    joined = as_run(config.model_copy(update={"cluster": cluster}), allocation, num_devices)
+    if joined != allocation and joined.num_devices <= num_devices:
         remedy += "; cluster.share_gpus=true lets rollout and training share theirs"
     yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
-
-
-def _has_servers(allocation: Allocation) -> bool:
-    rollout = allocation.find("rollout")
-    return rollout is not None and rollout.backend != "embedded"
 
 
 def roles(config: Config, allocation: Allocation) -> Iterator[Problem]:

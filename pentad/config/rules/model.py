@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from pentad.config.catalog import dims_of, model_type
-from pentad.config.derived import known_dims, parsed_allocation, problems_of
+from pentad.config.derived import (
+    frozen_models,
+    known_dims,
+    parsed_allocation,
+    problems_of,
+    scorers,
+)
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -63,11 +69,7 @@ def uncounted(config: Config) -> str | None:
 def unknown_models(config: Config, skip: frozenset[str]) -> list[Problem]:
     """Further models whose dimensions cannot be found out."""
     has_critic = config.algorithm.facts.needs_critic
-    paths = {
-        "critic.path": config.critic.path if has_critic else None,
-        "ref.path": config.ref.path if config.algorithm.kl_coef else None,
-        "teacher.path": config.teacher.path if config.algorithm.facts.needs_teacher else None,
-    }
+    paths = {"critic.path": config.critic.path if has_critic else None, **frozen_paths(config)}
     problems: list[Problem] = []
     for key, path in paths.items():
         if path is None or path == config.actor.path or key in skip:
@@ -113,23 +115,31 @@ def stop_ids_are_words(config: Config, dims: ModelDims) -> Iterator[Problem]:
 
 
 def tags_are_alike(config: Config, actor: ModelDims) -> Iterator[Problem]:
-    """Reference and teacher are other weights of the actor's model, so they are made like it."""
-    paths = {
-        "ref.path": config.ref.path if config.algorithm.kl_coef else None,
-        "teacher.path": config.teacher.path if config.algorithm.facts.needs_teacher else None,
-    }
-    for key, path in paths.items():
+    """Reference and teacher are other weights of the actor's model, so they are made like it;
+    on devices of their own they need no more than its tokens."""
+    apart = {f"{role}.path" for role in scorers(config)}
+    for key, path in frozen_paths(config).items():
         dims = known_dims(path)
         if dims is None:
             continue
         given, wanted = asdict(dims), asdict(actor)
-        unlike = [n for n in given if n not in OF_THE_ACTOR and given[n] != wanted[n]]
+        asked = [OF_A_SCORER] if key in apart else [n for n in given if n not in OF_THE_ACTOR]
+        unlike = [name for name in asked if given[name] != wanted[name]]
         if unlike:
             name = unlike[0]
             rule = f"its {name} is {given[name]} and the actor's {wanted[name]}"
             remedy = "give weights of the same architecture: they take turns in the actor's model"
+            if key in apart:
+                remedy = "give a model with the tokenizer of the actor"
             yield Problem(f"{key} = {path}", rule, remedy)
+
+
+def frozen_paths(config: Config) -> dict[str, str | None]:
+    """Key -> folder of the models that judge what was sampled."""
+    paths = {"ref.path": config.ref.path, "teacher.path": config.teacher.path}
+    return {f"{role}.path": paths[f"{role}.path"] for role in frozen_models(config)}
 
 
 OF_THE_ACTOR = ("max_position", "initializer_range")
 """How long texts may be and how weights begin: what the weights of a tag do not depend on."""
+OF_A_SCORER = "vocab_size"

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pentad.config.derived import checkpoint_root, compute_bytes, parsed_allocation
+from pentad.config.derived import (
+    SCORERS,
+    checkpoint_root,
+    component_of,
+    compute_bytes,
+    frozen_models,
+    parsed_allocation,
+    scorers,
+)
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -38,19 +46,55 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
         rule = "needs the package TransferQueue, which is not installed"
         remedy = "pip install 'pentad[transfer_queue]'"
         problems.append(Problem("store = transfer_queue", rule, remedy))
-    needs_scorer = config.algorithm.kl_coef or config.algorithm.facts.needs_teacher
-    if samples and config.mode == "async" and needs_scorer:
-        rule = "scorers on devices of their own are not built yet, and this algorithm needs one"
-        problems.append(Problem("mode = async", rule, "use hybrid, which scores in the trainer"))
+    if allocation is not None and samples:
+        problems += _scorer_problems(config, allocation)
     return problems
+
+
+def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem]:
+    """In mode async whatever judges the samples stands on devices of its own."""
+    where, needed = f"allocation_mode = {config.allocation_mode}", frozen_models(config)
+    alone = [role for role in SCORERS if allocation.stands_alone(role)]
+    missing = [role for role in needed if role not in alone]
+    if config.mode == "async" and missing:
+        rule = f"{' and '.join(missing)} scores on devices of its own there, and {where} has none"
+        fix = Allocation(tuple(_without(allocation, missing))).with_own(missing)
+        remedy = f"use {fix}, or mode: hybrid, which scores in the trainer"
+        yield Problem("mode = async", rule, remedy)
+    for role in alone:
+        if role not in needed:
+            name = {"ref": "algorithm.kl_coef = 0", "teacher": "no algorithm.name = distill"}[role]
+            yield Problem(where, f"nobody asks for the {role}: {name}", "leave its component out")
+    every = config.ref_update_interval
+    if every is not None and "ref" in scorers(config):
+        rule = f"a reference on devices of its own ({allocation.find('ref')}) stays as it is"
+        remedy = "leave it out, or use mode: hybrid and no component for the reference"
+        yield Problem(f"ref_update_interval = {every}", rule, remedy)
+    for role in scorers(config):
+        part = component_of(config, role)
+        if part.world > 1:
+            yield Problem(where, f"{part}: a scorer over several ranks is not built yet", "use d1")
+
+
+def _without(allocation: Allocation, roles: list[str]) -> Iterator[tuple[Component, ...]]:
+    for group in allocation.groups:
+        if rest := tuple(part for part in group if part.role not in roles):
+            yield rest
 
 
 def _unbuilt_layouts(config: Config, allocation: Allocation) -> Iterator[Problem]:
     where, actor = f"allocation_mode = {config.allocation_mode}", allocation.find("actor")
+    needed = frozen_models(config)
     for part in allocation:
-        if actor and not part.is_inference and not _share_ranks(allocation, actor, part):
-            rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
-            yield Problem(where, rule, "give both as many, joined with |")
+        if not actor or part.is_inference or _share_ranks(allocation, actor, part):
+            continue
+        remedy = "give both as many, joined with |"
+        if part.role in SCORERS and allocation.stands_alone(part.role):
+            if config.mode == "async" or part.role not in needed:
+                continue
+            remedy += ", or set mode: async, which scores on devices apart"
+        rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
+        yield Problem(where, rule, remedy)
 
 
 def _share_ranks(allocation: Allocation, actor: Component, other: Component) -> bool:

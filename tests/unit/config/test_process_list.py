@@ -52,6 +52,16 @@ SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
         ),
         (
             [
+                *("cluster.n_gpus_per_node=3", "algorithm.kl_coef=0.1"),
+                "allocation_mode=archon[ref]:d1+embedded[rollout]:d1+archon[actor]:d1",
+            ],
+            {
+                "learner-0": (*ALONE, "ref", 0, (0, 2), (), "pentad"),
+                "rollout-0": ("rollout", 0, (1,), (), "pentad"),
+            },
+        ),
+        (
+            [
                 *("cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "scheduler.type=slurm"),
                 "allocation_mode=archon:d2",
             ],

@@ -34,6 +34,7 @@ def test_a_mode_of_two_device_sets_gets_two(mode):
         ("sglang:d4|archon:d4", "colocate"),
         ("embedded[rollout]:d2|archon[actor]:d2+archon[ref]:d2", "colocate"),
         ("archon[ref]:d2|embedded[rollout]:d2+archon[actor]:d2", "hybrid"),
+        ("archon[ref]:d2+embedded[rollout]:d2+archon[actor]:d2", "async"),
     ],
 )
 def test_the_mode_follows_from_where_rollout_and_actor_stand(allocation, mode):

@@ -24,6 +24,7 @@ from pentad.models.families import is_known, known_families, no_such_family
 from pentad.planner import plan
 from pentad.planner.prepare import prepare
 
+APART = "embedded[rollout]:d1+archon[actor]:d1+archon[ref]:d1"
 QWEN = "actor.path=Qwen/Qwen3-0.6B"
 TINY = ModelDims(
     family="qwen3",
@@ -67,7 +68,23 @@ def test_defaults_ask_for_nothing_that_is_not_built():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["mode=async", "algorithm.kl_coef=0.1"], "scorers on devices of their own"),
+        (
+            ["mode=async", "algorithm.kl_coef=0.1", "allocation_mode=embedded:d1+archon:d1"],
+            "ref scores on devices of its own there, and allocation_mode = embedded:d1+archon:d1",
+        ),
+        (
+            ["mode=hybrid", "algorithm.kl_coef=0.1", f"allocation_mode={APART}"],
+            "archon[ref]:d1 and archon[actor]:d1 must stand on the same ranks",
+        ),
+        ([f"allocation_mode={APART}"], "nobody asks for the ref: algorithm.kl_coef = 0"),
+        (
+            ["algorithm.kl_coef=0.1", f"allocation_mode={APART}", "ref_update_interval=3"],
+            "a reference on devices of its own (archon[ref]:d1) stays as it is",
+        ),
+        (
+            ["algorithm.kl_coef=0.1", f"allocation_mode={APART.replace('[ref]:d1', '[ref]:d2')}"],
+            "a scorer over several ranks is not built yet",
+        ),
         (
             ["allocation_mode=embedded[rollout]:d1|archon[actor]:d2+archon[critic]:d2"],
             "must stand on the same ranks",
@@ -78,6 +95,17 @@ def test_layouts_that_are_only_planned_are_told(overrides, said):
     config = config_of(*overrides)
     (problem,) = unbuilt_problems(config, samples=True)
     assert said in problem.rule
+
+
+def test_the_remedy_for_a_missing_scorer_starts():
+    given = ["mode=async", "algorithm.kl_coef=0.1"]
+    (problem,) = unbuilt_problems(
+        config_of(*given, "allocation_mode=embedded:d2+archon:d4"), samples=True
+    )
+    layout = problem.remedy.split()[1].rstrip(",")
+    assert layout == "embedded[rollout]:d2+archon[actor]:d4+archon[ref]:d1"
+    assert unbuilt_problems(config_of(*given, f"allocation_mode={layout}"), samples=True) == []
+    assert config_of(*given).allocation_mode == APART, "what mode async takes where none is given"
 
 
 def test_sft_does_not_mind_a_sampler():

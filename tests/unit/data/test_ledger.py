@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import asdict
+from typing import get_args
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pentad.data.ledger import Ledger, LedgerError
+from pentad.data.ledger import Ledger, LedgerError, LiveState
 
 
 @pytest.fixture
@@ -164,13 +165,16 @@ def test_restore_plans_again_what_was_under_way_with_the_attempt_it_had():
     assert again.funnel() == ledger.funnel()
 
 
+LIVE = get_args(LiveState)
+
+
 class LedgerUnderFaults(RuleBasedStateMachine):
     """Random samplers, trainers, crashes and zombies against a plain record of what ended how."""
 
-    @initialize(size=st.integers(1, 3), lead=st.integers(1, 3))
-    def begin(self, size, lead):
+    @initialize(size=st.integers(1, 3), lead=st.integers(1, 3), has_scorers=st.booleans())
+    def begin(self, size, lead, has_scorers):
         self.size, self.lead = size, lead
-        self.ledger = Ledger(size)
+        self.ledger = Ledger(size, has_scorers=has_scorers)
         self.ended: dict[int, str] = {}
         self.batch_of: dict[int, int] = {}
         self.attempts: list[tuple[int, int]] = []
@@ -208,6 +212,16 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         if was_current:
             self.stored.add(gid)
 
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def score(self, data):
+        """A scorer may report late, and more than once."""
+        gid, attempt = data.draw(st.sampled_from(self.attempts))
+        is_latest = (gid, attempt) == max(a for a in self.attempts if a[0] == gid)
+        was_sampled = gid in self.gids("sampled") and is_latest
+        assert self.ledger.score(gid, attempt) == was_sampled
+        assert gid in self.gids("ready") or not was_sampled
+
     @precondition(lambda self: self.gids("running"))
     @rule(data=st.data())
     def fail(self, data):
@@ -215,10 +229,10 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         if running:
             assert self.ledger.fail(*data.draw(st.sampled_from(running)))
 
-    @precondition(lambda self: self.gids("planned", "running", "ready", "leased"))
+    @precondition(lambda self: self.gids(*LIVE))
     @rule(data=st.data(), reason=st.sampled_from(["too_long", "no_signal"]))
     def drop(self, data, reason):
-        gid = data.draw(st.sampled_from(self.gids("planned", "running", "ready", "leased")))
+        gid = data.draw(st.sampled_from(self.gids(*LIVE)))
         self.ledger.drop(gid, reason)
         self.end(gid, reason)
 
@@ -247,15 +261,19 @@ class LedgerUnderFaults(RuleBasedStateMachine):
             self.ledger.lease(self.trained_batches)
         lost = data.draw(st.sets(st.sampled_from(sorted(self.stored) or [0])))
         saved = json.loads(json.dumps(self.ledger.snapshot()))
-        self.ledger = Ledger.restore(saved, available=self.stored - lost)
+        has_scorers = data.draw(st.booleans())  # the mode may change
+        kept = self.stored - lost
+        self.ledger = Ledger.restore(saved, available=kept, has_scorers=has_scorers)
         self.stored -= lost
         self.attempts = []
         assert not self.gids("running", "leased")
-        assert set(self.gids("ready")) <= self.stored
+        assert set(self.gids("ready", "sampled")) <= self.stored
+        assert not self.gids("ready" if has_scorers else "sampled")
 
     @invariant()
     def every_group_is_alive_or_ended_once(self):
-        live = set(self.gids("planned", "running", "ready", "leased"))
+        live = set(self.gids(*LIVE))
+        assert self.ledger.num_sampled == len(self.gids("sampled"))
         assert live.isdisjoint(self.ended)
         assert live | set(self.ended) == set(self.batch_of)
 
@@ -281,6 +299,8 @@ class LedgerUnderFaults(RuleBasedStateMachine):
                 assert self.ledger.fail(*current)
             for gid in self.ledger.gids_in("planned"):
                 assert self.ledger.commit(gid, self.ledger.start(gid))
+            for gid, *_, state, num_attempts in self.ledger.snapshot()["live"]:
+                assert self.ledger.score(gid, num_attempts - 1) == (state == "sampled")
             before = self.trained_batches
             self.train()
             assert self.trained_batches == before + 1

@@ -1,0 +1,85 @@
+"""Reference and teacher on devices of their own: the numbers of weight tags in the trainer."""
+
+import json
+import shutil
+
+import pytest
+from run_lab import Lab, steps_of, values_of
+from test_rl_runs import assert_same_weights
+
+from pentad.core.errors import UserError
+
+KL = ("algorithm.kl_coef=0.1", "gconfig.n_samples=2")
+
+
+@pytest.fixture(scope="module")
+def teacher(task, tmp_path_factory):
+    return Lab(task, tmp_path_factory.mktemp("teacher")).sft("total_train_steps=2").model
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        KL,
+        (*KL, "num_iters_per_train_update=2", "algorithm.dynamic_filter=true"),
+        (*KL, "ref.path={teacher}", "algorithm.kl_in=reward"),
+        ("algorithm.name=distill", "teacher.path={teacher}", "reward.fn=null", *KL),
+    ],
+    ids=["first weights", "chunks", "folder", "teacher and reference"],
+)
+def test_scorers_apart_give_the_weights_of_tags_in_the_trainer(lab, teacher, words):
+    words = [word.format(teacher=teacher) for word in words]
+    hybrid, apart = lab.train("mode=hybrid", *words), lab.train("mode=async", *words)
+    assert_same_weights(hybrid, apart)
+    assert values_of(hybrid) == values_of(apart)
+    assert "making the models of" in (apart.records / "log.txt").read_text()
+    kl = [record["rl"]["kl_ref"] for record in steps_of(apart)]
+    assert kl[-1] > 0, "the policy never left its reference: nothing was compared"
+
+
+def test_groups_are_scored_ahead_of_training_within_the_bound(lab):
+    summary = lab.train("mode=async", *KL, "max_staleness=2", "total_train_steps=8")
+    lags = {int(lag) for record in steps_of(summary) for lag in record["rl"]["staleness"]}
+    assert lags <= {0, 1, 2} and max(lags) > 0
+
+
+@pytest.mark.parametrize("then", ["async", "hybrid"])
+def test_a_run_goes_on_with_the_reference_it_had(lab, teacher, then):
+    """The reference is no part of the checkpoint: it is the actor before the first step."""
+    words = (*KL, f"actor.path={teacher}", "actor.init_from_scratch=false", "recover.freq_steps=1")
+    whole = lab.train("mode=async", *words, "total_train_steps=4")
+    lab.train("mode=async", *words, "total_train_steps=2", trial="halted")
+    resumed = lab.train(f"mode={then}", *words, "total_train_steps=4", trial="halted")
+    assert_same_weights(whole, resumed)
+
+
+def test_random_first_weights_are_no_reference_to_go_on_with_elsewhere(lab):
+    words = (*KL, "recover.freq_steps=1", "total_train_steps=1")
+    lab.train("mode=async", *words, trial="halted")
+    with pytest.raises(UserError, match="its first weights so far, and those are random"):
+        lab.train("mode=hybrid", *words, "total_train_steps=2", trial="halted")
+
+
+def test_a_teacher_apart_may_be_another_model(lab, task, tmp_path):
+    deep = shutil.copytree(task / "model", tmp_path / "deep")
+    dims = json.loads((deep / "config.json").read_text())
+    dims |= {"num_hidden_layers": 3}
+    dims.pop("layer_types", None)
+    (deep / "config.json").write_text(json.dumps(dims))
+    big = Lab(task, tmp_path / "sft").sft("total_train_steps=1", f"actor.path={deep}")
+    words = ("algorithm.name=distill", f"teacher.path={big.model}", "reward.fn=null")
+    steps = steps_of(lab.train("mode=async", *words))
+    assert all(record["grad_norm"] > 0 for record in steps)
+    with pytest.raises(UserError, match="give weights of the same architecture"):
+        lab.train("mode=hybrid", *words)
+
+
+def test_a_teacher_with_other_tokens_is_refused(lab, task, teacher, tmp_path):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    text = json.loads((other / "tokenizer.json").read_text())
+    vocab = text["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    (other / "tokenizer.json").write_text(json.dumps(text))
+    words = ("algorithm.name=distill", f"teacher.path={other}", "reward.fn=null", "mode=async")
+    with pytest.raises(UserError, match="is token .* there, and .* of the actor"):
+        lab.train(*words)
