@@ -75,9 +75,10 @@ def frozen_models(config: Config) -> tuple[str, ...]:
 
 
 def scorers(config: Config) -> tuple[str, ...]:
-    """Those of them that score on devices of their own; the others are weight tags of the actor."""
+    """Those of them that score on devices of their own; the others are weight tags of the actor.
+    Where one side runs alone, all are."""
     allocation = parsed_allocation(config)
-    if config.mode != "async" or allocation is None:
+    if config.mode != "async" or config.only is not None or allocation is None:
         return ()
     return tuple(role for role in frozen_models(config) if allocation.stands_alone(role))
 

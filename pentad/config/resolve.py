@@ -140,7 +140,7 @@ def _choose_allocation(draft: _Draft) -> None:
         Component("archon", None, (("d", actor),)),
     )
     chosen = Allocation((sides,) if join == "|" else tuple((side,) for side in sides))
-    if config.mode == "async":
+    if config.mode == "async" and config.only is None:
         chosen = chosen.with_own(frozen_models(config))
     draft.set("allocation_mode", str(chosen), why)
 

@@ -262,7 +262,7 @@ class LearnerService(EngineService):
         actor, critic = self.engines["actor"], self.engines.get("critic")
         self.update = build_update(self.config, self.algorithm, actor, critic, scorers(self.config))
 
-    def load_tags(self, has: list[str], step: int, keeps_ref: bool) -> None:
+    def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
         """The frozen weights that it scores with besides those it has, after `step` steps."""
         needed = set(self.update.tags) - set(has)
         load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)

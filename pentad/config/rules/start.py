@@ -53,7 +53,8 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
 
 def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem]:
     """In mode async whatever judges the samples stands on devices of its own."""
-    where, needed = f"allocation_mode = {config.allocation_mode}", frozen_models(config)
+    where = f"allocation_mode = {config.allocation_mode}"
+    needed = frozen_models(config) if config.only is None else ()
     alone = [role for role in SCORERS if allocation.stands_alone(role)]
     missing = [role for role in needed if role not in alone]
     if config.mode == "async" and missing:
@@ -63,8 +64,9 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
         yield Problem("mode = async", rule, remedy)
     for role in alone:
         if role not in needed:
-            name = {"ref": "algorithm.kl_coef = 0", "teacher": "no algorithm.name = distill"}[role]
-            yield Problem(where, f"nobody asks for the {role}: {name}", "leave its component out")
+            why = "algorithm.kl_coef = 0" if role == "ref" else "no algorithm.name = distill"
+            why = f"only = {config.only}" if config.only else why
+            yield Problem(where, f"nobody asks for the {role}: {why}", "leave its component out")
     every = config.ref_update_interval
     if every is not None and "ref" in scorers(config):
         rule = f"a reference on devices of its own ({allocation.find('ref')}) stays as it is"
