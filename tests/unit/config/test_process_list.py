@@ -56,7 +56,8 @@ SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
                 "allocation_mode=archon[ref]:d1+embedded[rollout]:d1+archon[actor]:d1",
             ],
             {
-                "learner-0": (*ALONE, "ref", 0, (0, 2), (), "pentad"),
+                "scheduler": ("scheduler", "ref", 0, (2,), (), "pentad"),
+                "learner-0": ("actor", 0, (0,), (), "pentad"),
                 "rollout-0": ("rollout", 0, (1,), (), "pentad"),
             },
         ),
