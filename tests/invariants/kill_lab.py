@@ -2,11 +2,13 @@
 imported everything: most of a short run would be the import of torch."""
 
 import io
+import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import psutil
@@ -18,22 +20,26 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["kill_lab", "pentad.cli.main", "pentad.trainer.assemble"])
 
 
-def run_command(words, log, hold):
-    """In the child: the command line, with its output in a file."""
+def start_command(words, log, change=None, *given):
+    """A process that runs the command line, after `change(*given)`, with its output in a file."""
+    process = CONTEXT.Process(target=run_command, args=(words, log, change, given))
+    process.start()
+    return process
+
+
+def run_command(words, log, change, given):
+    """In the child."""
     os.setsid()  # so that a signal to its group reaches no other process
     output = Path(log).open("ab", buffering=0)  # noqa: SIM115 (until the process ends)
     os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), write_through=True)
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), write_through=True)
-    from pentad.cli.main import app
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), write_through=True)
+    from pentad.cli.main import main
 
-    if hold:
-        hold_after(hold, go_file(log))
-    app(words)
-
-
-def go_file(log):
-    return Path(log).with_suffix(".go")
+    if change is not None:
+        change(*given)
+    sys.argv[:] = ["pentad", *words]
+    main()
 
 
 def hold_after(step, go):
@@ -49,6 +55,27 @@ def hold_after(step, go):
         return line
 
     Recorder.step = held
+
+
+def hold_in_step_2(seconds):
+    """The learner of a run hangs there, after some noise of libraries."""
+    from pentad.engine.engine import Engine
+    from pentad.runtime import signals
+
+    plain = Engine.end_step
+
+    def end_step(self):
+        result = plain(self)
+        warnings.warn("noise of Python", stacklevel=1)
+        logging.getLogger("transformers.models").warning("noise of transformers")
+        logging.getLogger("torch._dynamo").warning("noise of dynamo")
+        if self.num_steps == 2:
+            print("in step 2", flush=True)
+            time.sleep(seconds)
+        return result
+
+    Engine.end_step = end_step
+    signals.SAME_S = 0.7  # a busy machine may put that much between two that are sent together
 
 
 class KillLab:
@@ -70,12 +97,14 @@ class KillLab:
     def start(self, trial, *more, hold=0):
         """`hold`: the step after which it waits for `release`, or for its end."""
         words = [*self.words, f"trial_name={trial}", *more]
-        process = CONTEXT.Process(target=run_command, args=(words, self.log(trial), hold))
-        process.start()
-        return process
+        change = (hold_after, hold, self.go(trial)) if hold else ()
+        return start_command(words, self.log(trial), *change)
+
+    def go(self, trial):
+        return self.fileroot / f"{trial}.go"
 
     def release(self, trial):
-        go_file(self.log(trial)).touch()
+        self.go(trial).touch()
 
     def kill(self, process):
         """Returns when also what it had started has ended, a writer of checkpoints for one."""

