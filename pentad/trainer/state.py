@@ -23,18 +23,38 @@ KEEP_S = 1.0
 
 
 class Signal:
-    """Wakes all who wait whenever the run's state changed. One event loop only."""
+    """Wakes those whose condition holds after the run's state changed. One event loop only.
+
+    Conditions are asked once for all changes of a turn of the loop, and a task is woken for none
+    that does not hold: with thousands of groups in flight that is most of what a scheduler does.
+    """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._is_due = False
 
     def notify(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._waiting and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_due = False
+        for woken, predicate in self._waiting.items():
+            try:
+                if not woken.done() and predicate():
+                    woken.set_result(None)
+            except Exception as error:  # it is the waiter's
+                woken.set_exception(error)
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         while not predicate():
-            await self._event.wait()
+            woken = asyncio.get_running_loop().create_future()
+            self._waiting[woken] = predicate
+            try:
+                await woken
+            finally:
+                del self._waiting[woken]
 
 
 @dataclass(frozen=True, slots=True)
