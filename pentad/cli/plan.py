@@ -336,7 +336,9 @@ def describe_steps(plan: RunPlan) -> str:
     if batch.steps_per_epoch is None:
         total = f"{batch.total_steps} steps" if batch.total_steps else "steps an epoch not known"
         path = plan.config.train_dataset.path
-        why = "train_dataset.path is unset" if path is None else "the data cannot be read here"
+        is_stream = task_of(plan.config) == "pretrain"
+        why = "sequences are not counted" if is_stream else "the data cannot be read here"
+        why = why if path else "train_dataset.path is unset"
         return f"{total} ({why})"
     text = f"{batch.num_rows:,} rows: {batch.steps_per_epoch:,} steps an epoch"
     return f"{text}, {batch.total_steps:,} in all"

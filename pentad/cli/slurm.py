@@ -1,4 +1,4 @@
-"""`pentad train` or `sft` with scheduler.type=slurm: writes the job and hands it to sbatch."""
+"""A run with scheduler.type=slurm: writes the job and hands it to sbatch."""
 
 from __future__ import annotations
 

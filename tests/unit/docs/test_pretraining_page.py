@@ -58,4 +58,5 @@ def test_the_cluster_recipe_is_planned_over_256_devices(capsys):
     assert run_plan(config, notes, 80.0) == 0
     said = capsys.readouterr().out
     assert "1024 sequences a step, each at most 4096 tokens: 4,194,304 tokens" in said
+    assert "100000 steps (sequences are not counted)" in said
     assert "planned for pretrain" in said and "Fits: " in said
