@@ -132,7 +132,8 @@ def is_learner_apart(config: Config, num_devices: int | None) -> bool:
     allocation = parsed_allocation(config)
     rollout = allocation.find("rollout") if allocation else None
     actor = allocation.find("actor") if allocation else None
-    if (actor and actor.world > 1) or config.scheduler.processes == "separate":
+    is_placed = config.scheduler.type == "ray" or config.scheduler.processes == "separate"
+    if (actor and actor.world > 1) or is_placed:
         return True
     is_embedded = rollout is not None and rollout.backend == "embedded"
     return is_embedded and not is_one_process(config, num_devices)
@@ -259,8 +260,11 @@ def has_storage_units(config: Config) -> bool:
     return config.store in ("ray", "transfer_queue")
 
 
-def store_kind(config: Config, *, is_alone: bool) -> str:
-    """Where the groups of a run lie; `is_alone`: it trains in the process that has the ledger."""
+def store_kind(config: Config, *, is_alone: bool, is_spread: bool) -> str:
+    """Where the groups of a run lie; `is_alone`: it trains in the process that has the ledger,
+    `is_spread`: on several machines of a Ray cluster."""
     if config.store != "auto":
         return config.store
-    return "ray" if has_storage_units(config) else "memory" if is_alone else "files"
+    if has_storage_units(config) or is_spread:
+        return "ray"
+    return "memory" if is_alone else "files"

@@ -82,9 +82,7 @@ def _learners(
     config: Config, allocation: Allocation, actor: Component, kind: DeviceKind
 ) -> list[RunProcess]:
     """One for each rank. Whatever trains is in it, the critic too."""
-    nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
-    if config.scheduler.type == "ray" and actor.world <= (per_node or actor.world):
-        nodes = 1  # Ray places samplers; what trains is where the command is
+    nodes, is_placed = config.cluster.n_nodes, config.scheduler.type == "ray"
     each = -(-actor.world // nodes)
     apart = scorers(config)
     roles = [part.role for part in allocation if not part.is_inference and part.role not in apart]
@@ -94,10 +92,10 @@ def _learners(
         RunProcess(
             name=f"learner-{rank}",
             runs=tuple(f"{role} {rank}" if actor.world > 1 else role for role in roles),
-            node=rank // each,
-            devices=(rank % each,) if kind == "cuda" else (),
+            node=None if is_placed else rank // each,
+            devices=(rank % each,) if kind == "cuda" and not is_placed else (),
             num_gpus=int(kind == "cuda"),
-            started_by="torchrun" if nodes > 1 else "pentad",
+            started_by="ray" if is_placed else "torchrun" if nodes > 1 else "pentad",
         )
         for rank in range(actor.world)
     ]

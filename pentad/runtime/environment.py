@@ -43,13 +43,15 @@ def determinism_restored() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def rank_environment(*, rank: int, world: int, deterministic: bool) -> dict[str, str]:
-    """The variables that one rank of a group on this machine has besides ours; what the user set
-    already stays. Each sees its own GPU alone."""
+def rank_environment(
+    *, rank: int, world: int, deterministic: bool, is_spread: bool = False
+) -> dict[str, str]:
+    """The variables that one rank of a group has besides ours; what the user set already stays.
+    Each sees its own GPU alone. `is_spread`: ranks may be on several machines."""
     threads = max(1, (os.cpu_count() or 1) // world)
     defaults = {
         "OMP_NUM_THREADS": str(threads),  # or ranks would fight for the cores
-        "GLOO_SOCKET_IFNAME": "lo",
+        **({} if is_spread else {"GLOO_SOCKET_IFNAME": "lo"}),
         **(DETERMINISTIC if deterministic else {}),
     }
     own = {

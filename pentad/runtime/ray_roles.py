@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,8 @@ def wait_gone(pid: int) -> None:
 
 
 def _send_signal(pid: int, number: int) -> None:
-    os.kill(pid, number)
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(pid, number)
 
 
 class RayRuntime:
@@ -190,8 +191,7 @@ class RayRuntime:
             ray.kill(made)
             raise InfraFailure(f"{spec.name} did not start on Ray: {_last(error)}") from error
         process = RayProcess(spec, self.token, made, told)
-        self.processes = [one for one in self.processes if not one.has_ended]
-        self.processes.append(process)
+        self.processes.append(process)  # from any thread
         return process
 
     async def close(self) -> None:
@@ -278,7 +278,7 @@ def check_gpus(held: Sequence[int]) -> None:
     given = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
     free = len(find_gpus()) - len(held)
     if held and given > free:
-        rule = f"it has {given:g} GPUs of this machine, where training takes {len(held)}"
+        rule = f"it has {given:g} GPUs of this machine, where the run takes {len(held)} itself"
         kept = visible_devices(range(len(held), len(find_gpus())))
         remedy = f"start it here with CUDA_VISIBLE_DEVICES={kept} ray start"
         raise UserError(Problem("scheduler.type = ray", rule, remedy))

@@ -194,7 +194,7 @@ class Assembly:
         """In memory only where the learner is this process alone."""
         service = own_service(self.calls)
         is_alone = service is not None and service.rank.world == 1
-        kind = store_kind(self.config, is_alone=is_alone)
+        kind = store_kind(self.config, is_alone=is_alone, is_spread=self.crew.is_spread)
         if kind == "memory" and service is not None:
             service.store = MemoryStore()
             return service.store
@@ -208,7 +208,7 @@ class Assembly:
             return make_blobs(parent)
         from pentad.runtime.ray_roles import joined_cluster
 
-        places = ray_places(self.config, self.device)
+        places = ray_places(self.config, self.device, is_apart=self.calls.is_apart)
         self.open.stack.enter_context(joined_cluster(**places))
         blobs: Blobs = import_module(KINDS[kind]).make_blobs(self.config.num_data_storage_units)
         return blobs
@@ -312,7 +312,9 @@ class Assembly:
     async def _open_samplers(self, stack: AsyncExitStack) -> dict[str, Sampler]:
         config, folder = self.config, self.open.folder.file("servers/")
         if self.calls.is_apart:
-            self.crew.handoff = open_handoff(config, self.device, folder, stack)
+            self.crew.handoff = open_handoff(
+                config, self.device, folder, stack, is_spread=self.crew.is_spread
+            )
             self.crew.handoff.release = lambda version: self.calls.ask("release", version=version)
         checked = self.checked
         return await open_samplers(
@@ -323,6 +325,7 @@ class Assembly:
             folder,
             stack,
             self.crew.handoff,
+            self.crew.runtime,
         )
 
     async def _take(self, version: int, *, copy: bool | None = None) -> Snapshot:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from pentad.core.roles import Sampler
+from pentad.runtime.roles import Runtime
 from pentad.sync.handoff import Handoff
 
 
@@ -19,8 +20,15 @@ class Crew:
         """What was read and found good before the learners were started; None: nothing yet."""
         self.runner = asyncio.Runner()
         self.stack = AsyncExitStack()
+        self.runtime: Runtime | None = None
+        """Where learners and samplers are started; None: on this machine."""
         self.handoff: Handoff | None = None
         self.samplers: dict[str, Sampler] | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether learners and samplers may be on other machines, where Ray started them."""
+        return self.runtime is not None and self.runtime.is_spread
 
     def __enter__(self) -> Crew:
         return self

@@ -43,6 +43,7 @@ from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
 from pentad.trainer.retries import Retries
 from pentad.trainer.run import RunSummary, take_folder
+from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,13 @@ def run_beside_group(
     retries = Retries.of_this_program(config)
     generation = 0
     with Crew(checked) as crew, again_restored():
+        if config.scheduler.type == "ray":
+            crew.runtime = open_runtime(config, place, is_apart=True)
+            crew.stack.push_async_callback(crew.runtime.close)
         while True:
             try:
-                specs = rank_specs(config, given, device, folder, generation)
-                with RankGroup(LocalRuntime(), specs, settings, place) as calls:
+                specs = rank_specs(config, given, device, folder, generation, crew.is_spread)
+                with RankGroup(crew.runtime or LocalRuntime(), specs, settings, place) as calls:
                     return run(calls, config, notes, False, crew)
             except RunError as error:
                 if isinstance(error, Transient) and retries.take(error):
@@ -144,7 +148,12 @@ def again_restored() -> Iterator[None]:
 
 
 def rank_specs(
-    config: Config, given: dict[str, Any], device: str, folder: Path, generation: int
+    config: Config,
+    given: dict[str, Any],
+    device: str,
+    folder: Path,
+    generation: int,
+    is_spread: bool,
 ) -> list[RoleSpec]:
     """A process for each rank of the learner, with its GPU, where there are any."""
     world, place = component_of(config, "actor").world, pick_device(device)
@@ -176,6 +185,7 @@ def rank_specs(
                     rank=rank,
                     world=world,
                     deterministic=config.actor.archon.use_deterministic_algorithms,
+                    is_spread=is_spread,
                 ),
             )
         )
@@ -233,7 +243,10 @@ def run_rank(
 
 
 def rank_problems(config: Config, world: int, device: torch.device) -> list[Problem]:
-    """Each rank needs a GPU of its own where there are any, and a process in any case."""
+    """Each rank needs a GPU of its own where there are any, and a process in any case; on Ray the
+    cluster says what it has."""
+    if config.scheduler.type == "ray":
+        return []
     count = torch.cuda.device_count()
     if device.type == "cuda" and world > count:
         rule = f"needs {world} GPUs, and torch finds {count} on this machine"

@@ -21,6 +21,7 @@ from pentad.config.derived import (
     count_devices,
     is_one_process,
 )
+from pentad.config.processes import scorer_devices
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -60,14 +61,23 @@ async def open_samplers(
     log_folder: Path,
     stack: AsyncExitStack,
     handoff: Handoff | None = None,
+    runtime: Runtime | None = None,
 ) -> dict[str, Sampler]:
     """By name; closed with `stack`. They hold weights of no use, so that only a real publish can
-    make them agree with the trainer. `handoff`: how weights come from a learner elsewhere."""
+    make them agree with the trainer. `handoff`: how weights come from a learner elsewhere;
+    `runtime`: that of the learner, which starts them too."""
     component = component_of(config, "rollout")
     if component.backend == "embedded":
         if not is_one_process(config, count_devices(config)):
-            handoff = handoff or open_handoff(config, device, log_folder, stack)
-            return await open_replicas(config, dims, tokenizer, device, log_folder, stack, handoff)
+            if runtime is None:
+                runtime = open_runtime(config, device, is_apart=handoff is not None)
+                stack.push_async_callback(runtime.close)
+            handoff = handoff or open_handoff(
+                config, device, log_folder, stack, is_spread=runtime.is_spread
+            )
+            return await open_replicas(
+                config, dims, tokenizer, device, log_folder, stack, handoff, runtime
+            )
         sampler = embedded_sampler(config, dims, tokenizer, device)
         stack.push_async_callback(sampler.close)
         return {"embedded": sampler}
@@ -105,17 +115,22 @@ async def gather_servers(
 
 
 def open_handoff(
-    config: Config, device: torch.device, log_folder: Path, stack: AsyncExitStack
+    config: Config,
+    device: torch.device,
+    log_folder: Path,
+    stack: AsyncExitStack,
+    *,
+    is_spread: bool,
 ) -> Handoff:
     """Where weights lie between processes: in memory, or in a folder that all machines see."""
-    is_ray = config.scheduler.type == "ray"
     log_folder.mkdir(parents=True, exist_ok=True)
-    place = log_folder if is_ray else shared_memory()
+    place = log_folder if is_spread else shared_memory()
     folder = stack.enter_context(scratch_folder("pentad-weights-", place))
     is_embedded = component_of(config, "rollout").backend == "embedded"
-    devices = server_devices(config) if device.type == "cuda" and is_embedded else ()
+    is_local = is_embedded and config.scheduler.type != "ray"
+    devices = server_devices(config) if device.type == "cuda" and is_local else ()
     on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
-    kind: Kind = "file" if is_ray else "ipc" if on_one_gpu else "shm"
+    kind: Kind = "file" if is_spread else "ipc" if on_one_gpu else "shm"
     return Handoff(kind, folder)
 
 
@@ -127,14 +142,13 @@ async def open_replicas(
     log_folder: Path,
     stack: AsyncExitStack,
     handoff: Handoff,
+    runtime: Runtime,
 ) -> dict[str, Sampler]:
     """Embedded samplers as processes, each with its GPU, or with its cores where it decodes while
     others train."""
     num = component_of(config, "rollout").size("d")
     devices = server_devices(config) if device.type == "cuda" else ()
     is_ray = config.scheduler.type == "ray"
-    runtime: Runtime = ray_runtime(config, device) if is_ray else LocalRuntime()
-    stack.push_async_callback(runtime.close)
     on_policy = config.max_staleness == 0
     cores = [()] * num if devices or on_policy or is_ray else core_shares(num)
     replicas = []
@@ -169,21 +183,32 @@ async def open_replicas(
     return {replica.name: replica for replica in replicas}
 
 
-def ray_runtime(config: Config, device: torch.device) -> Runtime:
-    """With a place for each replica, on nodes that have what it reads."""
+def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Runtime:
+    """What starts the processes of a run. On Ray it has a place for each, on nodes that have what
+    they read; `is_apart`: the learners are among them."""
+    if config.scheduler.type != "ray":
+        return LocalRuntime()
     from pentad.runtime.ray_roles import RayRuntime
 
-    assert config.actor.path is not None, "checked with the config"
-    folders = {"actor.path": str(Path(config.actor.path).resolve())}
-    return RayRuntime(**ray_places(config, device), folders=folders)
+    path = config.actor.path
+    folders = {"actor.path": str(Path(path).resolve())} if path else {}
+    return RayRuntime(**ray_places(config, device, is_apart=is_apart), folders=folders)
 
 
-def ray_places(config: Config, device: torch.device) -> dict[str, Any]:
-    """What Ray is asked for: `bundles` by role, and `held`, the GPUs it must leave to training."""
-    gpus = {"GPU": 1.0} if device.type == "cuda" else {}
-    num, world = component_of(config, "rollout").size("d"), component_of(config, "actor").world
-    bundles = {f"rollout-{index}": {"CPU": 1.0, **gpus} for index in range(num)}
-    return {"bundles": bundles, "held": tuple(range(world)) if gpus else ()}
+def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[str, Any]:
+    """What Ray is asked for: `bundles` by role, and `held`, the GPUs of this machine it must leave
+    to processes that it does not place: scorers, and torchrun's ranks."""
+    allocation, actor = allocation_of(config), component_of(config, "actor")
+    rollout, has_gpus = allocation.find("rollout"), device.type == "cuda"
+    names = [f"learner-{rank}" for rank in range(actor.world if is_apart else 0)]
+    is_shared = False
+    if rollout is not None and rollout.backend == "embedded":
+        names += [f"rollout-{index}" for index in range(rollout.size("d"))]
+        is_shared = is_apart and allocation.shares_devices(rollout, actor)
+    gpus = {"GPU": 0.5 if is_shared else 1.0} if has_gpus else {}
+    held = scorer_devices(config).values() if is_apart else range(actor.world)
+    bundles = {name: {"CPU": 1.0, **gpus} for name in names}
+    return {"bundles": bundles, "held": tuple(held) if has_gpus else ()}
 
 
 def hosted_settings(

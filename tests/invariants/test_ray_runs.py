@@ -35,32 +35,67 @@ def test_ray_gives_the_numbers_of_one_process(lab):
     assert (on_ray.records / "servers" / "rollout-0.log").exists()
 
 
+def test_learner_ranks_are_actors_and_a_lost_one_is_started_again(lab, tmp_path, monkeypatch):
+    """One placement group for two ranks and a sampler; the group of ranks comes back alone."""
+    started = note_started(monkeypatch)
+    words = ("mode=hybrid", "total_train_steps=4", "recover.freq_steps=1", "saver.mode=sync")
+    layout = "allocation_mode=embedded:d1+archon:d2"
+    alone = lab.train(*words, layout)
+    kill_after_a_step(tmp_path, lambda: started["learner-1"][0])
+    on_ray = lab.train(*words, layout, "scheduler.type=ray", trial="killed")
+    assert {name: [one.generation for one in found] for name, found in started.items()} == {
+        **{"learner-0": [0, 1], "learner-1": [0, 1], "rollout-0": [0]}
+    }
+    assert_same_weights(alone, on_ray)
+    assert values_of(alone) == values_of(on_ray)
+
+
+def test_sft_trains_on_ray(lab):
+    one, on_ray = (
+        lab.sft("total_train_steps=2"),
+        lab.sft("total_train_steps=2", "scheduler.type=ray"),
+    )
+    assert_same_weights(one, on_ray)
+    assert values_of(one) == values_of(on_ray)
+
+
 def test_a_killed_actor_is_started_again_and_changes_no_number(lab, tmp_path, monkeypatch):
-    started = []
+    started = note_started(monkeypatch)
+    alone = lab.train("mode=hybrid", "scheduler.processes=one", "total_train_steps=10")
+    kill_after_a_step(tmp_path, lambda: started["rollout-0"][0])
+    ray = lab.train("mode=hybrid", "scheduler.type=ray", "total_train_steps=10", trial="killed")
+    assert [process.generation for process in started["rollout-0"]] == [0, 1]
+    assert len(started["learner-0"]) == 1
+    assert_same_weights(alone, ray)
+
+
+def note_started(monkeypatch):
+    """Name -> its processes, as they are started."""
+    started = {}
     start = RayRuntime.start
 
     async def noted(self, spec):
         process = await start(self, spec)
-        started.append(process)
+        started.setdefault(spec.name, []).append(process)
         return process
 
     monkeypatch.setattr(RayRuntime, "start", noted)
-    alone = lab.train("mode=hybrid", "scheduler.processes=one", "total_train_steps=10")
+    return started
 
-    def kill_after_a_step():
-        records = tmp_path.glob("logs/*/*/killed/steps.jsonl")
-        until = time.monotonic() + 120
-        while time.monotonic() < until and not any(file.read_text() for file in records):
+
+def kill_after_a_step(tmp_path, find):
+    """SIGKILL of a process once the run "killed" has recorded a step."""
+
+    def wait():
+        until = time.monotonic() + 240
+        while time.monotonic() < until:
             records = tmp_path.glob("logs/*/*/killed/steps.jsonl")
+            if any(file.read_text() for file in records):
+                os.kill(find().pid, signal.SIGKILL)
+                return
             time.sleep(0.02)
-        os.kill(started[0].pid, signal.SIGKILL)
 
-    killer = threading.Thread(target=kill_after_a_step)
-    killer.start()
-    ray = lab.train("mode=hybrid", "scheduler.type=ray", "total_train_steps=10", trial="killed")
-    killer.join()
-    assert [process.generation for process in started] == [0, 1]
-    assert_same_weights(alone, ray)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_transfer_queue_holds_the_groups_of_a_run(lab):
@@ -138,5 +173,5 @@ def test_the_examples_start_scaled_down(lab, task, tmp_path, name):
 
 
 def test_more_replicas_than_the_cluster_holds_are_refused(lab):
-    with pytest.raises(UserError, match="needs 9 CPUs .* and the cluster has 8"):
+    with pytest.raises(UserError, match="needs 10 CPUs .* and the cluster has 8"):
         lab.train("allocation_mode=embedded:d9+archon:d1", "scheduler.type=ray")

@@ -325,7 +325,7 @@ def layout_notes(
     for component in allocation:
         is_server = component.backend in ("vllm", "sglang")
         if is_server and config.scheduler.type == "ray" and not config.rollout.server.addresses:
-            text = "is started on this machine: Ray places embedded samplers"
+            text = "is started on this machine: Ray places what trains, and embedded samplers"
             notes.append(f"{component}: {text}, servers elsewhere are rollout.server.addresses")
         if actor and is_server and min(allocation.devices(actor)) > 0:
             notes.append(f"{component}: on one machine training has the first GPUs all the same")

@@ -47,15 +47,9 @@ def machine_problems(config: Config) -> list[Problem]:
     nodes, kind = config.cluster.n_nodes, config.scheduler.type
     allocation = parsed_allocation(config)
     actor = allocation and allocation.find("actor")
-    if nodes == 1 or kind == "slurm" or not actor or config.rollout.server.addresses:
+    if nodes == 1 or kind != "local" or not actor or config.rollout.server.addresses:
         return []
     where = f"cluster.n_nodes = {nodes}"
-    remedy = "start it with torchrun on each of them, use scheduler.type=slurm, or set n_nodes=1"
-    if kind == "local":
-        rule = "scheduler.type = local starts processes on this machine alone"
-        return [Problem(where, rule, remedy)]
-    per_node = config.cluster.n_gpus_per_node
-    if per_node is None or actor.world <= per_node:
-        return []
-    rule = f"scheduler.type = ray starts samplers; the {actor.world} ranks of {actor} are of this"
-    return [Problem(where, f"{rule} machine, and n_gpus_per_node = {per_node}", remedy)]
+    remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"
+    rule = "scheduler.type = local starts processes on this machine alone"
+    return [Problem(where, rule, remedy)]

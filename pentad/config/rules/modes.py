@@ -5,7 +5,9 @@ from __future__ import annotations
 from pentad.config.derived import (
     allocation_for,
     are_apart,
+    count_devices,
     has_storage_units,
+    is_learner_apart,
     parsed_allocation,
 )
 from pentad.config.describe import show
@@ -127,11 +129,8 @@ def every_process_reaches_the_store(config: Config) -> Problem | None:
     if has_storage_units(config) and config.scheduler.type != "ray":
         rule = f"scheduler.type = {config.scheduler.type} has no Ray cluster"
         return Problem(where, rule, "use scheduler.type=ray, or files")
-    if config.store == "memory" and config.scheduler.processes == "separate":
-        rule = "scheduler.processes = separate trains in another process, which cannot read it"
-        return Problem(where, rule, "leave it at auto")
-    if config.store == "memory" and actor and actor.world > 1:
-        rule = f"the {actor.world} ranks of {actor} are processes, which cannot read it"
+    if config.store == "memory" and is_learner_apart(config, count_devices(config)):
+        rule = f"{actor} trains in other processes than the scheduler's, which cannot read it"
         return Problem(where, rule, "leave it at auto")
     return None
 

@@ -35,11 +35,7 @@ def unbuilt_problems(config: Config, *, samples: bool) -> list[Problem]:
     allocation = parsed_allocation(config)
     if allocation is not None:
         problems += _unbuilt_layouts(config, allocation)
-    if config.scheduler.type == "ray" and not samples:
-        remedy = "use local, under torchrun for several machines, or slurm"
-        rule = "Ray starts samplers, and there are none"
-        problems.append(Problem("scheduler.type = ray", rule, remedy))
-    elif config.scheduler.type == "ray" and installed("ray") is None:
+    if config.scheduler.type == "ray" and installed("ray") is None:
         rule = "needs the package ray, which is not installed"
         problems.append(Problem("scheduler.type = ray", rule, "pip install 'pentad[ray]'"))
     if samples and config.store == "transfer_queue" and installed("TransferQueue") is None:

@@ -79,14 +79,14 @@ BROKEN = [
         "plan",
         ["store=memory", "allocation_mode=embedded:d1|archon:d2"],
         "store = memory",
-        "the 2 ranks of archon:d2 are processes, which cannot read it",
+        "archon:d2 trains in other processes than the scheduler's, which cannot read it",
     ),
     (
         "every_process_reaches_the_store",
         "plan",
         ["store=memory", "scheduler.processes=separate"],
         "store = memory",
-        "trains in another process",
+        "archon:d1 trains in other processes",
     ),
     (
         "embedded_samplers_share_gpus",

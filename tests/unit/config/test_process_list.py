@@ -78,7 +78,7 @@ SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
             ],
             {
                 **SCHEDULER,
-                "learner-0": ("actor", 0, (0,), (), "pentad"),
+                "learner-0": ("actor", None, (), (), "ray"),
                 "rollout-0": ("rollout", None, (), (), "ray"),
                 "storage-0": ("storage unit", None, (), (), "ray"),
                 "storage-1": ("storage unit", None, (), (), "ray"),

@@ -282,13 +282,14 @@ def test_stop_ids_are_in_the_vocabulary(tmp_path):
     assert problem.rule == "10 is outside the model's vocabulary of 10"
 
 
-def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu):
+def test_plan_notes_what_a_run_refuses_and_what_it_does_not_read(no_gpu, monkeypatch):
+    monkeypatch.setattr(start_rules, "installed", lambda package: None)
     words = ["plan", QWEN, "scheduler.type=ray", "actor.archon.layers_per_stage=[14, 14]"]
     shown = CliRunner().invoke(app, [*words, "allocation_mode=archon:d2", "--json"])
     notes = json.loads(shown.output)["notes"]
     assert (
-        "a run refuses it today: scheduler.type = ray: Ray starts samplers, and there are none; "
-        "use local, under torchrun for several machines, or slurm."
+        "a run refuses it today: scheduler.type = ray: needs the package ray, which is not "
+        "installed; pip install 'pentad[ray]'."
     ) in notes
     assert (
         "actor.archon.layers_per_stage = [14, 14]: without effect, the layout has no pipeline (p1)"
