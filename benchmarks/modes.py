@@ -3,8 +3,8 @@
 A model with random weights answers with 1 to 64 tokens, most of them few: the sampler works on few
 sequences for the greater part of a batch. Printed for each mode: trained tokens a second, where the
 trainer's time went, the lag of trained tokens, and the reward against the wall clock. Modes with a
-sampler of their own differ from colocate only where trainer and sampler can run at once: as threads
-of one process they share one interpreter, as processes (`separate`) they need a core each.
+sampler of their own gain where trainer and sampler run at once: as processes, with a core each. As
+threads of one process they share one interpreter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_train
 
+SEPARATE = "scheduler.processes=separate"
 CASES = {
     "colocate": ("mode=colocate",),
-    "hybrid K=0": ("mode=hybrid",),
-    "hybrid K=1": ("mode=hybrid", "max_staleness=1"),
-    "async K=0": ("mode=async",),
-    "async K=1": ("mode=async", "max_staleness=1"),
-    "async K=1, separate": ("mode=async", "max_staleness=1", "scheduler.processes=separate"),
+    "hybrid K=1, threads": ("mode=hybrid", "max_staleness=1"),
+    "hybrid K=0": ("mode=hybrid", SEPARATE),
+    "hybrid K=1": ("mode=hybrid", "max_staleness=1", SEPARATE),
+    "async K=1": ("mode=async", "max_staleness=1", SEPARATE),
+    "async K=2": ("mode=async", "max_staleness=2", SEPARATE),
 }
 GATES = ("rollout", "train", "publish")
 """What a step waits for or does; the rest is saving and recording."""
