@@ -17,6 +17,7 @@ from pentad.core.errors import RunError
 from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.samplers.replica import ReplicaSampler
+from pentad.telemetry.recorder import Recorder
 from pentad.trainer import samplers
 
 SEPARATE = "scheduler.processes=separate"
@@ -57,29 +58,39 @@ def shared(tmp_path_factory, monkeypatch):
 
 
 @contextmanager
-def meddling(fileroot, *moments, role="rollout"):
-    """Sends a signal to a process of the role once the run "met" has so many steps, and a moment
-    more."""
-    done = threading.Event()
-    sent = []
+def meddling(*moments, role="rollout"):
+    """Sends a signal to a process of the role a moment after a run has recorded that step, 0 being
+    its start. The run does not go on before this was noticed."""
+    done, sent, plain = threading.Event(), [], Recorder.step
+    recorded = {step: threading.Event() for step, *_ in moments}
+    noticed = {step: threading.Event() for step in recorded}
+
+    def record_step(self, record, *args):
+        line = plain(self, record, *args)
+        if record.step in recorded:
+            recorded[record.step].set()
+            noticed[record.step].wait(60)
+        return line
 
     def meddle():
-        for lines, delay_s, number in moments:
-            while not done.wait(0.02):
-                path = next(fileroot.glob("logs/*/*/met/steps.jsonl"), None)
-                if (path.read_text().count("\n") if path else 0) >= lines and children(role):
+        for step, delay_s, number in moments:
+            while step and not recorded[step].wait(0.02):
+                if done.is_set():
+                    return
+            noticed[step].set()
+            while not done.wait(delay_s):
+                if found := children(role):
+                    os.kill(found[0], number)
+                    sent.append(number)
                     break
-            if done.wait(delay_s):
-                return
-            for pid in children(role)[:1]:
-                os.kill(pid, number)
-                sent.append(number)
 
     thread = threading.Thread(target=meddle)
     thread.start()
+    Recorder.step = record_step
     try:
         yield sent
     finally:
+        Recorder.step = plain
         done.set()
         thread.join()
 
@@ -91,7 +102,7 @@ def test_a_lost_replica_is_started_again_and_the_run_ends_the_same(lab, shared, 
     given = ["total_train_steps=6", "gconfig.max_new_tokens=24"]
     whole = lab.train(*given)
     moments = (0, 0.1, signal.SIGKILL), (1, 0.02, signal.SIGKILL), (3, 0.02, signal.SIGSTOP)
-    with meddling(lab.fileroot, *moments) as sent:
+    with meddling(*moments) as sent:
         met = lab.train(*given, SEPARATE, trial="met")
     log = (met.records / "log.txt").read_text()
     assert len(sent) == 3 and log.count("rollout-0 is lost: ") == 3
@@ -105,7 +116,7 @@ def test_a_lost_replica_is_started_again_and_the_run_ends_the_same(lab, shared, 
 @pytest.mark.slow
 def test_two_replicas_share_the_groups_and_one_may_die(lab, shared):
     given = ["mode=hybrid", "max_staleness=1", "total_train_steps=6", "gconfig.max_new_tokens=24"]
-    with meddling(lab.fileroot, (1, 0.1, signal.SIGKILL)) as sent:
+    with meddling((1, 0.1, signal.SIGKILL)) as sent:
         met = lab.train(*given, "allocation_mode=embedded:d2+archon:d1", trial="met")
     funnel = steps_of(met)[-1]["funnel"]
     assert len(sent) == 1 and len(steps_of(met)) == 6
@@ -128,7 +139,7 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_cause(lab, shared
 
     monkeypatch.setattr(LocalRuntime, "start", fail)
     moment = (1, 0.02, signal.SIGKILL)
-    with meddling(lab.fileroot, moment), pytest.raises(RunError) as caught:
+    with meddling(moment), pytest.raises(RunError) as caught:
         lab.train("total_train_steps=6", "rollout.restarts=2", SEPARATE, trial="met")
     text = str(caught.value)
     assert "rollout-0 was started again 2 times without an answer gained" in text
@@ -174,7 +185,7 @@ def test_a_lost_learner_is_started_again_while_the_sampler_stays(lab, shared, mo
     given = [f"mode={mode}", "total_train_steps=6", "recover.freq_steps=1", "saver.mode=sync"]
     whole = lab.train(*given)
     samplers_seen = set()
-    with meddling(lab.fileroot, *moments, role="learner") as sent:
+    with meddling(*moments, role="learner") as sent:
         stop = threading.Event()
 
         def look():
