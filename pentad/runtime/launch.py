@@ -10,7 +10,6 @@ already. On every way out, whatever was started here has ended.
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import signal
@@ -49,8 +48,6 @@ TERMINATE_S = 2.0
 """Between asking a rank to end and ending it."""
 START_S = 30.0
 """How long a rank may take until it is first seen to run, at least."""
-LEAVE_S = 15.0
-"""After a signal: who is not seen to run for so long will not leave by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +61,12 @@ class LaunchSettings:
     timeout_s: float = 600.0
     """Longest wait in a collective, and for the group to come together."""
     stall_s: float | None = None
-    """A group is ended if for this long one of its processes is not seen to run, or nothing moves:
-    no rank reports a step, or where rank 0 leads, a call of all ranks does not get on. None: never.
+    """A group is ended if for this long one of its processes is not seen to run, or no rank reports
+    a step. None: never.
     Until the first step nothing may move for `timeout_s`, if that is longer."""
     stop_s: float = 120.0
     """How long ranks may take to leave after a signal, which is passed on to them; a second one
     ends them at once."""
-    is_led: bool = False
-    """Whether rank 0 leads (`runtime.calls`): then signals are for it alone, it may take its time
-    to leave, and what it says, it says for all."""
     has_group: bool = True
     """Whether ranks join a process group (and import torch) before the function is called."""
 
@@ -239,16 +233,8 @@ class LaunchedRanks:
             return None
         if all(one.step is None for one in seen):  # a model is read, a group comes together
             limit = max(limit, self.settings.timeout_s)
-        if not self.settings.is_led:
-            is_still = now - max(one.step_at for one in seen) > limit
-            return ("reported no step", running) if is_still else None
-        moves = [one.moved_at for one in seen if one.moved_at is not None]
-        if not moves or now - max(moves) <= limit:
-            return None
-        last = max(one.call for one in seen)
-        behind = [rank for rank in running if seen[rank].call < last]
-        within = [rank for rank in running if seen[rank].moved_at is not None]
-        return "does not get on with what all ranks do", behind or within
+        is_still = now - max(one.step_at for one in seen) > limit
+        return ("reported no step", running) if is_still else None
 
     def _gather(self) -> list[Failure]:
         """All failures, after those that belong to the first had time to show."""
@@ -299,56 +285,30 @@ class LaunchedRanks:
 
     def _explain(self, failures: list[Failure]) -> Exception:
         logs = [self.log(rank) for rank in range(self.world)]
-        return explain(failures, self.world, logs, is_led=self.settings.is_led)
+        return explain(failures, self.world, logs)
 
     # Ending
 
     def _stop(self, number: int) -> list[Any]:
         """Passes a signal on and lets the ranks leave in their own way. What they return or say
         then counts; if they say nothing, the program ends as the signal asks."""
-        is_led = self.settings.is_led
-        for process in self.processes[:1] if is_led else self.processes:
+        for process in self.processes:
             process.send(number)
-        deadline = math.inf if is_led else time.monotonic() + self.settings.stop_s
+        deadline = time.monotonic() + self.settings.stop_s
         while time.monotonic() < deadline and len(self.signals) < 2:
             if not any(process.is_running for process in self.processes):
                 break
-            if is_led and any(process.code not in (None, 0) for process in self.processes):
-                self._wait(FOLLOW_S)
-                break
-            if is_led and (hung := self._find_hang(min(LEAVE_S, self.settings.stall_s or LEAVE_S))):
-                raise self._explain(self._stuck(*hung))
             time.sleep(POLL_S)
-        if is_led and len(self.signals) > 1:  # it knows which model is whole on disk
-            self.processes[0].send(self.signals[1])
-            self._wait(FOLLOW_S)
         if all(process.code == 0 for process in self.processes):
             return [self._result(rank) for rank in range(self.world)]
         failures = self._failures()
-        is_mishap = is_led and any(f.kind == "died" and f.rank > 0 for f in failures)
-        if is_mishap or any(
-            f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures
-        ):
+        if any(f.kind in ("user", "run", "bug") and not f.is_consequence for f in failures):
             error = self._explain(failures)
             is_asked = number == signal.SIGINT and isinstance(error, RunError)
-            raise Interrupted(str(error)) if is_asked and not is_mishap else error
-        if is_led and len(self.signals) > 1:
-            raise self._cut_short(self.signals[1])
+            raise Interrupted(str(error)) if is_asked else error
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
-
-    def _cut_short(self, number: int) -> RunError:
-        """Of a run that did not leave after the first signal, and whose steps are lost."""
-        name, step = signal.Signals(number).name, self.board.read(0).step
-        when = "before the first step" if step is None else f"in step {step}"
-        halted = [f"{n}" for n, process in enumerate(self.processes) if process.is_stopped]
-        why = f"; held up by SIGSTOP: rank {', '.join(halted)} of {self.world}" if halted else ""
-        lost = "nothing was trained since its start"
-        if step is not None:
-            lost = "what was trained since the last save is lost"
-        kind = Interrupted if number == signal.SIGINT else RunError
-        return kind(f"stopped by a second {name} {when}; {lost}{why}")
 
     def end(self) -> None:
         """No process of the group, nor any child of it, is left."""

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from pentad.core.errors import Problem, UserError
 
-ENTRY = struct.Struct("=qdqdd")
-"""Of one rank on the board: its step and when it said so; the number of its last call on all ranks
-and when that last moved (0: it is done); when the process was last seen to run."""
-STEP, CALL, BEAT = (struct.Struct(form) for form in ("=qd", "=qd", "=d"))
+ENTRY = struct.Struct("=qdd")
+"""Of one rank on the board: its step and when it said so; when the process was last seen to run."""
+STEP, BEAT = (struct.Struct(form) for form in ("=qd", "=d"))
 NO_STEP = -1
 BEAT_S = 0.5
 
@@ -27,9 +26,6 @@ class RankEntry:
     step: int | None
     """None before the first."""
     step_at: float
-    call: int
-    moved_at: float | None
-    """When the call under way began or last moved; None when none is."""
     beat_at: float
 
 
@@ -46,23 +42,19 @@ class Board:
     @classmethod
     def make(cls, path: Path, world: int) -> Board:
         now = time.monotonic()
-        path.write_bytes(ENTRY.pack(NO_STEP, now, 0, 0.0, now) * world)
+        path.write_bytes(ENTRY.pack(NO_STEP, now, now) * world)
         return cls(path, world)
 
     def write_step(self, rank: int, step: int) -> None:
         STEP.pack_into(self.memory, rank * ENTRY.size, step, time.monotonic())
 
-    def write_call(self, rank: int, call: int, *, is_open: bool) -> None:
-        at = time.monotonic() if is_open else 0.0
-        CALL.pack_into(self.memory, rank * ENTRY.size + STEP.size, call, at)
-
     def write_beat(self, rank: int) -> None:
-        offset = rank * ENTRY.size + STEP.size + CALL.size
+        offset = rank * ENTRY.size + STEP.size
         BEAT.pack_into(self.memory, offset, time.monotonic())
 
     def read(self, rank: int) -> RankEntry:
-        step, at, call, moved, beat = ENTRY.unpack_from(self.memory, rank * ENTRY.size)
-        return RankEntry(None if step == NO_STEP else step, at, call, moved or None, beat)
+        step, at, beat = ENTRY.unpack_from(self.memory, rank * ENTRY.size)
+        return RankEntry(None if step == NO_STEP else step, at, beat)
 
 
 @dataclass(slots=True)
@@ -99,13 +91,9 @@ class Rank:
             yield
         finally:
             pulse.rank = self.moved_at = None
-            if self.board is not None:
-                self.board.write_call(self.rank, self.num_calls, is_open=False)
 
     def moved(self) -> None:
         self.moved_at = time.monotonic()
-        if self.board is not None:
-            self.board.write_call(self.rank, self.num_calls, is_open=True)
 
     def beat(self) -> dict[str, float]:
         """Where it stands: -1 before the first step, and for no call under way."""

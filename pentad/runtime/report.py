@@ -88,33 +88,29 @@ def failure_of(value: Mapping[str, Any], **more: Any) -> Failure:
     return Failure(**{**value, **tuples, **more})
 
 
-def first_failure(failures: list[Failure], *, is_led: bool = False) -> Failure:
+def first_failure(failures: list[Failure]) -> Failure:
     """What made the others fail.
 
     A death without a word outweighs what it left behind; then the earliest exception that does
-    not speak of lost peers (rank 0's before others' where it leads, since it speaks for all); then
-    a rank that others waited for; then the earliest of all.
+    not speak of lost peers; then a rank that others waited for; then the earliest of all.
     """
     assert failures, "a group fails with a reason"
 
     weights = {"died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
 
-    def weight(failure: Failure) -> tuple[int, bool, float]:
-        rank = 3 if failure.is_consequence else weights[failure.kind]
-        return rank, is_led and failure.rank > 0, failure.at
+    def weight(failure: Failure) -> tuple[int, float]:
+        return 3 if failure.is_consequence else weights[failure.kind], failure.at
 
     return min(failures, key=weight)
 
 
-def explain(
-    failures: list[Failure], world: int, logs: Sequence[Path], *, is_led: bool = False
-) -> Exception:
+def explain(failures: list[Failure], world: int, logs: Sequence[Path]) -> Exception:
     """The end of a group as an error for people; `logs` by rank."""
-    cause = first_failure(failures, is_led=is_led)
+    cause = first_failure(failures)
     if cause.kind == "user":
         return UserError(cause.problems)
     is_common = [f.message for f in failures] == [cause.message] * world
-    if cause.kind == "run" and (is_common or (is_led and cause.rank == 0)):
+    if cause.kind == "run" and is_common:
         return RunError(cause.message)  # it is no rank's own trouble
     sentence = f"{name_rank(cause.rank, world, cause.step)}: {cause.message}"
     shown = "\n".join(f"    {line}" for line in cause.lines)

@@ -122,34 +122,6 @@ def heed(rank, payload):
     return int(asked[0])
 
 
-def lead_or_follow(rank, payload):
-    """Rank 0 hears signals and takes its time; the others would die of one, or just die."""
-    folder = Path(payload["folder"])
-    (folder / f"alive-{rank.rank}").write_text(str(os.getpid()))
-    if rank.rank == 0:
-        asked = []
-
-        def hear(number, frame):
-            asked.append(number)
-            if len(asked) > 1 and "last_words" in payload:
-                raise RunError(payload["last_words"])
-
-        signal.signal(signal.SIGTERM, hear)
-        while not asked:
-            time.sleep(0.01)
-        (folder / "asked").write_text("yes")
-        time.sleep(payload["takes_s"])
-        (folder / "done").write_text("yes")
-        raise RunError("stopped, saved")
-    while not (folder / "asked").exists():
-        time.sleep(0.01)
-    rank.report(4)
-    if payload["dies"]:
-        os._exit(7)
-    while not (folder / "done").exists():
-        time.sleep(0.01)
-
-
 def add_up(rank, payload):
     import torch
     import torch.distributed as dist

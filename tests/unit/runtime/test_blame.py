@@ -39,14 +39,6 @@ def test_the_cause_outweighs_what_followed(failures, wanted):
     assert found.rank == wanted
 
 
-def test_where_rank_0_leads_it_speaks_for_all():
-    said = [failure(0, "run", "could not save", 2.0), failure(1, "run", "rank 0 could not", 1.0)]
-    assert first_failure(said).rank == 1
-    assert first_failure(said, is_led=True).rank == 0
-    lost = [failure(0, "bug", LOST, 1.0), failure(1, "run", "out of memory", 2.0)]
-    assert first_failure(lost, is_led=True).rank == 1
-
-
 def test_a_process_that_nccl_ended_for_waiting_is_no_cause():
     waiting = Failure(0, 1, "died", "was ended by signal 6 (SIGABRT)", 1.0, lines=("x", WATCHDOG))
     assert waiting.is_consequence

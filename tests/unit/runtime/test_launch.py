@@ -15,7 +15,6 @@ from pentad.core.errors import RunError, UserError
 from pentad.runtime import launch
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.launch import LaunchSettings, run_ranks
-from pentad.runtime.signals import SAME_S
 
 LIGHT = LaunchSettings(has_group=False)
 PROGRAM = Path(__file__).parent / "rank_targets.py"
@@ -207,49 +206,6 @@ def test_what_ranks_say_after_a_signal_counts(tmp_path, number, is_sorry):
         assert (main.returncode, out) == (1, sentence)
     else:
         assert (main.returncode, out) == (0, f"[{int(number)}, {int(number)}]\n")
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_where_rank_0_leads_signals_are_its_alone_and_it_may_take_its_time(tmp_path, dies):
-    payload = {"folder": str(tmp_path), "takes_s": 60.0 if dies else 1.0, "dies": dies}
-    main = program(tmp_path, "lead_or_follow", payload, is_led=True, stop_s=0.1)
-    alive_notes(tmp_path)
-    main.send_signal(signal.SIGTERM)
-    out, _ = main.communicate(timeout=120)
-    said = "rank 1 of 2, step 4: ended with exit code 7" if dies else "stopped, saved"
-    kind = "Transient" if dies else "RunError"
-    assert main.returncode == 1 and out.startswith(f"{kind}: {said}")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_led_run_that_is_cut_short_says_so_and_who_held_it_up(tmp_path, number):
-    payload = {"folder": str(tmp_path), "takes_s": 60.0, "dies": False}
-    main = program(tmp_path, "lead_or_follow", payload, is_led=True)
-    pids = alive_notes(tmp_path)
-    os.kill(pids[1], signal.SIGSTOP)
-    main.send_signal(signal.SIGTERM)
-    until((tmp_path / "asked").exists)
-    time.sleep(2 * SAME_S)  # or it would pass for the same
-    main.send_signal(number)
-    out, _ = main.communicate(timeout=120)
-    kind = "Interrupted" if number == signal.SIGINT else "RunError"
-    said = f"{kind}: stopped by a second {number.name} before the first step; "
-    assert main.returncode == 1 and out.startswith(said)
-    assert out.endswith("since its start; held up by SIGSTOP: rank 1 of 2\n")
-    assert not any(map(is_alive, pids))
-
-
-def test_a_second_signal_is_rank_0s_too_which_knows_what_is_saved(tmp_path):
-    words = "cut short, the last whole one is x"
-    payload = {"folder": str(tmp_path), "takes_s": 60.0, "dies": False, "last_words": words}
-    main = program(tmp_path, "lead_or_follow", payload, is_led=True)
-    alive_notes(tmp_path)
-    main.send_signal(signal.SIGTERM)
-    until((tmp_path / "asked").exists)
-    time.sleep(2 * SAME_S)  # or it would pass for the same
-    main.send_signal(signal.SIGTERM)
-    out, _ = main.communicate(timeout=120)
-    assert (main.returncode, out) == (1, f"RunError: {words}\n")
 
 
 def test_ranks_that_do_not_leave_are_ended_after_a_while(tmp_path):
