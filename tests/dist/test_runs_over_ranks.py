@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from role_processes import role_processes
 from run_cases import config_of, run_harmed, settings_of
 
 from pentad.core.errors import RunError
@@ -194,9 +195,7 @@ class Program:
         os.close(terminal)
 
     def ranks(self):
-        pid = self.process.pid
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        return [int(child) for child in found.split()]
+        return role_processes(self.process.pid, "learner")
 
     def wait(self, seconds=300):
         code = self.process.wait(seconds)

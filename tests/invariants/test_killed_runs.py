@@ -9,10 +9,10 @@ import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from kill_lab import KillLab
+from role_processes import role_processes
 
 from pentad.telemetry.steps import read_lines
 
@@ -282,8 +282,7 @@ def test_over_two_ranks_a_lost_rank_and_a_killed_run_change_nothing(task, folder
     while not list(lab.checkpoints("two-killed").glob("recover_info/globalstep*/COMMIT")):
         assert process.is_alive(), lab.log("two-killed").read_text()
         time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
+    os.kill(role_processes(process.pid, "learner")[1], signal.SIGKILL)
     while "it is started again after step " not in lab.log("two-killed").read_text():
         assert process.is_alive(), lab.log("two-killed").read_text()
         time.sleep(0.05)

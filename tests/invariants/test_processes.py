@@ -5,11 +5,11 @@ import os
 import re
 import signal
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from role_processes import role_processes
 from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
@@ -37,16 +37,7 @@ def test_one_process_and_several_give_the_same_weights(lab, task, mode):
 
 
 def children(role="rollout"):
-    """The processes of this role that this one started."""
-    own = str(os.getpid())
-    found = []
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError):
-            words = (folder / "stat").read_text().rpartition(") ")[2].split()
-            is_own = words[1] == own and words[0] != "Z"
-            if is_own and f"role_host\0{role}-".encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+    return role_processes(os.getpid(), role)
 
 
 @pytest.fixture
