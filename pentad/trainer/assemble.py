@@ -497,6 +497,7 @@ class Assembly:
 
     def _note(self, trained: TrainedBatch) -> None:
         self.unrecorded = trained
+        self.crew.note_step()
 
     def _after_step(self, trained: TrainedBatch) -> None:
         self.unrecorded = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 from pentad.core.roles import Sampler
 from pentad.runtime.roles import Runtime
 from pentad.sync.handoff import Handoff
+from pentad.telemetry.log import NOTICE
+
+log = logging.getLogger(__name__)
 
 
 class Crew:
@@ -24,6 +29,18 @@ class Crew:
         """Where learners and samplers are started; None: on this machine."""
         self.handoff: Handoff | None = None
         self.samplers: dict[str, Sampler] | None = None
+        self.lost_at: float | None = None
+        """When learners were lost that have not trained again."""
+
+    def note_lost(self) -> None:
+        self.lost_at = self.lost_at or time.monotonic()
+
+    def note_step(self) -> None:
+        """A step was trained."""
+        if self.lost_at is not None:
+            seconds, self.lost_at = time.monotonic() - self.lost_at, None
+            text = "the learners train again: %.1f s from their loss to the end of a step"
+            log.info(text, seconds, extra=NOTICE)
 
     @property
     def is_spread(self) -> bool:

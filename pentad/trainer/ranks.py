@@ -124,6 +124,7 @@ def run_beside_group(
                 with RankGroup(crew.runtime or LocalRuntime(), specs, settings, place) as calls:
                     return run(calls, config, notes, False, crew)
             except RunError as error:
+                crew.note_lost()
                 if isinstance(error, Transient) and retries.take(error):
                     os.environ[AGAIN] = str(retries)
                     generation += 1
