@@ -139,7 +139,7 @@ def lead_examples(
         )
         with stop_flag() as stop, watch_alone(calls, run):
             calls.is_leaving = lambda: bool(stop.reason)
-            return train(calls, run, evals, bounds, trained, num_steps, stop, saver, recover)
+            return train(calls, run, crew, evals, bounds, trained, num_steps, stop, saver, recover)
 
 
 def check_data(
@@ -183,6 +183,7 @@ def check_examples(service: type[ExampleService], config: Config, device: torch.
 def train(
     calls: Calls,
     run: OpenRun,
+    crew: Crew,
     evals: Frequency | None,
     bounds: Bounds,
     trained: int,
@@ -208,6 +209,7 @@ def train(
             timer = PhaseTimer()
             with timer.phase("train"):
                 found = calls.call("step", step=step)
+            crew.note_step()
             result = step_from(found["result"])
             trained = step + 1
             if result.skipped:
