@@ -405,7 +405,7 @@ class Simulation:
         for group in self.state.store.get(gids):
             assert wanted == group.samples[0].columns.keys(), "it is trained without its scores"
 
-    def fetch(self, version: int) -> Snapshot:
+    async def fetch(self, version: int) -> Snapshot:
         self.newest_version = version
         return snapshot_of(version)
 
