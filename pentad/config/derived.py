@@ -114,7 +114,7 @@ def is_one_process(config: Config, num_devices: int | None) -> bool:
     actor = allocation and allocation.find("actor")
     if not (rollout and actor) or rollout.backend != "embedded":
         return False
-    if rollout.world > 1 or actor.world > 1 or config.cluster.n_nodes > 1:
+    if any(part.world > 1 for part in allocation or ()) or config.cluster.n_nodes > 1:
         return False
     if config.scheduler.type == "ray" or config.cluster.share_gpus:
         return False

@@ -49,18 +49,24 @@ def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
     if allocation_of(config).find("rollout") is None:
         return trainers if is_alone else learners
     pool = [RunProcess(name="rewards", runs=("reward pool",))] if config.reward.functions else []
-    threads = judges if samplers else [RunProcess(name="rollout", runs=("rollout",)), *judges]
+    threads = [] if samplers else [RunProcess(name="rollout", runs=("rollout",))]
+    if not is_alone:
+        threads, judges = [*threads, *judges], []
     trainers[0] = _holding(trainers[0], threads)
     units = [
         RunProcess(name=f"storage-{number}", runs=("storage unit",), node=None, started_by="ray")
         for number in range(config.num_data_storage_units if has_storage_units(config) else 0)
     ]
-    return [*_sharing([*trainers, *samplers]), *units, *pool]
+    return [*_sharing([*trainers, *samplers, *judges]), *units, *pool]
 
 
-def scorer_devices(config: Config) -> dict[str, int]:
-    """The GPU of each scorer."""
-    return {one.runs[0]: one.devices[0] for one in _roles(config, "cuda")[2]}
+def scorer_devices(config: Config) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each scorer, by rank."""
+    found: dict[str, tuple[int, ...]] = {}
+    for one in _roles(config, "cuda")[2]:
+        role = one.name.rpartition("-")[0]
+        found[role] = (*found.get(role, ()), *one.devices)
+    return found
 
 
 def _roles(

@@ -66,7 +66,7 @@ from pentad.trainer.run import (
 from pentad.trainer.samplers import open_handoff, open_samplers, ray_places
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.score_pump import ScorePump
-from pentad.trainer.scorers import open_scorers
+from pentad.trainer.scorers import Scorer, open_scorers
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
 from pentad.trainer.sft import run_sft
@@ -350,11 +350,17 @@ class Assembly:
             Path(snapshot.ticket.place).unlink()
         return snapshot
 
-    async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, LearnerThread]:
+    async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, Scorer]:
         if not scorers(self.config):
             return {}
-        longest = self.size.max_row_tokens
-        return await open_scorers(self.config, self.state.store, longest, self.device, stack)
+        return await open_scorers(
+            self.config,
+            self.store,
+            self.size.max_row_tokens,
+            self.device,
+            stack,
+            log_folder=self.open.folder.file("ranks/") if self.calls.is_apart else None,
+        )
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from pentad.core.types import Group
 from pentad.data.store import MissingGroups
-from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.placement import Placement
+from pentad.trainer.scorers import Scorer
 from pentad.trainer.state import RunState
 from pentad.trainer.update import chunk_slots, column_of
 
@@ -24,7 +24,7 @@ class ScorePump:
     def __init__(
         self,
         state: RunState,
-        scorers: Mapping[str, LearnerThread],
+        scorers: Mapping[str, Scorer],
         placement: Placement,
         *,
         num_chunks: int,

@@ -1,24 +1,45 @@
-"""The scorers of a run: models on devices of their own that judge what was sampled."""
+"""The scorers of a run: models on devices of their own that judge what was sampled.
+
+Where the learner is processes beside the scheduler, so is each scorer; else it is a thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from pentad.config.derived import scorers
+from pentad.config.catalog import register_models
+from pentad.config.derived import component_of, scorers
 from pentad.config.processes import scorer_devices
 from pentad.config.schema import Config
+from pentad.core.errors import Problem, Transient, UserError
+from pentad.core.failures import GivenUp
 from pentad.data.store import GroupStore
+from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls
+from pentad.runtime.environment import rank_environment
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
-from pentad.telemetry.log import announced
+from pentad.runtime.roles import RoleSpec
+from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.scorer_service import ScorerService
 
 log = logging.getLogger(__name__)
+
+JOIN_S = 600.0
+"""Longest wait for the ranks of a scorer to come together, and for its model to be read."""
+
+
+class Scorer(Protocol):
+    async def call(self, method: str, **arguments: Any) -> Any: ...
 
 
 async def open_scorers(
@@ -27,21 +48,148 @@ async def open_scorers(
     max_row_tokens: int,
     device: torch.device,
     stack: AsyncExitStack,
-) -> dict[str, LearnerThread]:
-    """By role, each with its weights and the store; closed with `stack`."""
-    found: dict[str, LearnerThread] = {}
+    *,
+    log_folder: Path | None,
+) -> dict[str, Scorer]:
+    """By role, each with its weights and the store; closed with `stack`. Processes where there is a
+    folder for their logs."""
+    found: dict[str, Scorer] = {}
     devices = scorer_devices(config) if device.type == "cuda" else {}
-    for role in scorers(config):
-        own = torch.device("cuda", devices[role]) if devices else device
-        service = ScorerService(config, Rank(), own, role)
-        thread = LearnerThread(stack.enter_context(RankCalls(service)), role)
-        stack.callback(thread.close, config.stall_abort_s)
-        if store.address["kind"] == "memory":
-            service.store = store
-        else:
-            await thread.call("open_store", address=store.address)
-        found[role] = thread
+    steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
+    if store.address["kind"] != "memory":
+        steps["open_store"] = {"address": store.address}
     with announced(log, f"making the models of {' and '.join(scorers(config))}"):
-        builds = (one.call("build", max_row_tokens=max_row_tokens) for one in found.values())
-        await asyncio.gather(*builds)
+        async with asyncio.TaskGroup() as tasks:
+            for role in scorers(config):
+                if log_folder is None:
+                    own = torch.device("cuda", devices[role][0]) if devices else device
+                    found[role] = thread = scorer_thread(config, role, own, store, stack)
+                    tasks.create_task(prepare(thread, steps))
+                else:
+                    specs = scorer_specs(config, role, device.type, devices, log_folder)
+                    scorer = ScorerProcesses(config, role, specs, steps)
+                    stack.push_async_callback(scorer.close)
+                    found[role] = scorer
+                    tasks.create_task(scorer.open())
     return found
+
+
+async def prepare(scorer: Scorer, steps: dict[str, dict[str, Any]]) -> None:
+    for method, arguments in steps.items():
+        await scorer.call(method, **arguments)
+
+
+def scorer_thread(
+    config: Config, role: str, device: torch.device, store: GroupStore, stack: AsyncExitStack
+) -> LearnerThread:
+    part = component_of(config, role)
+    if part.world > 1:
+        where, rule = f"allocation_mode = {config.allocation_mode}", "is a thread here, of one rank"
+        raise UserError(Problem(where, f"{part} {rule}", "use d1, or scheduler.processes=separate"))
+    service = ScorerService(config, Rank(), device, role)
+    if store.address["kind"] == "memory":
+        service.store = store
+    thread = LearnerThread(stack.enter_context(RankCalls(service)), role)
+    stack.callback(thread.close, config.stall_abort_s)
+    return thread
+
+
+def scorer_specs(
+    config: Config, role: str, kind: str, devices: dict[str, tuple[int, ...]], log_folder: Path
+) -> Callable[[int], list[RoleSpec]]:
+    """The processes of a generation, one for each rank."""
+    world = component_of(config, role).world
+    log_folder.mkdir(parents=True, exist_ok=True)
+    given = {"config": config.model_dump(mode="json"), "role": role}
+    deterministic = config.actor.archon.use_deterministic_algorithms
+
+    def specs(generation: int) -> list[RoleSpec]:
+        return [
+            RoleSpec(
+                name=f"{role}-{rank}",
+                target=rank_host.TARGET,
+                payload={
+                    "rank": rank,
+                    "world": world,
+                    "device": kind,
+                    "timeout_s": JOIN_S,
+                    "num_threads": torch.get_num_threads() if world == 1 else 0,
+                    "service": f"{__name__}:serve_scorer",
+                    "given": given,
+                },
+                log=log_folder / f"{role}-{rank}.log",
+                generation=generation,
+                num_gpus=len(devices) and 1,
+                devices=devices[role][rank : rank + 1] if devices else (),
+                environment=rank_environment(rank=rank, world=world, deterministic=deterministic),
+            )
+            for rank in range(world)
+        ]
+
+    return specs
+
+
+def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> ScorerService:
+    """One rank of a scorer, in its process."""
+    config = Config.model_validate(given["config"])
+    register_models(config)
+    return ScorerService(config, rank, device, given["role"])
+
+
+class ScorerProcesses:
+    """A scorer whose ranks are processes. One that is lost is started again alone, with the next
+    generation: it has no state."""
+
+    def __init__(
+        self,
+        config: Config,
+        role: str,
+        specs: Callable[[int], list[RoleSpec]],
+        steps: dict[str, dict[str, Any]],
+    ) -> None:
+        self.role = role
+        self.specs = specs
+        self.steps = steps
+        """Calls that prepare it, with their arguments."""
+        self.max_restarts = config.rollout.restarts
+        self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
+        self.generation = 0
+        self.num_lost = 0
+        """Times in a row that it was lost without an answer gained."""
+        self.group: RankGroup | None = None
+        self.thread: LearnerThread | None = None
+
+    async def open(self) -> None:
+        await self._make(None)
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        answer = await self._make((method, arguments))
+        self.num_lost = 0
+        return answer
+
+    async def _make(self, call: tuple[str, dict[str, Any]] | None) -> Any:
+        """Makes the call, of processes that are prepared for it, however often they are lost."""
+        while True:
+            try:
+                if self.thread is None:
+                    self.group = RankGroup(
+                        LocalRuntime(), self.specs(self.generation), self.settings
+                    )
+                    self.thread = LearnerThread(self.group.__enter__(), self.role)
+                    await prepare(self.thread, self.steps)
+                return None if call is None else await self.thread.call(call[0], **call[1])
+            except Transient as error:
+                self.num_lost += 1
+                if self.num_lost > self.max_restarts:
+                    often = f"{self.num_lost} times in a row, without an answer gained"
+                    raise GivenUp(f"the {self.role} was lost {often}: {error}") from error
+                text = "the %s is lost, and started again: %s"
+                log.warning(text, self.role, error, extra=NOTICE)
+                await self.close()
+                self.generation += 1
+
+    async def close(self) -> None:
+        thread, group, self.thread, self.group = self.thread, self.group, None, None
+        if thread is not None and group is not None:
+            await asyncio.to_thread(thread.close, self.settings.stall_s)
+            await asyncio.to_thread(group.__exit__, None, None, None)

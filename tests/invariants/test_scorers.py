@@ -1,13 +1,47 @@
 """Reference and teacher on devices of their own: the numbers of weight tags in the trainer."""
 
 import json
+import os
 import shutil
+import signal
+import threading
+from contextlib import contextmanager
 
 import pytest
 from run_lab import Lab, steps_of, values_of
 from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import UserError
+from pentad.runtime.local_roles import LocalRuntime
+
+
+@contextmanager
+def killing(fileroot, trial, after, monkeypatch):
+    """Kills the process of the reference once the run has so many steps."""
+    done, started, killed = threading.Event(), {}, []
+    start = LocalRuntime.start
+
+    async def noted(runtime, spec):
+        started[spec.name] = await start(runtime, spec)
+        return started[spec.name]
+
+    def watch():
+        while not done.wait(0.05):
+            path = next(fileroot.glob(f"logs/*/*/{trial}/steps.jsonl"), None)
+            if path is not None and path.read_text().count("\n") >= after:
+                killed.append(started["ref-0"].process.pid)
+                os.kill(killed[0], signal.SIGKILL)
+                return
+
+    monkeypatch.setattr(LocalRuntime, "start", noted)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        done.set()
+        thread.join()
+
 
 KL = ("algorithm.kl_coef=0.1", "gconfig.n_samples=2")
 
@@ -35,6 +69,26 @@ def test_scorers_apart_give_the_weights_of_tags_in_the_trainer(lab, teacher, wor
     assert "making the models of" in (apart.records / "log.txt").read_text()
     kl = [record["rl"]["kl_ref"] for record in steps_of(apart)]
     assert kl[-1] > 0, "the policy never left its reference: nothing was compared"
+
+
+@pytest.mark.slow
+def test_a_scorer_in_a_process_gives_the_same_and_is_started_again_alone(lab, monkeypatch):
+    words = ("mode=async", *KL, "total_train_steps=6")
+    one = lab.train(*words)
+    with killing(lab.fileroot, "killed", 2, monkeypatch) as killed:
+        apart = lab.train(*words, "scheduler.processes=separate", trial="killed")
+    assert killed
+    assert_same_weights(one, apart)
+    assert "the ref is lost, and started again" in (apart.records / "log.txt").read_text()
+    assert (apart.records / "ranks" / "ref-0.log").exists()
+
+
+@pytest.mark.slow
+def test_a_scorer_over_two_ranks(lab):
+    layout = "allocation_mode=embedded[rollout]:d1+archon[actor]:d1+archon[ref]:d2"
+    one, two = lab.train("mode=async", *KL), lab.train("mode=async", *KL, layout)
+    for first, second in zip(steps_of(one), steps_of(two), strict=True):
+        assert second["rl"]["kl_ref"] == pytest.approx(first["rl"]["kl_ref"], rel=1e-3, abs=1e-6)
 
 
 def test_groups_are_scored_ahead_of_training_within_the_bound(lab):

@@ -14,6 +14,7 @@ from pentad.config.derived import (
     component_of,
     compute_bytes,
     frozen_models,
+    is_learner_apart,
     parsed_allocation,
     scorers,
 )
@@ -68,10 +69,12 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
         rule = f"a reference on devices of its own ({allocation.find('ref')}) stays as it is"
         remedy = "leave it out, or use mode: hybrid and no component for the reference"
         yield Problem(f"ref_update_interval = {every}", rule, remedy)
-    for role in scorers(config):
-        part = component_of(config, role)
-        if part.world > 1:
-            yield Problem(where, f"{part}: a scorer over several ranks is not built yet", "use d1")
+    wide = [
+        str(component_of(config, r)) for r in scorers(config) if component_of(config, r).world > 1
+    ]
+    if wide and not is_learner_apart(config, None):
+        rule = f"{' and '.join(wide)} has a process for each rank, and here it is a thread"
+        yield Problem(where, rule, "use d1, or scheduler.processes=separate")
 
 
 def _without(allocation: Allocation, roles: list[str]) -> Iterator[tuple[Component, ...]]:

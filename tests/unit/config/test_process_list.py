@@ -56,9 +56,10 @@ SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
                 "allocation_mode=archon[ref]:d1+embedded[rollout]:d1+archon[actor]:d1",
             ],
             {
-                "scheduler": ("scheduler", "ref", 0, (2,), (), "pentad"),
+                "scheduler": ("scheduler", 0, (), (), "pentad"),
                 "learner-0": ("actor", 0, (0,), (), "pentad"),
                 "rollout-0": ("rollout", 0, (1,), (), "pentad"),
+                "ref-0": ("ref", 0, (2,), (), "pentad"),
             },
         ),
         (

@@ -82,8 +82,11 @@ def test_defaults_ask_for_nothing_that_is_not_built():
             "a reference on devices of its own (archon[ref]:d1) stays as it is",
         ),
         (
-            ["algorithm.kl_coef=0.1", f"allocation_mode={APART.replace('[ref]:d1', '[ref]:d2')}"],
-            "a scorer over several ranks is not built yet",
+            [
+                "algorithm.kl_coef=0.1",
+                "allocation_mode=vllm[rollout]:d1+archon[actor]:d1+archon[ref]:d2",
+            ],
+            "archon[ref]:d2 has a process for each rank, and here it is a thread",
         ),
         (
             ["allocation_mode=embedded[rollout]:d1|archon[actor]:d2+archon[critic]:d2"],
