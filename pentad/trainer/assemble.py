@@ -66,7 +66,7 @@ from pentad.trainer.run import (
 from pentad.trainer.samplers import open_handoff, open_samplers, ray_places
 from pentad.trainer.scheduler import Scheduler
 from pentad.trainer.score_pump import ScorePump
-from pentad.trainer.scorers import Scorer, open_scorers
+from pentad.trainer.scorers import ScorerCalls, open_scorers
 from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
 from pentad.trainer.sft import run_sft
@@ -350,7 +350,7 @@ class Assembly:
             Path(snapshot.ticket.place).unlink()
         return snapshot
 
-    async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, Scorer]:
+    async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, ScorerCalls]:
         if not scorers(self.config):
             return {}
         return await open_scorers(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pentad.core.types import Group
 from pentad.data.store import MissingGroups
 from pentad.trainer.placement import Placement
-from pentad.trainer.scorers import Scorer
+from pentad.trainer.scorers import ScorerCalls
 from pentad.trainer.state import RunState
 from pentad.trainer.update import chunk_slots, column_of
 
@@ -24,7 +24,7 @@ class ScorePump:
     def __init__(
         self,
         state: RunState,
-        scorers: Mapping[str, Scorer],
+        scorers: Mapping[str, ScorerCalls],
         placement: Placement,
         *,
         num_chunks: int,

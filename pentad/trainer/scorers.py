@@ -38,7 +38,7 @@ JOIN_S = 600.0
 """Longest wait for the ranks of a scorer to come together, and for its model to be read."""
 
 
-class Scorer(Protocol):
+class ScorerCalls(Protocol):
     async def call(self, method: str, **arguments: Any) -> Any: ...
 
 
@@ -50,10 +50,10 @@ async def open_scorers(
     stack: AsyncExitStack,
     *,
     log_folder: Path | None,
-) -> dict[str, Scorer]:
+) -> dict[str, ScorerCalls]:
     """By role, each with its weights and the store; closed with `stack`. Processes where there is a
     folder for their logs."""
-    found: dict[str, Scorer] = {}
+    found: dict[str, ScorerCalls] = {}
     devices = scorer_devices(config) if device.type == "cuda" else {}
     steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
     if store.address["kind"] != "memory":
@@ -74,7 +74,7 @@ async def open_scorers(
     return found
 
 
-async def prepare(scorer: Scorer, steps: dict[str, dict[str, Any]]) -> None:
+async def prepare(scorer: ScorerCalls, steps: dict[str, dict[str, Any]]) -> None:
     for method, arguments in steps.items():
         await scorer.call(method, **arguments)
 
