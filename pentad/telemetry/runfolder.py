@@ -29,7 +29,8 @@ FILES = {
     "samples.jsonl": "A few samples of each step, the best, the worst and random ones: prompt, "
     "answer, reward and its parts, token ids, and the weight versions that sampled them.",
     "batches/": "The groups that the last steps trained, telemetry.keep_batches of them, a file "
-    "each: `pentad replay` trains one of these steps again.",
+    "each, or with only: rollout the groups of every step: `pentad replay` trains one of these "
+    "steps again, `--only train` all of them.",
     "groups/": "Samples on their way to ranks of other machines, in a run over several of them.",
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
