@@ -55,6 +55,11 @@ class Sampler(Protocol):
         """Replaces all weights between two tokens; all or nothing, every tensor exactly once."""
         ...
 
+    async def rewind(self) -> None:
+        """Versions begin anew: the learner was lost and goes on from an earlier one. Nobody asks
+        for tokens before the next install, which may be of any version."""
+        ...
+
     async def sleep(self) -> None:
         """Gives back device memory; requests wait for `wake`."""
         ...

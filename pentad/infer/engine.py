@@ -268,6 +268,9 @@ class InferenceEngine:
         self.pool.forget_prefixes()
         return Installed(version, num_tensors, digest_of(iter_hf(self.model)).hex())
 
+    def rewind(self) -> None:
+        self.version = -1
+
     def sleep(self) -> None:
         """Frees the device; sequences under way are computed again after `wake`."""
         if not self.is_asleep:

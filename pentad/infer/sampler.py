@@ -148,6 +148,9 @@ class EmbeddedSampler:
         pairs = list(weights)
         return await self._do(partial(self.engine.install, version, pairs))
 
+    async def rewind(self) -> None:
+        await self._do(self.engine.rewind)
+
     async def sleep(self) -> None:
         await self._do(self.engine.sleep)
 

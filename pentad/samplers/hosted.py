@@ -116,6 +116,9 @@ class HostedSampler:
     async def resume(self) -> None:
         await self.sampler.resume()
 
+    async def rewind(self) -> None:
+        await self.sampler.rewind()
+
     async def sleep(self) -> None:
         await self.sampler.sleep()
 

@@ -87,6 +87,10 @@ class RemoteSampler:
     async def resume(self) -> None:
         await self._call("resume")
 
+    async def rewind(self) -> None:
+        await self._call("rewind")
+        self.version = -1
+
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         self._check_open()
         return await self.pull(await self.handoff.offer(version, weights))

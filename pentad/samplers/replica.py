@@ -75,6 +75,7 @@ class ReplicaSampler:
         """Set, and made anew, when the replica serves again, is given up, woken or closed."""
         self.busy: dict[str, Unanswered] = {}
         self.is_paused = self.is_asleep = self.is_closed = False
+        self.is_rewound = False
         self.num_drawn = 0.0
         """Tokens of processes that are gone."""
         self.supervisor: asyncio.Task[None] | None = None
@@ -153,11 +154,20 @@ class ReplicaSampler:
         while True:
             remote = await self._serving()
             try:
-                return await remote.pull(offer)
+                if self.is_rewound and remote.version > version:
+                    await remote.rewind()
+                receipt = await remote.pull(offer)
+                self.is_rewound = False
+                return receipt
             except InfraFailure:
                 if not remote.lost.done():
                     raise
                 await self._until_away(remote)
+
+    async def rewind(self) -> None:
+        """Done by the next install: the process of that moment may be another one."""
+        self._check_open()
+        self.is_rewound = True
 
     async def abort(self, request_id: str) -> None:
         self._check_open()

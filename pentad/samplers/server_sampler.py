@@ -206,6 +206,10 @@ class ServerSampler:
         self.is_paused = False
         self._gate()
 
+    async def rewind(self) -> None:
+        self._check_open()
+        self._version = -1
+
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         """Refused before anything changes if a tensor is missing, unknown, misshapen or twice.
 

@@ -110,12 +110,13 @@ class Handoff:
         self.expected[snapshot.version] = Offer(snapshot.ticket, (), (), is_elsewhere=True)
 
     def forget(self) -> None:
-        """The process that made the tickets is gone: what it held on a GPU went with it."""
-        expected, self.expected = self.expected, {}
-        for offer in expected.values():
+        """The process that made the tickets is gone, and the next one goes back to an earlier
+        version: nobody may pull them any more."""
+        ended = [*self.expected.values(), *([self.newest] if self.newest else [])]
+        self.expected, self.newest = {}, None
+        self.release = lambda version: None
+        for offer in ended:
             self._end(offer)
-        if self.newest is not None and self.newest.ticket.kind == "ipc":
-            self.newest = None
 
     async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         """Writes the weights, unless they were by an earlier call of the same object."""
@@ -144,7 +145,7 @@ class Handoff:
             return
         offer.kept, offer.source = (), ()
         if offer.ticket.kind == "ipc" and offer.is_elsewhere:
-            self.release(offer.ticket.version)
+            self.release(offer.ticket.version)  # nothing, where its process is another one
         elif offer.ticket.kind == "ipc":
             torch.cuda.ipc_collect()
         else:

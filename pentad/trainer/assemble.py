@@ -298,8 +298,8 @@ class Assembly:
         try:
             if self.crew.samplers is None:
                 self.crew.samplers = await self._open_samplers(self.crew.stack)
-            elif self.crew.handoff is not None:
-                self.crew.handoff.forget()
+            else:
+                await self._rewind()
             await building
             if self.placement.offload_train:
                 await self.learner.call("offload")
@@ -309,13 +309,27 @@ class Assembly:
             raise
         self.samplers = self.crew.samplers
 
+    async def _rewind(self) -> None:
+        """Samplers of the learners before: they go back with these to the newest checkpoint."""
+        assert self.crew.samplers is not None
+        if self.crew.handoff is not None:
+            self.crew.handoff.forget()
+            self.crew.handoff.release = self._release
+        for sampler in self.crew.samplers.values():
+            await sampler.rewind()
+
+    def _release(self, version: int) -> None:
+        """The learner need not keep the weights of this version on the GPU any more."""
+        ask = partial(self.calls.ask, "release", version=version)
+        asyncio.get_running_loop().run_in_executor(None, ask)
+
     async def _open_samplers(self, stack: AsyncExitStack) -> dict[str, Sampler]:
         config, folder = self.config, self.open.folder.file("servers/")
         if self.calls.is_apart:
             self.crew.handoff = open_handoff(
                 config, self.device, folder, stack, is_spread=self.crew.is_spread
             )
-            self.crew.handoff.release = lambda version: self.calls.ask("release", version=version)
+            self.crew.handoff.release = self._release
         checked = self.checked
         return await open_samplers(
             config,

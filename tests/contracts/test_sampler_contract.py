@@ -241,6 +241,18 @@ def test_versions_never_go_back(subject):
     assert_from(policy(2), ask("a", [1]), run(subject, scenario))
 
 
+def test_versions_go_back_once_they_begin_anew(subject):
+    async def scenario(sampler):
+        await sampler.install(3, list(iter_hf(policy(2))))
+        await sampler.rewind()
+        await sampler.install(1, list(iter_hf(policy(1))))
+        with pytest.raises(UserError, match="version 1 is already here"):
+            await sampler.install(0, list(iter_hf(policy(2))))
+        return await sampler.generate(ask("a", [1]))
+
+    assert_from(policy(1), ask("a", [1]), run(subject, scenario))
+
+
 def test_tokens_under_way_carry_the_version_that_drew_them(installing):
     request = ask("a", [1, 2, 3], n=2, max_new_tokens=installing.long)
 

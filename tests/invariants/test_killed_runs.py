@@ -286,6 +286,10 @@ def test_over_two_ranks_a_lost_rank_and_a_killed_run_change_nothing(task, folder
     while "it is started again after step " not in lab.log("two-killed").read_text():
         assert process.is_alive(), lab.log("two-killed").read_text()
         time.sleep(0.05)
+    manifest = lab.records("two-killed") / "manifest.json"
+    while len(json.loads(manifest.read_text())["starts"]) < 2:
+        assert process.is_alive(), lab.log("two-killed").read_text()
+        time.sleep(0.05)
     lab.wait_for_steps("two-killed", 3, process)
     lab.kill(process)
     lab.run("two-killed")
