@@ -195,8 +195,8 @@ def task_of(config: Config) -> Literal["train", "sft", "pretrain"]:
     if samples(config):
         return "train"
     data = config.train_dataset
-    path = Path(data.path or "")
-    files = [path, *(path.iterdir() if path.is_dir() else ())]
+    path = None if data.path is None else Path(data.path)
+    files = [] if path is None else [path, *(path.iterdir() if path.is_dir() else ())]
     is_stream = any(file.suffix in STREAMS for file in files)
     return "pretrain" if is_stream or data.text_key is not None else "sft"
 

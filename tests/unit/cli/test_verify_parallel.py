@@ -150,7 +150,8 @@ def test_every_number_that_differs_is_a_fault(change, expected):
 
 
 @pytest.mark.dist
-def test_layouts_that_agree_are_shown_with_their_figures(capfd):
+def test_layouts_that_agree_are_shown_with_their_figures(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # narrower, figures are cut
     assert run_verify_parallel(["qwen3_moe"], layouts=["t2 (attn:d2|ffn:t2)"], device="cpu") == 0
     out, err = capfd.readouterr()
     lines = out.splitlines()

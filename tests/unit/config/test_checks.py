@@ -47,6 +47,13 @@ CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root
 SLURM = ["scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
 BROKEN = [
     (
+        "parallelism_agrees_with_the_allocation",
+        "plan",
+        ["parallelism.tensor_parallel=2", "allocation_mode=embedded:d1|archon:d2"],
+        "parallelism = {data_parallel: 1, tensor_parallel: 2, pipeline_parallel:...",
+        "is archon:t2 (2 devices), but allocation_mode has archon:d2",
+    ),
+    (
         "slurm_nodes_hold_the_layout",
         "plan",
         [*SLURM, "allocation_mode=embedded:d1|archon:d3"],
