@@ -50,7 +50,7 @@ BROKEN = [
         "parallelism_agrees_with_the_allocation",
         "plan",
         ["parallelism.tensor_parallel=2", "allocation_mode=embedded:d1|archon:d2"],
-        "parallelism = {data_parallel: 1, tensor_parallel: 2, pipeline_parallel:...",
+        "parallelism = {{data_parallel: 1, tensor_parallel: 2, pipeline_parallel:...",
         "is archon:t2 (2 devices), but allocation_mode has archon:d2",
     ),
     (
