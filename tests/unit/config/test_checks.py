@@ -51,7 +51,7 @@ BROKEN = [
         "plan",
         ["parallelism.tensor_parallel=2", "allocation_mode=embedded:d1|archon:d2"],
         "parallelism = {{data_parallel: 1, tensor_parallel: 2, pipeline_parallel:...",
-        "is archon:t2 (2 devices), but allocation_mode has archon:d2",
+        "is archon:d1p1t2 (2 devices), but allocation_mode has archon:d2",
     ),
     (
         "slurm_nodes_hold_the_layout",
