@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
 
 PEAK_TFLOPS = {
@@ -47,7 +48,7 @@ def detect_peak_tflops(device: torch.device) -> float | None:
     """The datasheet peak of one device, None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
-    return peak_of(torch.cuda.get_device_name(device))
+    return peak_of(gpu_name(device))
 
 
 def peak_of(device_name: str) -> float | None:

@@ -29,6 +29,7 @@ from pentad.config.describe import show
 from pentad.config.load import dump_config
 from pentad.config.rules.resume import changed_keys, judge_changes
 from pentad.config.schema import Config, FrequencyConfig
+from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
@@ -501,7 +502,7 @@ def start_screen(title: str, num_steps: int) -> Screen | None:
 
 def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
     """What numbers may differ by in their last bits."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else host.hardware()["cpu"]
+    name = gpu_name(device) if device.type == "cuda" else host.hardware()["cpu"]
     return {
         "device": name or device.type,
         "layout": str(layout),

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from pentad.core import device
 from pentad.core.dims import ModelDims
+from pentad.core.machine import Gpu
 from pentad.engine.flops import detect_peak_tflops, measure_throughput, peak_of
 
 QWEN3_0_6B = ModelDims(
@@ -40,4 +42,14 @@ def test_peaks_are_found_by_name_and_never_guessed():
     assert peak_of("NVIDIA L40S") == 362.0
     assert peak_of("NVIDIA GeForce GTX 1080") is None
     assert detect_peak_tflops(torch.device("cpu")) is None
+
+
+def test_the_peak_of_a_gpu_is_known_without_memory_of_it(monkeypatch):
+    """The driver's program says its name; torch is asked where there is none."""
+    gpus = tuple(Gpu(name, 1, 1, "", "") for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(device, "find_gpus", lambda: gpus)
+    assert detect_peak_tflops(torch.device("cuda:1")) == peak_of("NVIDIA H200")
+    monkeypatch.setattr(device, "find_gpus", lambda: ())
+    assert detect_peak_tflops(torch.device("cuda")) == peak_of("NVIDIA A100")
     assert measure_throughput(QWEN3_0_6B, [10], 1.0, peak_tflops=None).mfu_full is None
