@@ -91,6 +91,10 @@ class Failed(Exception):
     """A rank failed; its member knows how."""
 
 
+async def wait_for(task: asyncio.Task[T]) -> T:
+    return await task
+
+
 class RankGroup:
     """The processes of a group, from their start to their end, and the calls that they make."""
 
@@ -135,15 +139,18 @@ class RankGroup:
         self.loop.close()
 
     async def _open(self) -> None:
+        connecting = {}
         for rank, spec in enumerate(self.specs):
-            self.members.append(Member(rank, await self.runtime.start(spec), spec.log))
-        await self._all(self._connect)
+            try:
+                member = Member(rank, await self.runtime.start(spec), spec.log)
+            except InfraFailure as failure:
+                raise Transient(f"{spec.name} could not be started: {failure}") from failure
+            self.members.append(member)
+            connecting[rank] = asyncio.create_task(self._connect(member))
+        await self._all(lambda one: wait_for(connecting[one.rank]))
         host = self.members[0].process.address[0]
-        port = 0
-        if self.world > 1:
-            first = self.members[0].connection
-            assert first is not None, "all are connected"
-            port = await first.call("open_rendezvous", host=host)
+        ports = await self._all(lambda one: self._ask(one, "open_rendezvous", host=host))
+        port = ports[0]["value"]
         await self._all(lambda one: self._ask(one, "join", host=host, port=port))
         self.watching = asyncio.create_task(self._watch())
 
@@ -205,10 +212,17 @@ class RankGroup:
         raise revive_error(self.members[0].process.name, told)
 
     async def _ask_first(self, first: Member, method: str, arguments: dict[str, Any]) -> Any:
+        asking = asyncio.create_task(self._ask(first, "ask", method=method, arguments=arguments))
         try:
-            return await self._ask(first, "ask", method=method, arguments=arguments)
+            while not asking.done():
+                await asyncio.wait([asking], timeout=POLL_S)
+                if self.failure is not None and not asking.done():
+                    raise self.failure
+            return asking.result()
         except Failed:
             raise await self._cause() from None
+        finally:
+            asking.cancel()
 
     async def _ask(self, member: Member, what: str, **arguments: Any) -> Any:
         """What one rank answers; raises Failed with the failure noted."""
@@ -364,7 +378,9 @@ class RankGroup:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if not self.is_torn and self.opening.done() and not self.opening.exception():
+            is_open = self.opening.done() and not self.opening.exception()
+            is_busy = error is not None and self.lock.locked()  # the call under way comes first
+            if is_open and not self.is_torn and not is_busy:
                 self._wait(self._end(is_failed=error is not None))
         finally:
             self._shut_down()

@@ -65,8 +65,10 @@ class RankHost:
     def stats(self) -> dict[str, float]:
         return self.rank.beat()
 
-    async def open_rendezvous(self, host: str) -> int:
+    async def open_rendezvous(self, host: str) -> dict[str, Any]:
         """On rank 0: where the group meets; the port is the kernel's choice, and kept."""
+        if self.rank.rank > 0 or self.rank.world == 1:
+            return {"value": 0}
         listening = socket.create_server((host, 0))
         port: int = listening.getsockname()[1]
         self.rendezvous = dist.TCPStore(
@@ -78,7 +80,7 @@ class RankHost:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-        return port
+        return {"value": port}
 
     async def join(self, host: str, port: int) -> dict[str, Any]:
         """Joins the group and makes the service."""
@@ -151,5 +153,5 @@ class RankHost:
                 if isinstance(error, OSError):
                     told["kind"] = "OSError"
                 return {"mild": told}
-            logging.getLogger("rank").exception("the call failed")
+            logging.getLogger("rank").info("the call failed", exc_info=True)
             return {"failure": asdict(describe_failure(self.rank.rank, self.rank.step, error))}

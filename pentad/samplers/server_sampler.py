@@ -253,7 +253,7 @@ class ServerSampler:
         return receipt
 
     async def sleep(self) -> None:
-        self._check_serving()
+        self._check_open()
         if self.asleep:
             return
         self.asleep = list(MEMORIES)

@@ -117,6 +117,10 @@ class Handoff:
         self.release = lambda version: None
         for offer in ended:
             self._end(offer)
+        read = {offer.ticket.place for offer in ended if offer.num_readers}
+        for path in self.folder.glob("[0-9]*"):  # also what was written and never said
+            if str(path) not in read:
+                path.unlink(missing_ok=True)
 
     async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         """Writes the weights, unless they were by an earlier call of the same object."""

@@ -25,7 +25,7 @@ from pentad.config.derived import (
 )
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
-from pentad.core.errors import RunError, Transient
+from pentad.core.errors import RunError
 from pentad.core.roles import Sampler
 from pentad.core.sizes import RunSize
 from pentad.core.types import SamplingParams
@@ -268,7 +268,8 @@ class Assembly:
                 samplers = list(self.samplers.values())
                 self.publisher = Publisher(samplers)
                 offload = partial(self.learner.call, "offload")
-                self.turnstile = Turnstile(self.placement, samplers, offload)
+                self.turnstile = Turnstile(self.placement, samplers, offload, self.crew.holder)
+                stack.callback(lambda: self.crew.note_holder(self.turnstile.holder))
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
                 self.scorers = await self._open_scorers(stack)
@@ -280,10 +281,6 @@ class Assembly:
                 await self._scheduler(reward, evaluator, stack).run()
             except asyncio.CancelledError:
                 self.learner.is_given_up = bool(self.state.stop_reason)
-                raise
-            except Transient:
-                if self.calls.is_torn and self.calls.is_apart:
-                    await self.turnstile.wake_samplers()  # for the next life of the learners
                 raise
         return evaluator
 
@@ -297,7 +294,7 @@ class Assembly:
         building = asyncio.create_task(self.learner.run(lambda: self._build(self.size)))
         try:
             if self.crew.samplers is None:
-                self.crew.samplers = await self._open_samplers(self.crew.stack)
+                self.crew.samplers = await self._open_samplers(self.crew.sampler_stack)
             else:
                 await self._rewind()
             await building

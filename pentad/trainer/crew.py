@@ -24,16 +24,28 @@ class Crew:
         self.checked = checked
         """What was read and found good before the learners were started; None: nothing yet."""
         self.runner = asyncio.Runner()
-        self.stack = AsyncExitStack()
+        self.stack, self.sampler_stack = AsyncExitStack(), AsyncExitStack()
         self.runtime: Runtime | None = None
         """Where learners and samplers are started; None: on this machine."""
         self.handoff: Handoff | None = None
         self.samplers: dict[str, Sampler] | None = None
+        self.holder = "rollout"
+        """Who had the devices last that samplers and learners share."""
         self.lost_at: float | None = None
         """When learners were lost that have not trained again."""
 
     def note_lost(self) -> None:
         self.lost_at = self.lost_at or time.monotonic()
+
+    def note_holder(self, holder: str) -> None:
+        self.holder = holder
+
+    def close_samplers(self) -> None:
+        """The next life of the learners has samplers of its own."""
+        self.samplers = self.handoff = None
+        self.holder = "rollout"
+        stack, self.sampler_stack = self.sampler_stack, AsyncExitStack()
+        self.runner.run(stack.aclose())
 
     def note_step(self) -> None:
         """A step was trained."""
@@ -57,6 +69,7 @@ class Crew:
         trace: TracebackType | None,
     ) -> None:
         try:
+            self.close_samplers()
             self.runner.run(self.stack.aclose())
         finally:
             self.runner.close()

@@ -53,12 +53,14 @@ class Turnstile:
         placement: Placement,
         samplers: Sequence[Sampler],
         offload: Callable[[], Awaitable[None]] | None = None,
+        holder: str = "rollout",
     ) -> None:
-        """`offload` makes the trainer leave; it comes back by itself when it is used."""
+        """`offload` makes the trainer leave; it comes back by itself when it is used. `holder` had
+        the devices last."""
         self.samplers = samplers
         self.alternates = placement.takes_turns and placement.offload_rollout
         self.offload = offload if placement.offload_train else None
-        self.holder = "rollout"
+        self.holder = holder
 
     async def enter(self, role: str) -> None:
         """Gives the shared devices to `role`: "rollout" or "actor"."""
@@ -67,15 +69,10 @@ class Turnstile:
         if role == "rollout":
             if self.offload is not None:
                 await self.offload()
-            await self.wake_samplers()
-            return
-        for sampler in self.samplers:
-            await sampler.sleep()
-        self.holder = role
-
-    async def wake_samplers(self) -> None:
-        """Also where there is no learner any more that could make room."""
-        if self.alternates and self.holder == "actor":
             for sampler in self.samplers:
                 await sampler.wake()
-            self.holder = "rollout"
+            self.holder = role
+            return
+        self.holder = role  # also of those that sleep already, if this is cut short
+        for sampler in self.samplers:
+            await sampler.sleep()

@@ -121,13 +121,16 @@ def run_beside_group(
         while True:
             try:
                 specs = rank_specs(config, given, device, folder, generation, crew.is_spread)
-                with RankGroup(crew.runtime or LocalRuntime(), specs, settings, place) as calls:
+                group = RankGroup(crew.runtime or LocalRuntime(), specs, settings, place)
+                with group as calls:
                     return run(calls, config, notes, False, crew)
             except RunError as error:
                 crew.note_lost()
                 if isinstance(error, Transient) and retries.take(error):
                     os.environ[AGAIN] = str(retries)
                     generation += 1
+                    if group.failure is None:  # what stood still is something else
+                        crew.close_samplers()
                     continue
                 if NAMES_A_RANK.match(str(error)):  # of the other ends the run itself wrote
                     with log_to(folder.parent / "log.txt"):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.job import FileSpec, Memory, Piece, Span
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.machine import GIB
 from pentad.core.roles import StagedFile
 from pentad.telemetry.log import NOTICE
@@ -99,6 +99,8 @@ class Saver:
                 break
             try:
                 self._export(step, is_async=False)
+            except Transient:  # the ranks are gone
+                raise
             except (OSError, RunError) as error:
                 if wait_s is None:
                     raise RunError(f"{folder} could not be saved: {error}; {self.good}") from error
@@ -142,6 +144,8 @@ class Saver:
         started = time.monotonic()
         try:
             self._export(step, is_async=self.is_async)
+        except Transient:
+            raise
         except (OSError, RunError, UserError) as error:
             self._failed(step, step, error)
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from pentad.config.catalog import register_models
 from pentad.config.derived import component_of, scorers
 from pentad.config.processes import scorer_devices
 from pentad.config.schema import Config
-from pentad.core.errors import Problem, Transient, UserError
+from pentad.core.errors import Problem, RunError, Transient, UserError, first_cause
 from pentad.core.failures import GivenUp
 from pentad.data.store import GroupStore
 from pentad.runtime import rank_host
@@ -58,19 +58,24 @@ async def open_scorers(
     steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
     if store.address["kind"] != "memory":
         steps["open_store"] = {"address": store.address}
+    opening: list[Coroutine[Any, Any, None]] = []
+    for role in scorers(config):
+        if log_folder is None:
+            own = torch.device("cuda", devices[role][0]) if devices else device
+            found[role] = thread = scorer_thread(config, role, own, store, stack)
+            opening.append(prepare(thread, steps))
+        else:
+            specs = scorer_specs(config, role, device.type, devices, log_folder)
+            found[role] = scorer = ScorerProcesses(config, role, specs, steps)
+            stack.push_async_callback(scorer.close)
+            opening.append(scorer.open())
     with announced(log, f"making the models of {' and '.join(scorers(config))}"):
-        async with asyncio.TaskGroup() as tasks:
-            for role in scorers(config):
-                if log_folder is None:
-                    own = torch.device("cuda", devices[role][0]) if devices else device
-                    found[role] = thread = scorer_thread(config, role, own, store, stack)
-                    tasks.create_task(prepare(thread, steps))
-                else:
-                    specs = scorer_specs(config, role, device.type, devices, log_folder)
-                    scorer = ScorerProcesses(config, role, specs, steps)
-                    stack.push_async_callback(scorer.close)
-                    found[role] = scorer
-                    tasks.create_task(scorer.open())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in opening:
+                    tasks.create_task(one)
+        except BaseExceptionGroup as failure:
+            raise first_cause(failure) from failure
     return found
 
 
@@ -191,5 +196,7 @@ class ScorerProcesses:
     async def close(self) -> None:
         thread, group, self.thread, self.group = self.thread, self.group, None, None
         if thread is not None and group is not None:
+            thread.is_given_up = is_busy = thread.since is not None
+            error = RunError(f"the {self.role} is not waited for") if is_busy else None
             await asyncio.to_thread(thread.close, self.settings.stall_s)
-            await asyncio.to_thread(group.__exit__, None, None, None)
+            await asyncio.to_thread(group.__exit__, type(error) if error else None, error, None)

@@ -6,6 +6,7 @@ read from the store, weights and state leave by files or by the memory of this p
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class EngineService:
             self.snapshots[version] = replace(taken, weights=pairs)
             ticket = share_on_gpu(version, pairs, taken.digest.hex())
         else:
-            path = Path(folder) / f"{version}-{self.rank.num_calls}"
+            path = Path(folder) / f"{version}-{os.getpid()}-{self.rank.num_calls}"
             form: Kind = "file" if kind == "file" else "shm"
             ticket = write_ticket(version, taken.weights, taken.digest.hex(), path, form)
         return {"ticket": asdict(ticket), "digest": entries}

@@ -1,0 +1,144 @@
+"""Groups of ranks as processes: calls in one order, failures with their cause, and nothing left."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from role_processes import role_processes
+
+from pentad.core.errors import Crashed, RunError, Transient, UserError
+from pentad.runtime import rank_host
+from pentad.runtime.environment import rank_environment
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.roles import RoleSpec
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = GroupSettings(stall_s=300.0)
+
+
+def make_group(folder, world=2, settings=SETTINGS, **given):
+    specs = [
+        RoleSpec(
+            name=f"learner-{rank}",
+            target=rank_host.TARGET,
+            payload={
+                "rank": rank,
+                "world": world,
+                "device": "cpu",
+                "timeout_s": 120.0,
+                "num_threads": 1,
+                "service": "group_targets:Noting",
+                "given": given,
+            },
+            log=folder / f"rank-{rank}.log",
+            environment=rank_environment(rank=rank, world=world, deterministic=False),
+        )
+        for rank in range(world)
+    ]
+    return RankGroup(LocalRuntime(), specs, settings)
+
+
+def pids():
+    return role_processes(os.getpid(), "learner")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    assert not pids()
+    assert not [one for one in threading.enumerate() if one.name == "rank group"]
+
+
+def test_calls_of_two_threads_come_to_all_ranks_in_one_order(tmp_path, caplog):
+    caplog.set_level("INFO", "pentad.test")
+    with make_group(tmp_path) as group:
+        threads = [
+            threading.Thread(target=lambda n=n: [group.call("note", by=n, at=i) for i in range(9)])
+            for n in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first, second = group.call("everyone")
+        assert first == second and len(first) == 18
+        assert group.call("note", text="ä", none=None, x=0.1) == [0, 19]
+        assert group.ask("note") == [0, 20]
+        assert [len(seen) for seen in group.call("everyone")] == [20, 19], "a question is rank 0's"
+        with pytest.raises(RunError, match="refused by rank 0"):
+            group.call("refuse")
+        assert group.call("note") == [0, 21] and not group.is_torn
+    assert {record.getMessage() for record in caplog.records} == {"noted by 0"}
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("raise", Crashed, r"^rank 1 of 2, step 3: KeyError: 'x'\n"),
+        ("kill", Transient, r"^rank 1 of 2, (step 3|before .*): was ended by signal 9"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_ends_the_group(tmp_path, how, kind, said):
+    with make_group(tmp_path) as group:
+        with pytest.raises(kind, match=said):
+            group.call("harm", rank=1, how=how)
+        with pytest.raises(kind, match=said):
+            group.call("note")
+        with pytest.raises(kind, match=said):
+            group.ask("note")
+
+
+def test_a_rank_that_dies_between_calls_is_noticed(tmp_path):
+    with make_group(tmp_path) as group:
+        group.call("note")
+        os.kill(pids()[1], signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        with pytest.raises(Transient, match="rank 1 of 2, .*was ended by signal 9"):
+            while time.monotonic() < deadline:
+                group.check()
+                time.sleep(0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_before_it_has_joined_may_be_started_again(tmp_path, rank):
+    with make_group(tmp_path) as group:
+        deadline = time.monotonic() + 120
+        while len(pids()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(pids()[rank], signal.SIGKILL)
+        with pytest.raises(Transient, match=f"rank {rank} of 2, before its first step: was ended"):
+            group.call("note")
+
+
+def test_a_question_to_a_rank_that_hangs_ends_with_the_group(tmp_path):
+    settings = GroupSettings(stall_s=2.0, timeout_s=2.0)
+    with make_group(tmp_path, world=1, settings=settings) as group:
+        group.call("step")  # its first: from then on silence is a hang
+        os.kill(pids()[0], signal.SIGSTOP)
+        with pytest.raises(Transient, match=r"rank 0 of 1, step 3: does not run \(it is stopped\)"):
+            group.ask("note")
+
+
+def test_bad_input_of_a_rank_is_reported_as_it_is(tmp_path):
+    with make_group(tmp_path, bad_rank=1) as group, pytest.raises(UserError) as caught:
+        group.call("note")
+    assert caught.value.problems == ["a = 1: is bad."]
+
+
+def test_a_group_that_is_left_in_mid_call_does_not_wait(tmp_path):
+    began = 0.0
+    with pytest.raises(KeyError), make_group(tmp_path, world=1) as group:
+        group.call("note")
+        thread = threading.Thread(target=lambda: pytest.raises(Exception, group.call, "nap", seconds=600))
+        thread.start()
+        while not group.lock.locked():
+            time.sleep(0.01)
+        began = time.monotonic()
+        raise KeyError("something else")
+    assert time.monotonic() - began < 12
+    thread.join(60)
