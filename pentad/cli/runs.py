@@ -30,7 +30,8 @@ def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
 
         sampled = run_rollout_only(config, notes, fresh)
         typer.echo(f"{sampled.num_steps} steps sampled. Records: {sampled.records}")
-        typer.echo(f"Groups: {sampled.groups} (--only train --groups-from {sampled.records})")
+        words = f"--only train --groups-from {sampled.records}"
+        typer.echo(f"Groups: {sampled.groups} ({words} trial_name={config.trial_name}-trained)")
         return
     from pentad.trainer.assemble import run_train
     from pentad.trainer.sft import run_pretrain, run_sft

@@ -111,14 +111,18 @@ def read_head(folder: Path, step: int) -> dict[str, Any]:
     return dict(head)
 
 
-def read_batch(folder: Path, step: int) -> KeptBatch:
-    """UserError for a file that is not there or not what was written."""
+def read_batch(folder: Path, step: int, digest: str | None = None) -> KeptBatch:
+    """UserError for a file that is not there or not what was written; `digest`: of the groups, as
+    `read_head` found it."""
     place = folder / f"step{step}.groups"
     try:
         line, _, data = place.read_bytes().partition(b"\n")
         head = json.loads(line)
-        if head.pop("sha256") != hashlib.sha256(data).hexdigest() or head["step"] != step:
+        found = hashlib.sha256(data).hexdigest()
+        if head.pop("sha256") != found or head["step"] != step:
             raise ValueError("its digest does not fit")
+        if digest not in (None, found):
+            raise ValueError("it has other groups than when the run began")
         if head["format"] != FORMAT:
             raise ValueError(f"its format is {head['format']!r}, not {FORMAT}")
         groups = list(unpack_groups(bytearray(data), lambda gid: Prompt(gid, (), {})))

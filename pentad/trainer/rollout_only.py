@@ -133,7 +133,10 @@ class RolloutOnly:
         kept, done = kept_steps(self.batches.folder), 0
         while done + 1 in kept:
             done += 1
-        self.batches.forget(after=done)
+        if beyond := kept[done:]:
+            rule = f"has steps {beyond[0]} to {beyond[-1]}, and step {done + 1} is missing"
+            remedy = "bring it back, start anew with --fresh, or give another trial_name"
+            raise UserError(Problem(str(self.batches.folder), rule, remedy))
         self.open.recorder.resume(done)
         if not done:
             return

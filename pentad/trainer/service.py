@@ -287,9 +287,9 @@ class LearnerService(EngineService):
         self.result = self.update.finish()
         self.check_replicas(self.batch + 1)
 
-    def train_kept(self, folder: str, step: int, number: int) -> None:
+    def train_kept(self, folder: str, step: int, number: int, digest: str) -> None:
         """All of a step from the groups that a run kept, as step `number` of this one, from 0."""
-        groups = read_batch(Path(folder), step).groups
+        groups = read_batch(Path(folder), step, digest).groups
         self.begin(number)
         for slots in chunk_slots(len(groups), self.config.num_iters_per_train_update):
             self.update.add([groups[n] for n in slots], last=slots.stop == len(groups))

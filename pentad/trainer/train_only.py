@@ -223,10 +223,13 @@ class TrainOnly:
 
     def _step(self, step: int) -> None:
         timer, config = PhaseTimer(), self.open.config
-        source = self.kept.steps[step % len(self.kept.steps)]
-        groups = [with_prompt(group) for group in read_batch(self.kept.folder, source).groups]
+        at, folder = step % len(self.kept.steps), self.kept.folder
+        source, digest = self.kept.steps[at], self.kept.heads[at]["sha256"]
+        groups = [with_prompt(group) for group in read_batch(folder, source, digest).groups]
         with timer.phase("train"):
-            self.calls.call("train_kept", folder=str(self.kept.folder), step=source, number=step)
+            self.calls.call(
+                "train_kept", folder=str(folder), step=source, number=step, digest=digest
+            )
             facts = BatchFacts.read(self.calls.ask("measure"))
         if config.ref_update_interval and (step + 1) % config.ref_update_interval == 0:
             self.calls.call("save_tag", tag="ref")

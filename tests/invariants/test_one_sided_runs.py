@@ -8,13 +8,14 @@ from test_rl_runs import assert_same_weights
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.batches import read_batch
 from pentad.trainer.rollout_only import run_rollout_only
 from pentad.trainer.run import RunSummary
-from pentad.trainer.train_only import run_train_only
+from pentad.trainer.service import LearnerService
+from pentad.trainer.train_only import TrainOnly, run_train_only
 
 UNCORRECTED = ["algorithm.correction=none", "algorithm.allow_uncorrected=true"]
 
@@ -121,9 +122,51 @@ def test_the_command_line_says_where_the_groups_are(lab, sides):
     assert result.exit_code == 0, result.output
     records = lab.fileroot / "logs"
     assert "1 steps sampled" in result.output and f"--groups-from {records}" in result.output
+    assert "trial_name=said-trained)" in result.output.replace("\n", "")
     result = CliRunner().invoke(app, ["train", "--only", "train", *words])
     assert result.exit_code == 2
     assert "groups_from: only = train trains the groups of another run" in result.stderr
+
+
+def test_a_run_does_not_train_the_groups_of_its_own_folder(lab, sides):
+    sampled = sides.run("rollout", "total_train_steps=1", trial="sampled")
+    for given in (sampled.records, sampled.records / ".." / "sampled"):
+        with pytest.raises(UserError, match="is this run's own folder"):
+            sides.run("train", f"groups_from={given}", trial="sampled")
+    assert (sampled.groups / "step1.groups").is_file()
+
+
+def test_steps_behind_a_gap_are_not_removed(lab, sides):
+    sampled = sides.run("rollout", trial="sampled")
+    missing = sampled.groups / "step1.groups"
+    kept = missing.read_bytes()
+    missing.unlink()
+    with pytest.raises(UserError, match="has steps 2 to 3, and step 1 is missing"):
+        sides.run("rollout", "total_train_steps=4", trial="sampled")
+    assert (sampled.groups / "step3.groups").is_file()
+    missing.write_bytes(kept)
+    assert sides.run("rollout", "total_train_steps=4", trial="sampled").num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("reader", "method"), [(TrainOnly, "_step"), (LearnerService, "train_kept")]
+)
+def test_groups_replaced_while_a_run_trains_are_refused(lab, sides, reader, method, monkeypatch):
+    """What it trains is what it has recorded, not whatever the folder holds by then."""
+    sampled = sides.run("rollout", "total_train_steps=2", trial="sampled")
+    other = sides.run("rollout", "total_train_steps=2", "seed=7", trial="other")
+    plain = getattr(reader, method)
+
+    def replaced(self, *args, **kwargs):
+        if args == (1,) or kwargs.get("number") == 1:
+            data = (other.groups / "step2.groups").read_bytes()
+            (sampled.groups / "step2.groups").write_bytes(data)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(reader, method, replaced)
+    with pytest.raises((UserError, RunError), match="has other groups than when the run began"):
+        given = [f"groups_from={sampled.records}", "total_train_steps=2"]
+        sides.run("train", *given, trial="trained")
 
 
 def test_damaged_groups_are_refused_before_anything_starts(lab, sides):

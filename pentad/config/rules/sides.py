@@ -7,6 +7,7 @@ from pathlib import Path
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
+from pentad.telemetry.runfolder import run_path
 
 RULES: Rules[[Config]] = Rules()
 
@@ -31,6 +32,18 @@ def groups_are_there(config: Config) -> Problem | None:
     rule = "has no groups: no step*.groups in its batches/"
     remedy = "give the folder of a run's records; telemetry.keep_batches says what it keeps"
     return Problem(f"groups_from = {config.groups_from}", rule, remedy)
+
+
+@RULES.add("only", "groups_from", "fileroot", "experiment_name", "trial_name", "user")
+def groups_are_of_another_run(config: Config) -> Problem | None:
+    """A run begins by removing batches of its folder that it has not trained."""
+    if config.only != "train" or config.groups_from is None:
+        return None
+    own = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+    if Path(config.groups_from).resolve() != own.resolve():
+        return None
+    rule = "is this run's own folder, whose batches/ it writes itself"
+    return Problem(f"groups_from = {config.groups_from}", rule, "give it another trial_name")
 
 
 @RULES.add("only", "scheduler.type")

@@ -35,6 +35,9 @@ def folders(tmp_path_factory):
         (root / name).mkdir()
         for file in files:
             (root / name / file).write_text(json.dumps(QWEN3))
+    batches = root / "runs/logs/me/default/a/batches"
+    batches.mkdir(parents=True)
+    (batches / "step1.groups").write_text("")
     (root / "data.jsonl").write_text('{"prompt": "1"}\n')
     return root
 
@@ -419,6 +422,16 @@ BROKEN = [
         ["only=train", "groups_from={root}"],
         "groups_from = {root}",
         "no step*.groups in its batches/",
+    ),
+    (
+        "groups_are_of_another_run",
+        "train",
+        [
+            *("only=train", "fileroot={root}/runs", "user=me", "trial_name=a"),
+            "groups_from={root}/runs/logs/me/default/../default/a",
+        ],
+        "groups_from = {root}/runs/logs/me/default/../default/a",
+        "is this run's own folder",
     ),
     (
         "one_side_is_no_job",
