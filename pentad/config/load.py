@@ -27,7 +27,7 @@ from pentad.config.describe import (
 )
 from pentad.config.foreign import HALF, NOT_BUILT, READ, hint, is_block
 from pentad.config.schema import Config
-from pentad.config.tree import Tree, drop, dump_yaml, read_tree
+from pentad.config.tree import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
 from pentad.core.settings import MAX_INT
 
@@ -86,12 +86,23 @@ def _move(tree: Tree) -> Iterator[str]:
             inner = place.get(key)
             place = inner if isinstance(inner, dict) else place.setdefault(key, {})
         if last in place:
+            if _is_override(here, tree) and not _is_override(there, tree):
+                where = _where(there, value, tree)
+                yield f"{where}: not read, {here} is {show(place[last])} on the command line"
+                continue
             rule = f"sets {here}, which is {show(place[last])}"
             tree.problems.append(Problem(_where(there, value, tree), rule, "keep one of the two"))
             continue
         place[last] = value
         tree.sources[here] = tree.sources.get(there, "")
         yield f"{there} = {show(value)}: read as {here}"
+
+
+def _is_override(key: str, tree: Tree) -> bool:
+    """Whether it was given on the command line, alone or with its block."""
+    parts = key.split(".")
+    names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(tree.sources.get(name) == COMMAND_LINE for name in names)
 
 
 def _take_out(error: ValidationError, tree: Tree) -> None:

@@ -17,6 +17,8 @@ import yaml
 from pentad.core.errors import Problem
 
 Keys = tuple[str | int, ...]
+COMMAND_LINE = "command line"
+"""Where an override comes from."""
 MAX_DEPTH = 16
 MAX_RECIPE_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -93,7 +95,7 @@ class Tree:
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    """Dotted key -> `recipe.yaml:12` or `command line`."""
+    """Dotted key -> `recipe.yaml:12` or COMMAND_LINE."""
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Dotted keys that were left out."""
@@ -266,7 +268,7 @@ def _apply_override(override: str, tree: Tree, texts: Collection[str]) -> None:
             place[name] = {}
         place = place[name]
     place[last] = _with_text_keys(value)
-    tree.sources[key] = "command line"
+    tree.sources[key] = COMMAND_LINE
 
 
 def _first_clause(error: Exception) -> str:

@@ -159,7 +159,8 @@ def tokenise(
     rows: DatasetRows, column: str, settings: DataSettings, tokenizer: Tokenizer, cache: Path
 ) -> Path:
     """The shard of these texts; written if it is not there."""
-    marks = (column, tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size)
+    ids = tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size
+    marks = column, len(rows), *ids  # the digest of a table is of all rows, whatever the limit
     digest = hashlib.blake2b(rows.digest + tokenizer.digest + repr(marks).encode(), digest_size=16)
     target = cache / f"{digest.hexdigest()}.npy"
     if target.exists():

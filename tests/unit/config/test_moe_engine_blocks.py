@@ -43,6 +43,22 @@ def test_a_value_that_is_given_twice_or_is_wrong_is_named():
     assert text.startswith("train_dataset.batch_size = none (command line): must be an integer")
 
 
+@pytest.mark.parametrize("word", ["actor.optimizer.lr=1e-3", "actor.optimizer={lr: 1e-3}"])
+def test_an_override_wins_over_the_block_of_a_recipe(tmp_path, word):
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("training:\n  lr: 3.0e-4\n  total_steps: 200\n")
+    reading = read_config(recipe, [word])
+    assert not reading.problems
+    assert (reading.config.actor.optimizer.lr, reading.config.total_train_steps) == (1e-3, 200)
+    (note,) = [note for note in reading.notes if "not read" in note]
+    assert note.startswith("training.lr = 0.0003 (") and note.endswith(
+        "a.yaml:2): not read, actor.optimizer.lr is 0.001 on the command line"
+    )
+    recipe.write_text("training: {lr: 3.0e-4}\nactor: {optimizer: {lr: 1.0e-3}}\n")
+    (problem,) = read_config(recipe, ["actor.optimizer.beta1=0.8"]).problems
+    assert "keep one of the two" in str(problem)
+
+
 def test_what_means_something_else_is_answered():
     (text,) = said("model.num_experts=64")
     assert "its name here is actor.path (the config.json of that folder says it)" in text

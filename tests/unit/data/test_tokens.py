@@ -146,6 +146,22 @@ def test_a_limit_counts_rows_of_texts_and_sequences_of_shards(opened, tmp_path):
     assert len(opened(tmp_path / "a.jsonl", limit=1)) == 2
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_tables_with_and_without_a_limit_are_other_tokens(opened, tmp_path, ending):
+    """One cache, one file: what was tokenised for a trial is not taken for the whole."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, table = tmp_path / f"a.{ending}", pa.table({"text": ["x" * 20, "y" * 20, "z" * 20]})
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table)
+    sizes = [opened(path, limit=limit).ends[-1] for limit in (1, None, 2, 1)]
+    assert sizes == [21, 63, 42, 21]
+
+
 def test_bad_data_are_named_with_rule_and_remedy(opened, tmp_path):
     np.save(tmp_path / "few.npy", np.arange(5, dtype=np.uint16))
     text = said(lambda: opened(tmp_path / "few.npy"))
