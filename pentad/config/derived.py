@@ -180,8 +180,9 @@ def pipeline_size(config: Config, role: str) -> int:
 
 
 def rows_per_step(config: Config) -> int:
-    """Sequences a batch trains on; where nobody samples, the rows of the dataset themselves."""
-    return config.train_dataset.batch_size * (config.gconfig.n_samples if samples(config) else 1)
+    """Sequences a batch trains on; without groups, the rows of the dataset themselves."""
+    has_groups = samples(config) or config.only == "train"
+    return config.train_dataset.batch_size * (config.gconfig.n_samples if has_groups else 1)
 
 
 def samples(config: Config) -> bool:
@@ -192,7 +193,7 @@ def samples(config: Config) -> bool:
 
 def task_of(config: Config) -> Literal["train", "sft", "pretrain"]:
     """What the recipe is for: without a sampler, sft, unless its data can only be pretrained on."""
-    if samples(config):
+    if samples(config) or config.only == "train":
         return "train"
     data = config.train_dataset
     path = None if data.path is None else Path(data.path)

@@ -94,6 +94,15 @@ def replaced(section: Any, keys: list[str], value: object) -> Any:
     return section.model_copy(update={head: inner})
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """For a process that may work in another folder."""
+    for key in PATHS:
+        path = value_at(config, key)
+        if path is not None:
+            config = replaced(config, key.split("."), os.path.abspath(path))  # noqa: PTH100
+    return config
+
+
 def _expand_homes(draft: _Draft) -> None:
     """A shell does not expand the ~ of `actor.path=~/m`, and nobody that of a recipe."""
     for key in PATHS:

@@ -232,10 +232,12 @@ class Allocation:
         moved, host = self.find(first), self.find(second)
         if not moved or not host or self.shares_devices(moved, host):
             return self
-        rest = [tuple(part for part in group if part != moved) for group in self.groups]
-        return Allocation(
-            tuple((moved, *group) if host in group else group for group in rest if group)
-        )
+        rest = self.without(first).groups
+        return Allocation(tuple((moved, *group) if host in group else group for group in rest))
+
+    def without(self, role: str) -> Allocation:
+        rest = [tuple(part for part in group if part.role != role) for group in self.groups]
+        return Allocation(tuple(group for group in rest if group))
 
     def __str__(self) -> str:
         return "+".join("|".join(map(str, group)) for group in self.groups)

@@ -24,6 +24,7 @@ from pentad.config.derived import (
     known_dims,
     parsed_allocation,
 )
+from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -106,10 +107,10 @@ def run_beside_group(
     checked = asked.ask(lambda: check(config, place))
     asked.settle()
     with take_folder(config, fresh=fresh) as taken:
-        folder = taken.file("ranks/")
+        folder = taken.file("ranks/").absolute()
     given = {
         "service": f"{make_service.__module__}:{make_service.__qualname__}",
-        "config": config.model_dump(mode="json"),
+        "config": with_absolute_paths(config).model_dump(mode="json"),
     }
     settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S, errors=FAILURES)
     retries = Retries.of_this_program(config)

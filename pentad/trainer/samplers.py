@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,8 @@ def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[
     """What Ray is asked for: `bundles` by role, and `held`, the GPUs of this machine it must leave
     to processes that it does not place: scorers, and torchrun's ranks."""
     allocation, actor = allocation_of(config), component_of(config, "actor")
+    if config.only == "train":
+        allocation = allocation.without("rollout")
     rollout, has_gpus = allocation.find("rollout"), device.type == "cuda"
     names = [f"learner-{rank}" for rank in range(actor.world if is_apart else 0)]
     is_shared = False
@@ -206,7 +209,7 @@ def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[
         names += [f"rollout-{index}" for index in range(rollout.size("d"))]
         is_shared = is_apart and allocation.shares_devices(rollout, actor)
     gpus = {"GPU": 0.5 if is_shared else 1.0} if has_gpus else {}
-    held = scorer_devices(config).values() if is_apart else range(actor.world)
+    held = chain(*scorer_devices(config).values()) if is_apart else range(actor.world)
     bundles = {name: {"CPU": 1.0, **gpus} for name in names}
     return {"bundles": bundles, "held": tuple(held) if has_gpus else ()}
 

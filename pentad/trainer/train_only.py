@@ -111,7 +111,7 @@ def begin_train_only(config: Config, device: torch.device) -> CheckedGroups:
 
 def open_groups(config: Config) -> KeptGroups:
     assert config.groups_from is not None, "checked with the config"
-    folder = Path(config.groups_from) / "batches"
+    folder = Path(config.groups_from).absolute() / "batches"
     steps = kept_steps(folder)
     if not steps:
         rule = "has no groups: no step*.groups in its batches/"

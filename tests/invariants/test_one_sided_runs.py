@@ -169,6 +169,18 @@ def test_groups_replaced_while_a_run_trains_are_refused(lab, sides, reader, meth
         sides.run("train", *given, trial="trained")
 
 
+def test_kept_groups_are_trained_over_ranks_without_a_sampler(lab, sides):
+    sampled = sides.run("rollout", "total_train_steps=1", trial="sampled")
+    given = [f"groups_from={sampled.records}", "total_train_steps=1"]
+    missing = ["train_dataset.path=null", "reward.fn=null"]
+    (one,) = steps_of(sides.run("train", *given, trial="one"))
+    (two,) = steps_of(
+        sides.run("train", *given, *missing, "allocation_mode=archon:d2", trial="two")
+    )
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
 def test_damaged_groups_are_refused_before_anything_starts(lab, sides):
     sampled = sides.run("rollout", "total_train_steps=1", trial="sampled")
     (sampled.groups / "step1.groups").write_text("{}")

@@ -80,7 +80,7 @@ def check_layout(
         problems += model.tags_are_alike(config, dims)
     if "allocation_mode" in skip:
         return problems
-    if command == "train" and not samples(config):
+    if command == "train" and config.only != "train" and not samples(config):
         where = f"allocation_mode = {config.allocation_mode}"
         remedy = f"use for instance embedded:d1|{config.allocation_mode}"
         problems.append(Problem(where, "there is no sampler, and train needs one", remedy))

@@ -98,7 +98,12 @@ def _model_folder(
     return None
 
 
-@RULES.add("train_dataset.path", commands=("train", "sft", "reward"))
+@RULES.add("train_dataset.path", "only", commands=("train",))
+def there_are_prompts(config: Config) -> Problem | None:
+    return None if config.only == "train" else there_is_training_data(config)
+
+
+@RULES.add("train_dataset.path", commands=("sft", "reward"))
 def there_is_training_data(config: Config) -> Problem | None:
     if config.train_dataset.path is None:
         return Problem("train_dataset.path", "is not set", "give a JSONL or Parquet file")
@@ -130,11 +135,14 @@ def _data_path(key: str, path: str) -> Problem | None:
     return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
 
 
-@RULES.add("reward.fn", "algorithm.name", "rollout.workflow", "valid_dataset", commands=("train",))
+@RULES.add(
+    *("reward.fn", "algorithm.name", "rollout.workflow", "valid_dataset", "only"),
+    commands=("train",),
+)
 def answers_are_scored(config: Config) -> Problem | None:
     """A workflow may bring rewards of its own; the executor sees to it that it does."""
     is_own = config.rollout.workflow != "single_turn"
-    if config.reward.functions or is_own:
+    if config.reward.functions or is_own or config.only == "train":
         return None
     if config.algorithm.facts.needs_teacher:
         rule = "is not set, and without it the answers to valid_dataset have no score"

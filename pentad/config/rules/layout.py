@@ -107,6 +107,8 @@ def cluster_size(
     config: Config, allocation: Allocation, num_devices: int | None
 ) -> Iterator[Problem]:
     allocation = as_run(config, allocation, num_devices)
+    if config.only == "train":
+        allocation = allocation.without("rollout")
     needed = allocation.num_devices
     if num_devices is None or needed <= num_devices:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pentad.config.derived import (
@@ -19,7 +20,8 @@ from pentad.config.derived import (
     parsed_allocation,
     pipeline_size,
 )
-from pentad.config.describe import fields, show
+from pentad.config.describe import fields, show, value_at
+from pentad.config.resolve import DEFAULT_RECOVERY
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config, DatasetConfig, ModelConfig, Section
 
@@ -79,6 +81,11 @@ def samples_with(config: Config, *backends: str) -> bool:
     allocation = parsed_allocation(config)
     rollout = allocation and allocation.find("rollout")
     return not rollout or rollout.backend in backends
+
+
+def saves_by(key: str, config: Config) -> bool:
+    """Whether a run looks at this frequency of its recovery checkpoints, or nobody chose it."""
+    return config.only != "rollout" or value_at(config, key) == DEFAULT_RECOVERY.get(key)
 
 
 def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
@@ -158,7 +165,11 @@ READERS = (
         lambda config: config.checkpoint.remote_uri is not None,
         "checkpoint.remote_uri = null names no store",
     ),
-    KeyUse(("num_data_storage_units",), has_storage_units, "groups are in memory or in files"),
+    KeyUse(
+        ("num_data_storage_units",),
+        lambda config: config.only is None and has_storage_units(config),
+        "groups are in memory or in files",
+    ),
     KeyUse(
         ("evaluator.n_samples", "evaluator.temperature", "evaluator.max_new_tokens"),
         lambda config: config.valid_dataset is not None,
@@ -176,14 +187,30 @@ READERS = (
     ),
     KeyUse(("store",), lambda config: config.only is None, "a run of one side alone needs none"),
     KeyUse(
-        ("actor.optimizer", "critic", "saver", "guards", "telemetry.keep_batches"),
+        (
+            *("actor.optimizer", "critic", "saver", "guards", "telemetry.keep_batches"),
+            *("ref_update_interval", "updates_per_batch", "num_iters_per_train_update"),
+        ),
         lambda config: config.only != "rollout",
         "only = rollout trains nothing, and keeps the groups of every step",
     ),
+    *(
+        KeyUse(
+            (f"recover.freq_{unit}",),
+            partial(saves_by, f"recover.freq_{unit}"),
+            "only = rollout goes on after the last step of batches/",
+        )
+        for unit in ("epochs", "steps", "secs")
+    ),
     KeyUse(
-        ("rollout", "train_dataset.shuffle", "max_staleness"),
+        ("rollout", "reward", "train_dataset", "use_streaming_dataset", "max_staleness"),
         lambda config: config.only != "train",
         "only = train does not sample",
+    ),
+    KeyUse(
+        ("offload_train",),
+        lambda config: config.only is None or not config.offload_train,
+        "a run of one side alone has the devices to itself",
     ),
     KeyUse(("valid_dataset.batch_size",), lambda _: False, "held-out rows go all together"),
     KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),

@@ -239,7 +239,7 @@ BROKEN = [
         "teacher.path = {root}/nope",
         "no such folder",
     ),
-    ("there_is_training_data", "train", ["train_dataset.path="], "train_dataset.path", "not set"),
+    ("there_are_prompts", "train", ["train_dataset.path="], "train_dataset.path", "not set"),
     (
         "there_is_training_data",
         "sft",
@@ -844,6 +844,23 @@ def test_an_override_without_effect_is_reported_beside_other_mistakes_of_its_blo
         "algorithm.c_clips",
         "algorithm.lam",
     }
+
+
+def test_a_run_that_only_trains_needs_nothing_to_sample_with(folders):
+    groups = ["only=train", "groups_from={root}/runs/logs/me/default/a", "train_dataset.path="]
+    for devices, allocation in (
+        (2, "archon:d2"),
+        (2, "embedded:d2+archon:d2"),
+        (1, "vllm:d2|archon:d1"),
+    ):
+        layout = [f"cluster.n_gpus_per_node={devices}", f"allocation_mode={allocation}"]
+        given = overrides_for(folders, [*groups, "reward.fn=", *layout])
+        prepare(None, given, "train")
+        with pytest.raises(UserError, match="train_dataset.path: is not set"):
+            prepare(None, [one for one in given if "groups_from" not in one], "sft")
+    wide = [*groups, "cluster.n_gpus_per_node=2", "allocation_mode=embedded:d1+archon:d4"]
+    with pytest.raises(UserError, match="needs 4 devices, and"):
+        prepare(None, overrides_for(folders, wide), "train")
 
 
 def test_rules_for_rollout_do_not_stop_sft(folders):

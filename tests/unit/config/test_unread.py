@@ -116,6 +116,38 @@ def test_sft_tells_what_only_train_reads():
     ]
 
 
+@pytest.mark.parametrize(
+    ("side", "keys"),
+    [
+        (
+            "train",
+            {
+                *("offload_train=true", "reward.fn=math", "reward.timeout_s=3", "max_staleness=2"),
+                *("train_dataset.batch_size=3", "train_dataset.max_length=9"),
+                *("train_dataset.limit=7", "train_dataset.answer_key=a"),
+                *("use_streaming_dataset=true", "store=ray", "num_data_storage_units=2"),
+            },
+        ),
+        (
+            "rollout",
+            {
+                *("recover.freq_steps=5", "recover.freq_secs=9", "ref_update_interval=2"),
+                *("updates_per_batch=2", "num_iters_per_train_update=2", "offload_train=true"),
+                *("store=ray", "num_data_storage_units=2"),
+            },
+        ),
+    ],
+)
+def test_one_side_alone_tells_what_it_does_not_read(side, keys):
+    assert said(f"only={side}", command="train") == []
+    (other,) = {"train", "rollout"} - {side}
+    found = {text.partition(": without")[0] for text in said(f"only={side}", *keys)}
+    assert found == {key.replace("=", " = ") for key in keys}
+    both = {"offload_train=true", "store=ray", "num_data_storage_units=2"}
+    assert said(f"only={other}", *sorted(keys - both)) == []
+    assert said("scheduler.type=ray", *sorted(keys)) == []
+
+
 def test_defaults_are_silent():
     for command in ("train", "sft", "plan"):
         assert said(command=command) == []

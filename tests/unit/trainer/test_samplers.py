@@ -9,12 +9,20 @@ import torch
 
 from pentad.config.rules.layout import layout_notes
 from pentad.core.dims import ModelDims
-from pentad.core.errors import UserError
+from pentad.core.errors import RunError, UserError
 from pentad.data.toy import write_model
 from pentad.planner.prepare import prepare
 from pentad.samplers import sglang, vllm
 from pentad.samplers.process import server_environment, server_python
-from pentad.trainer.samplers import capability_problems, server_problems, server_settings
+from pentad.trainer import ranks
+from pentad.trainer.ranks import run_over_ranks
+from pentad.trainer.samplers import (
+    capability_problems,
+    ray_places,
+    server_problems,
+    server_settings,
+)
+from pentad.trainer.service import LearnerService
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DIMS = ModelDims(
@@ -135,6 +143,53 @@ def test_training_has_the_first_gpus_and_servers_those_after(config, allocation,
     made = [server_settings(asked, DIMS, CUDA, index) for index in range(len(devices))]
     assert [settings.devices for settings in made] == devices
     assert {settings.memory_share for settings in made} == {share}
+
+
+def test_ray_leaves_their_gpus_to_the_scorers(config):
+    layout = "archon[ref]:d2+embedded[rollout]:d1+archon[actor]:d1"
+    given = [f"allocation_mode={layout}", "mode=async", "algorithm.kl_coef=0.1"]
+    places = ray_places(config(*given, "scheduler.type=ray"), CUDA, is_apart=True)
+    assert places["held"] == (0, 1)
+    assert list(places["bundles"]) == ["learner-0", "rollout-0"]
+
+
+def test_a_run_that_only_trains_asks_ray_for_no_sampler(config, tmp_path):
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches/step1.groups").write_text("")
+    given = ["only=train", f"groups_from={tmp_path}", "scheduler.type=ray"]
+    asked = config(*given, "allocation_mode=embedded:d2|archon:d2")
+    bundle = {"CPU": 1.0, "GPU": 1.0}
+    places = ray_places(asked, CUDA, is_apart=True)
+    assert places["bundles"] == {"learner-0": bundle, "learner-1": bundle}
+
+
+def test_ranks_may_work_in_another_folder(config, tmp_path, monkeypatch):
+    """The config of the run itself keeps its words: a run that goes on compares them."""
+    monkeypatch.chdir(tmp_path)
+    asked = config(
+        *("actor.path=model", "train_dataset.path=data.jsonl", "fileroot=runs", "user=me"),
+        *("allocation_mode=embedded:d1+archon:d2", "cluster.n_gpus_per_node=null"),
+    )
+    started = []
+
+    def no_group(runtime, specs, settings, device):
+        started.extend(specs)
+        raise RunError("none is started")
+
+    monkeypatch.setattr(ranks, "RankGroup", no_group)
+    with pytest.raises(RunError, match="none is started"):
+        run_over_ranks(None, LearnerService, lambda *_: None, asked, [], False, "cpu")
+    assert [spec.log for spec in started] == [
+        tmp_path / "runs/logs/me/default" / asked.trial_name / f"ranks/rank-{rank}.log"
+        for rank in range(2)
+    ]
+    for spec in started:
+        found = spec.payload["given"]["config"]
+        assert found["fileroot"] == str(tmp_path / "runs")
+        assert found["actor"]["path"] == str(tmp_path / "model")
+        assert found["train_dataset"]["path"] == str(tmp_path / "data.jsonl")
+        assert found["ref"]["path"] is None
+    assert asked.fileroot == "runs" and asked.actor.path == "model"
 
 
 def test_devices_are_named_as_the_machine_names_them(monkeypatch):
