@@ -193,7 +193,7 @@ class RecoverHandler:
         check(checkpoint)
         for name, role in self.roles.items():
             folder = state_folder(name, checkpoint.step)
-            place = {"root": str(self.root), "step": checkpoint.step, "folder": folder}
+            place = {"root": str(self.root.absolute()), "step": checkpoint.step, "folder": folder}
             self.counters[name] = self.calls.call("restore_state", role=role, **place)
         for (file, name), part in self.parts.items():
             with reading(self.root / info / f"{file}.json"):
@@ -269,7 +269,7 @@ class RecoverHandler:
         self.began = time.monotonic()
         receipts: list[str] = []
         for name, role in self.roles.items():
-            place = {"root": str(self.root), "folder": state_folder(name, step)}
+            place = {"root": str(self.root.absolute()), "folder": state_folder(name, step)}
             try:
                 receipts += self.calls.call(
                     "save_state", role=role, is_async=self.is_async, **place

@@ -155,7 +155,7 @@ class Saver:
             self._succeeded(step)
 
     def _export(self, step: int, *, is_async: bool) -> None:
-        folder = str(self.folder(step))
+        folder = str(self.folder(step).absolute())
         self.calls.call("export", role=self.role, folder=folder, is_async=is_async)
 
     def _collect(self, now: int, *, wait: bool) -> None:

@@ -1,6 +1,7 @@
 """Runs of one side alone: groups sampled without a learner, and trained without a sampler."""
 
 import json
+from pathlib import Path
 
 import pytest
 from run_lab import steps_of, values_of
@@ -179,6 +180,30 @@ def test_kept_groups_are_trained_over_ranks_without_a_sampler(lab, sides):
     )
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_ranks_are_given_absolute_folders(lab, sides, tmp_path, monkeypatch):
+    """They may work in another folder than the lead."""
+    monkeypatch.chdir(tmp_path)
+    given = {}
+
+    def watched(method):
+        plain = getattr(LearnerService, method)
+
+        def call(self, *args, **kwargs):
+            given[method] = Path(kwargs.get("root") or kwargs["folder"])
+            return plain(self, *args, **kwargs)
+
+        return call
+
+    for method in ("train_kept", "save_state", "restore_state", "export"):
+        monkeypatch.setattr(LearnerService, method, watched(method))
+    sampled = sides.run("rollout", "fileroot=runs", "total_train_steps=2", trial="sampled")
+    words = ["fileroot=runs", f"groups_from={sampled.records}", "recover.freq_steps=1"]
+    for num_steps in (1, 2):
+        sides.run("train", *words, f"total_train_steps={num_steps}", trial="trained")
+    assert len(given) == 4 and all(path.is_absolute() for path in given.values())
+    assert not sampled.records.is_absolute()
 
 
 def test_damaged_groups_are_refused_before_anything_starts(lab, sides):
