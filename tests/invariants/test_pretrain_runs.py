@@ -107,9 +107,13 @@ def test_other_data_are_refused_by_a_run_that_goes_on(pretrain, corpus, tmp_path
 def test_everything_wrong_comes_at_once(pretrain, tmp_path):
     np.save(tmp_path / "few.npy", np.arange(9, dtype=np.uint16))
     with pytest.raises(UserError) as caught:
-        pretrain("bad", f"train_dataset.path={tmp_path / 'few.npy'}", "scheduler.type=ray")
+        pretrain(
+            "bad",
+            f"train_dataset.path={tmp_path / 'few.npy'}",
+            "actor.archon.enable_compile=true",
+        )
     text = str(caught.value)
-    assert "it holds 9 tokens, and a sequence has 64" in text and "scheduler.type = ray" in text
+    assert "it holds 9 tokens, and a sequence has 64" in text and "archon.enable_compile" in text
     with pytest.raises(UserError, match=r"max_length = 4096: .* the model's context 1024; give"):
         pretrain("long", "train_dataset.max_length=4096")
 

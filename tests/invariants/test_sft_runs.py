@@ -47,9 +47,9 @@ def test_everything_wrong_with_the_inputs_comes_at_once(lab):
     broken = lab.fileroot / "broken.jsonl"
     broken.write_text('{"prompt": "12>", "response": "12"}\n{"prompt": "1>"}\n')
     with pytest.raises(UserError) as caught:
-        lab.sft(f"train_dataset.path={broken}", "scheduler.type=ray")
+        lab.sft(f"train_dataset.path={broken}", "actor.archon.enable_compile=true")
     text = str(caught.value)
-    assert "broken.jsonl:2" in text and "scheduler.type = ray" in text
+    assert "broken.jsonl:2" in text and "actor.archon.enable_compile = true" in text
 
 
 def test_a_signal_ends_sft_after_its_step_and_saves(lab, monkeypatch):

@@ -31,7 +31,9 @@ def run_script(*args):
 def test_every_recipe_can_be_planned(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     write_byte_model(tmp_path / "gsm8k-tiny-model")
-    overrides = [f"fileroot={tmp_path}"] if recipe == TINY else []
+    write_byte_model(tmp_path / "mixture", num_experts=4)
+    is_local = recipe in (TINY, "examples/pretrain_smoke.yaml")
+    overrides = [f"fileroot={tmp_path}"] if is_local else []
     config, _ = prepare(recipe, overrides, "plan")
     assert config.actor.path and config.allocation_mode
 

@@ -154,10 +154,10 @@ def test_a_folder_of_another_model_is_refused_with_the_rest(task, tmp_path):
             "run",
             f"actor.path={other}",
             f"actor.checkpoint_load_path={task / 'dist'}",
-            "scheduler.type=ray",
+            "actor.archon.enable_compile=true",
         )
     text = str(caught.value)
-    assert "scheduler.type" in text and "192" in text
+    assert "archon.enable_compile" in text and "192" in text
     assert not (tmp_path / "runs").exists()
 
 
