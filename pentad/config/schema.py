@@ -40,6 +40,8 @@ from pentad.core.settings import (
     ShortNames,
 )
 
+AxisSize = Annotated[int, Bound(ge=1, le=65536)]
+"""Ranks along one axis of a layout."""
 Seconds = Annotated[float, Bound(gt=0, le=1e9)]
 
 Mode = Literal["colocate", "hybrid", "async"]
@@ -143,13 +145,13 @@ class ResourceConfig(Section):
 class ParallelismConfig(Section):
     """Axes that training is cut along; their product is its number of devices."""
 
-    data_parallel: Count = 1
+    data_parallel: AxisSize = 1
     """Ranks with a full set of experts between them, each on samples of its own."""
-    tensor_parallel: Count = 1
+    tensor_parallel: AxisSize = 1
     """Ranks each matrix is cut over, those of experts too."""
-    pipeline_parallel: Count = 1
+    pipeline_parallel: AxisSize = 1
     """Ranks the layers are dealt to."""
-    expert_parallel: Count = 1
+    expert_parallel: AxisSize = 1
     """Ranks that the experts are dealt to. Outside the experts they are data parallel."""
 
 
