@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -43,13 +44,16 @@ class ExampleService(EngineService, ABC):
     def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> Examples:
         """UserError with what is wrong with the data."""
 
-    def build(self, num_steps: int) -> None:
+    def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
+        """`data`: the state of each part as the caller read it; UserError where it is another
+        here, such as of a file that was edited before this rank was started again."""
         path = self.config.actor.path
         assert path is not None, "checked with the config"
         if not self.data:
             dims, tokenizer = trained_dims(self.config, path), load_tokenizer(path)
             for part in parts_of(self.config):
                 self.data[part] = self.open_part(self.config, part, dims, tokenizer)
+                self.data[part].check_state(data[part])
         self.engines["actor"] = build_role(
             self.config,
             "actor",

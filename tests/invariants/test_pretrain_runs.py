@@ -1,16 +1,20 @@
 """Whole pretraining runs on CPU: `pentad pretrain` on token shards and texts."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
 from kill_lab import KillLab
+from role_processes import role_processes
 from run_lab import steps_of, values_of
 
 from pentad.core.errors import UserError
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_byte_model
 from pentad.planner.prepare import prepare
+from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.sft import run_pretrain
 
@@ -102,6 +106,29 @@ def test_other_data_are_refused_by_a_run_that_goes_on(pretrain, corpus, tmp_path
         pretrain("on", f"train_dataset.path={path}", "total_train_steps=3")
     with pytest.raises(UserError, match=r"train_dataset.max_length = 32: was 64 so far"):
         pretrain("on", f"train_dataset.path={path}", "train_dataset.max_length=32")
+
+
+def test_learners_that_are_started_again_read_the_data_the_run_began_with(
+    pretrain, corpus, tmp_path, monkeypatch
+):
+    """The texts are edited during the run, and then the learner is lost."""
+    path, plain, lost = tmp_path / "own.jsonl", Recorder.step, []
+    lines = (corpus / "docs.jsonl").read_text()
+    path.write_text(lines)
+
+    def lose(self, record, *args):
+        line = plain(self, record, *args)
+        if record.step == 2:
+            path.write_text(lines.replace("comes", "went "))
+            lost.extend(role_processes(os.getpid(), "learner"))
+            os.kill(lost[0], signal.SIGKILL)
+        return line
+
+    monkeypatch.setattr(Recorder, "step", lose)
+    words = f"train_dataset.path={path}", "train_dataset.text_key=text"
+    with pytest.raises(UserError, match=r"not the data that the run began with: tokens was"):
+        pretrain("edited", *words, "scheduler.processes=separate", model="model")
+    assert len(lost) == 1
 
 
 def test_everything_wrong_comes_at_once(pretrain, tmp_path):
