@@ -5,7 +5,7 @@
 # COMMAND another command of pentad's that trains.
 set -euo pipefail
 
-# A lost peer ends the others at once instead of after NCCL's half hour.
+# A lost peer ends the others at once instead of after the ten minutes that a collective may take.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 # Without it the ranks of a restart find the addresses of the last ones in the agents' store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -13,7 +13,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind
-from pentad.data.rows import STREAMS
+from pentad.data.rows import STREAMS, SUFFIXES
 
 
 def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
@@ -198,7 +198,8 @@ def task_of(config: Config) -> Literal["train", "sft", "pretrain"]:
     data = config.train_dataset
     path = None if data.path is None else Path(data.path)
     files = [] if path is None else [path, *(path.iterdir() if path.is_dir() else ())]
-    is_stream = any(file.suffix in STREAMS for file in files)
+    endings = {file.suffix for file in files}
+    is_stream = not endings.isdisjoint(STREAMS) and endings.isdisjoint(SUFFIXES)
     return "pretrain" if is_stream or data.text_key is not None else "sft"
 
 

@@ -8,6 +8,7 @@ start finds it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -31,6 +32,7 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Of an .idx: magic, version, code of the number type, sequences, documents."""
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 DOCUMENTS_AT_ONCE = 1024
 BLOCK = 1 << 20
 MAX_BLOCKS = 64
@@ -60,6 +62,7 @@ class TextFiles:
     def __init__(self, files: Sequence[Path], column: str) -> None:
         self.files = files
         self.column = column
+        self.stamps = [Stamp(file) for file in files]
 
     @property
     def digest(self) -> bytes:
@@ -70,19 +73,25 @@ class TextFiles:
 
     def row(self, index: int) -> dict[str, Any]:
         try:
-            return {self.column: self.files[index].read_text(encoding="utf-8-sig")}
+            text = self.files[index].read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             rule = f"not UTF-8 (byte {error.start})"
             raise UserError(Problem(self.where(index), rule)) from error
+        self.stamps[index].check()
+        return {self.column: text}
 
     def where(self, index: int) -> str:
         return str(self.files[index])
 
 
 def find_data(settings: DataSettings) -> tuple[Kind, list[Path]]:
-    """The files to pretrain on, all of one kind."""
+    """The files to pretrain on, all of one kind. Texts in a folder of rows, such as a README.md,
+    are about them."""
     where = f"{settings.columns.key}.path = {settings.path}"
-    found = find_files(settings.path, settings.format, where, KINDS)
+    root = Path(settings.path).expanduser()
+    has_rows = root.is_dir() and any(file.suffix in SUFFIXES for file in root.rglob("*"))
+    wanted = {end: kind for end, kind in KINDS.items() if kind != "text" or not has_rows}
+    found = find_files(settings.path, settings.format, where, wanted)
     kinds = sorted({kind for _, kind in found})
     if len(kinds) > 1:
         raise UserError(Problem(where, f"files of several kinds: {', '.join(kinds)}"))
@@ -108,12 +117,17 @@ def open_shard(path: Path) -> TokenShard:
         stamp = Stamp(path)
         ids = map_indexed(path) if path.suffix == ".bin" else np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError, struct.error) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(Problem(where, f"cannot be read: {said.splitlines()[0]}")) from error
+        raise UserError(Problem(where, f"cannot be read: {reason_of(error)}")) from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         rule = f"holds {ids.dtype} of shape {list(ids.shape)}, not one row of integers"
         raise UserError(Problem(where, rule, "write it with numpy.save, such as uint16 or uint32"))
     return TokenShard(path, ids, stamp)
+
+
+def reason_of(error: Exception) -> str:
+    """Arrow's errors have no `strerror`."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said.splitlines()[0]
 
 
 def map_indexed(path: Path) -> np.ndarray:
@@ -161,7 +175,13 @@ def tokenise(
     """The shard of these texts; written if it is not there."""
     ids = tokenizer.prefix_ids, tokenizer.eos_id, tokenizer.vocab_size
     marks = column, len(rows), *ids  # the digest of a table is of all rows, whatever the limit
-    digest = hashlib.blake2b(rows.digest + tokenizer.digest + repr(marks).encode(), digest_size=16)
+    where = f"{settings.columns.key}.path = {settings.path}"
+    try:
+        known = rows.digest + tokenizer.digest + repr(marks).encode()
+    except OSError as error:
+        rule = f"{error.filename} cannot be read: {reason_of(error)}"
+        raise UserError(Problem(where, rule)) from error
+    digest = hashlib.blake2b(known, digest_size=16)
     target = cache / f"{digest.hexdigest()}.npy"
     if target.exists():
         return target
@@ -178,21 +198,23 @@ def tokenise(
                     raise
                 part.rename(target)
     except OSError as error:
-        where, rule = f"{settings.columns.key}.path = {settings.path}", error.strerror
-        remedy = "set fileroot to a folder with room"
-        raise UserError(Problem(where, f"its tokens go to {cache}: {rule}", remedy)) from error
+        remedy = "set fileroot to a folder with room" if error.errno in NO_ROOM else ""
+        rule = f"its tokens go to {cache}: {reason_of(error)}"
+        raise UserError(Problem(where, rule, remedy)) from error
     return target
 
 
 def documents(
     rows: DatasetRows, column: str, settings: DataSettings, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
-    """Ids of each text, with what the model expects before it and the id that ends it.
+    """Ids of each text, with what the model expects before it and the id that ends it, where the
+    text does not bring them.
 
     Every row is read before the last ids are given: UserError with all that are broken.
     """
     problems: list[Problem | str] = []
     counts: Counter[str] = Counter()
+    prefix = tokenizer.prefix_ids
     for start in range(0, len(rows), DOCUMENTS_AT_ONCE):
         texts = []
         for index in range(start, min(start + DOCUMENTS_AT_ONCE, len(rows))):
@@ -204,9 +226,13 @@ def documents(
                 problems.append(error.at(rows.where(index)))
             except UserError as error:
                 problems += error.problems
+            except OSError as error:
+                rule = f"cannot be read: {reason_of(error)}"
+                problems.append(Problem(rows.where(index), rule))
         for ids in tokenizer.encode_all([] if problems else texts):
             end = [] if ids and ids[-1] == tokenizer.eos_id else [tokenizer.eos_id]
-            yield [*tokenizer.prefix_ids, *ids, *end]
+            is_begun = tuple(ids[: len(prefix)]) == prefix
+            yield [*(() if is_begun else prefix), *ids, *end]
     raise_first(problems)
     if counts["empty"] == len(rows):
         where = f"{settings.columns.key}.path = {settings.path}"

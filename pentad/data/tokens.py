@@ -1,9 +1,9 @@
 """What is pretrained on: one stream of tokens, cut into sequences of one length.
 
-A sequence begins with the last token of the one before it, as context, so that every token of the
-stream is predicted once an epoch. Where documents are masked, each piece of a document within a
-sequence is a row of its own and sees no other; a document ends with the tokenizer's
-end-of-sequence id.
+A sequence begins with the last token of the one before it, as context, so that no token is left
+out between two of them; those that do not fill a last sequence are. Where documents are masked,
+each piece of a document within a sequence is a row of its own and sees no other, and its first
+token is not predicted; a document ends with the tokenizer's end-of-sequence id.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class TokenSequences(Examples):
             "length": self.length,
             "tokens": self.digest.hexdigest(),
             "mask_documents": settings.mask_documents,
+            "eos_id": self.eos_id if settings.mask_documents else None,
             "shuffle": settings.shuffle,
             "seed": settings.seed if settings.shuffle else None,
         }

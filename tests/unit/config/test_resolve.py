@@ -1,6 +1,6 @@
 import pytest
 
-from pentad.config.derived import is_one_process, num_running
+from pentad.config.derived import is_one_process, num_running, task_of
 from pentad.config.load import dump_config, load_config
 from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
 from pentad.planner.prepare import prepare
@@ -244,3 +244,19 @@ def test_one_process_where_one_is_enough():
     for words, expected in cases.items():
         config, _ = resolved(*words)
         assert {n: is_one_process(config, n) for n in expected} == expected, words
+
+
+@pytest.mark.parametrize(
+    ("names", "task"),
+    [
+        (["a.jsonl"], "sft"),
+        (["a.jsonl", "README.md"], "sft"),
+        (["README.md"], "pretrain"),
+        (["a.npy", "README.md"], "pretrain"),
+    ],
+)
+def test_a_page_beside_rows_does_not_make_them_a_stream(tmp_path, names, task):
+    for name in names:
+        (tmp_path / name).touch()
+    words = [f"train_dataset.path={tmp_path}", "allocation_mode=archon:d1"]
+    assert task_of(load_config(None, words)) == task

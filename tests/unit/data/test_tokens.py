@@ -1,15 +1,19 @@
 """Token streams: from shards and texts to sequences, every token predicted once."""
 
+import errno
 import json
+import os
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pentad.core.errors import RunError, UserError
+from pentad.data import shards
 from pentad.data.render import Columns, DataSettings
 from pentad.data.tokenizer import load_tokenizer
-from pentad.data.tokens import open_tokens
+from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.data.toy import write_byte_model
 
 VOCAB = 259
@@ -206,3 +210,80 @@ def test_a_stream_without_ends_of_documents_is_warned_of(opened, tmp_path):
     (warning,) = opened(tmp_path / "a.npy").warnings
     assert "the id 1 that ends a document was not found in it" in warning
     assert not opened(tmp_path / "a.npy", mask_documents=False).warnings
+
+
+def test_a_text_that_changes_while_it_is_tokenised_ends_the_run(opened, tmp_path, monkeypatch):
+    """Between the digest that names the shard and the read: it would be found by other texts."""
+    path, plain = tmp_path / "a.txt", shards.digest_of_file
+    path.write_text("some text of the run")
+
+    def digest(file):
+        found = plain(file)
+        file.write_text("another text, longer")
+        return found
+
+    monkeypatch.setattr(shards, "digest_of_file", digest)
+    with pytest.raises(RunError, match=r"a\.txt was changed while the run reads from it"):
+        opened(path)
+    assert not list((tmp_path / "tokens").glob("*.npy"))
+
+
+def test_the_id_that_ends_a_document_is_part_of_the_state(tokenizer, opened, tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint8))
+    other = replace(tokenizer, eos_id=9)
+    for mask, differs in ((True, True), (False, False)):
+        data = opened(tmp_path / "a.npy", mask_documents=mask)
+        again = TokenSequences(data.shards, other, data.settings, VOCAB)
+        assert (again.state() != data.state()) == differs
+
+
+def test_a_broken_file_is_named_and_not_the_cache(opened, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {n}" for n in range(50)]}), path)
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196
+    path.write_bytes(data)
+    text = said(lambda: opened(path))
+    assert "a.parquet:1: cannot be read: " in text and "(and 49 more rows alike)" in text
+    assert "fileroot" not in text and "tokens go to" not in text
+    (tmp_path / "folder.txt").mkdir()
+    text = said(lambda: opened(tmp_path / "*.txt"))
+    assert "folder.txt cannot be read: Is a directory" in text
+
+
+def test_a_cache_that_cannot_be_written_is_named(opened, tmp_path, monkeypatch):
+    def write(number):
+        def fail(*args):
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    path = write_lines(tmp_path / "a.jsonl", "some text")
+    for number, has_remedy in ((errno.ENOSPC, True), (errno.EIO, False)):
+        monkeypatch.setattr(shards, "write_shard", write(number))
+        text = said(lambda: opened(path))
+        assert f"its tokens go to {tmp_path / 'tokens'}: {os.strerror(number)}" in text
+        assert ("set fileroot" in text) == has_remedy
+
+
+def test_a_page_beside_rows_is_not_data(opened, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", "x" * 20)
+    alone = opened(folder).state()
+    (folder / "README.md").write_text("what these rows are")
+    assert opened(folder).state() == alone
+    np.save(folder / "b.npy", [1, 2])
+    assert "files of several kinds: jsonl, tokens" in said(lambda: opened(folder))
+
+
+def test_texts_that_begin_with_the_prefix_get_it_once(tokenizer_folder, tmp_path):
+    found = load_tokenizer(tokenizer_folder(tmp_path / "model", bos=True))
+    path = write_lines(tmp_path / "a.jsonl", "<bos>first text", "second text")
+    data = DataSettings(path=str(path), columns=Columns(), max_tokens=LENGTH)
+    ids = open_tokens(data, found, found.vocab_size, tmp_path / "tokens").shards[0].ids
+    (begin,) = found.prefix_ids
+    assert (ids == begin).sum() == 2 and ids[0] == begin != ids[1]
