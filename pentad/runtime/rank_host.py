@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,20 @@ import torch.distributed as dist
 
 from pentad.core.errors import RunError, UserError
 from pentad.runtime.calls import RankService
+from pentad.runtime.environment import rank_environment
 from pentad.runtime.frames import describe_error
 from pentad.runtime.join import device_of, join_group, leave_group
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure
+from pentad.runtime.roles import RoleSpec
 from pentad.runtime.worker import load_target
 
 TARGET = f"{__name__}:make_rank"
+JOIN_S = 600.0
+"""Longest wait in a collective, and for the group to come together."""
 Emit = Callable[[str, Any], None]
+MakeRank = Callable[[dict[str, Any], Rank, torch.device], RankService]
+"""Makes the service of one rank, of a JSON value; a function at the top of its module."""
 
 
 class LogSender(logging.Handler):
@@ -42,6 +49,46 @@ class LogSender(logging.Handler):
         if is_own or record.levelno >= logging.WARNING:
             text, is_notice = record.getMessage(), hasattr(record, "is_notice")
             self.send("log", [record.levelno, record.name, text, is_notice])
+
+
+def specs_of_ranks(
+    role: str,
+    make: MakeRank,
+    given: dict[str, Any],
+    logs: Sequence[Path],
+    *,
+    device: str,
+    devices: Sequence[int],
+    generation: int,
+    deterministic: bool,
+    is_spread: bool = False,
+) -> list[RoleSpec]:
+    """The processes of a group, one for each of `logs`; `devices` are their GPUs, if any. A rank
+    that is alone has as many threads as this process, so that both give the same numbers."""
+    world = len(logs)
+    return [
+        RoleSpec(
+            name=f"{role}-{rank}",
+            target=TARGET,
+            payload={
+                "rank": rank,
+                "world": world,
+                "device": device,
+                "timeout_s": JOIN_S,
+                "num_threads": torch.get_num_threads() if world == 1 else 0,
+                "service": f"{make.__module__}:{make.__qualname__}",
+                "given": given,
+            },
+            log=log,
+            generation=generation,
+            num_gpus=1 if devices else 0,
+            devices=tuple(devices[rank : rank + 1]),
+            environment=rank_environment(
+                rank=rank, world=world, deterministic=deterministic, is_spread=is_spread
+            ),
+        )
+        for rank, log in enumerate(logs)
+    ]
 
 
 def make_rank(payload: Mapping[str, Any], emit: Emit) -> RankHost:

@@ -6,9 +6,7 @@ process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runt
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,16 +27,14 @@ from pentad.config.rules.start import cache_problems, process_problems, unbuilt_
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, Transient, UserError
-from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
-from pentad.runtime.environment import rank_environment
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.join import device_of, join_group, leave_group
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank, rank_from_environment
+from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.roles import RoleSpec
 from pentad.runtime.worker import load_target
-from pentad.telemetry.log import log_to
 from pentad.trainer.crew import Crew
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
@@ -47,11 +43,6 @@ from pentad.trainer.run import RunSummary, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
 
-log = logging.getLogger(__name__)
-
-NAMES_A_RANK = re.compile(r"rank \d+ of ")
-JOIN_S = 600.0
-"""Longest wait in a collective, and for the group to come together."""
 Run = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
 """A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
 what outlives them."""
@@ -133,9 +124,6 @@ def run_beside_group(
                     if group.failure is None:  # what stood still is something else
                         crew.close_samplers()
                     continue
-                if NAMES_A_RANK.match(str(error)):  # of the other ends the run itself wrote
-                    with log_to(folder.parent / "log.txt"):
-                        log.info("the run ended: %s", error)
                 raise (RunError(str(error)) if isinstance(error, Transient) else error) from error
 
 
@@ -162,39 +150,22 @@ def rank_specs(
 ) -> list[RoleSpec]:
     """A process for each rank of the learner, with its GPU, where there are any."""
     world, place = component_of(config, "actor").world, pick_device(device)
+    logs = [folder / f"rank-{rank}.log" for rank in range(world)]
     folder.mkdir(parents=True, exist_ok=True)
-    specs = []
-    for rank in range(world):
-        payload = {
-            "rank": rank,
-            "world": world,
-            "device": place.type,
-            "timeout_s": JOIN_S,
-            "num_threads": torch.get_num_threads() if world == 1 else 0,
-            "service": f"{__name__}:serve_rank",
-            "given": given,
-        }
-        log_file = folder / f"rank-{rank}.log"
-        if not generation:
+    if not generation:
+        for log_file in logs:
             log_file.write_bytes(b"")
-        specs.append(
-            RoleSpec(
-                name=f"learner-{rank}",
-                target=rank_host.TARGET,
-                payload=payload,
-                log=log_file,
-                generation=generation,
-                num_gpus=int(place.type == "cuda"),
-                devices=(rank,) if place.type == "cuda" else (),
-                environment=rank_environment(
-                    rank=rank,
-                    world=world,
-                    deterministic=config.actor.archon.use_deterministic_algorithms,
-                    is_spread=is_spread,
-                ),
-            )
-        )
-    return specs
+    return specs_of_ranks(
+        "learner",
+        serve_rank,
+        given,
+        logs,
+        device=place.type,
+        devices=tuple(range(world)) if place.type == "cuda" else (),
+        generation=generation,
+        deterministic=config.actor.archon.use_deterministic_algorithms,
+        is_spread=is_spread,
+    )
 
 
 def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:

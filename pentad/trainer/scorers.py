@@ -21,21 +21,17 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, Transient, UserError, first_cause
 from pentad.core.failures import GivenUp
 from pentad.data.store import GroupStore
-from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls
-from pentad.runtime.environment import rank_environment
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
+from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.roles import RoleSpec
 from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.scorer_service import ScorerService
 
 log = logging.getLogger(__name__)
-
-JOIN_S = 600.0
-"""Longest wait for the ranks of a scorer to come together, and for its model to be read."""
 
 
 class ScorerCalls(Protocol):
@@ -108,28 +104,19 @@ def scorer_specs(
     given = {"config": config.model_dump(mode="json"), "role": role}
     deterministic = config.actor.archon.use_deterministic_algorithms
 
+    logs = [log_folder / f"{role}-{rank}.log" for rank in range(world)]
+
     def specs(generation: int) -> list[RoleSpec]:
-        return [
-            RoleSpec(
-                name=f"{role}-{rank}",
-                target=rank_host.TARGET,
-                payload={
-                    "rank": rank,
-                    "world": world,
-                    "device": kind,
-                    "timeout_s": JOIN_S,
-                    "num_threads": torch.get_num_threads() if world == 1 else 0,
-                    "service": f"{__name__}:serve_scorer",
-                    "given": given,
-                },
-                log=log_folder / f"{role}-{rank}.log",
-                generation=generation,
-                num_gpus=len(devices) and 1,
-                devices=devices[role][rank : rank + 1] if devices else (),
-                environment=rank_environment(rank=rank, world=world, deterministic=deterministic),
-            )
-            for rank in range(world)
-        ]
+        return specs_of_ranks(
+            role,
+            serve_scorer,
+            given,
+            logs,
+            device=kind,
+            devices=devices.get(role, ()),
+            generation=generation,
+            deterministic=deterministic,
+        )
 
     return specs
 
