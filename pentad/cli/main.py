@@ -93,6 +93,10 @@ def plan(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, help="Plan for so many ranks that train, when others are lost."),
+    ] = None,
 ) -> None:
     """Check a recipe, draw its layout, estimate its memory.
 
@@ -101,7 +105,7 @@ def plan(
     config, notes = recipe.prepare("plan", gpu_memory)
     from pentad.cli.plan import run_plan
 
-    raise typer.Exit(run_plan(config, notes, gpu_memory, json))
+    raise typer.Exit(run_plan(config, notes, gpu_memory, json, world))
 
 
 @app.command()

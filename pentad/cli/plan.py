@@ -15,7 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pentad.config.derived import allocation_of, as_run, count_devices, samples, task_of
+from pentad.config.derived import (
+    allocation_of,
+    as_run,
+    component_of,
+    count_devices,
+    samples,
+    task_of,
+)
+from pentad.config.elastic import fit_world
 from pentad.config.processes import RunProcess, run_processes
 from pentad.config.rules.layout import layout_notes
 from pentad.config.rules.machines import machine_problems
@@ -23,7 +31,7 @@ from pentad.config.rules.model import uncounted
 from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config, DatasetConfig
-from pentad.core.errors import UserError
+from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
@@ -41,9 +49,17 @@ MAX_STAGE_ROWS = 32
 
 
 def run_plan(
-    config: Config, notes: list[str], gpu_memory: float | None = None, as_json: bool = False
+    config: Config,
+    notes: list[str],
+    gpu_memory: float | None = None,
+    as_json: bool = False,
+    world: int | None = None,
 ) -> int:
-    """Prints the plan; 0 when it fits, 1 when it does not."""
+    """Prints the plan; 0 when it fits, 1 when it does not. `world`: as if so many ranks were left
+    that train."""
+    if world is not None:
+        config, note = left_with(config, world)
+        notes = [*notes, note]
     command = task_of(config)
     notes = [*notes, *unread(config, command), *refusals(config)]
     if command != "train":
@@ -67,6 +83,26 @@ def run_plan(
         # Tables pad their last column.
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if plan.fits else 1
+
+
+def left_with(config: Config, world: int) -> tuple[Config, str]:
+    """The config of an elastic run that has so many ranks left, and what changed."""
+    actor = component_of(config, "actor")
+    fitted = fit_world(config, world)
+    where = f"--world {world}"
+    if fitted is None:
+        rule = f"no layout of so few ranks is valid for {actor}"
+        raise UserError(Problem(where, rule, "the axes that cannot shrink are p, t and c"))
+    batch = config.train_dataset.batch_size
+    same = f"the global batch ({batch}) and the order of data stay"
+    if not fitted.why:
+        return config, f"{where}: {actor} has its {actor.world} ranks, nothing changes"
+    least, note = config.elastic.min_ranks, f"{where}: {fitted.why}; {same}"
+    if not config.elastic.enabled:
+        note += "; elastic.enabled = false: a run would not do so"
+    elif world < least:
+        note += f"; fewer than elastic.min_ranks = {least}: a run would wait"
+    return fitted.config, note
 
 
 def refusals(config: Config) -> list[str]:

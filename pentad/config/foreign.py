@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NOT_BUILT = {
-    "elastic": "moe-engine's elastic runtime",
     "megatron.ddp_bucket_size": "RLinf's Megatron backend",
     "megatron.distributed_backend": "RLinf's Megatron backend",
     "megatron.distributed_timeout_minutes": "RLinf's Megatron backend",
@@ -213,6 +212,15 @@ MOE_ENGINE = {
     "training.warmup_steps": ("actor.optimizer.warmup_steps_proportion", "a share of all steps"),
     "training.checkpoint_interval": ("recover.freq_steps", ""),
     "training.log_interval": ("telemetry", "every step is recorded"),
+    "elastic.min_nodes": ("elastic.min_ranks", "counts ranks; torchrun has --nnodes MIN:MAX"),
+    "elastic.rendezvous": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_BACKEND"),
+    "elastic.rdzv_backend": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_BACKEND"),
+    "elastic.rdzv_endpoint": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_ENDPOINT"),
+    "elastic.max_restarts": ("recover.retries", "without a step gained in between"),
+    "elastic.heartbeat_interval": ("elastic.heartbeat_interval_s", ""),
+    "elastic.heartbeat_interval_sec": ("elastic.heartbeat_interval_s", ""),
+    "elastic.drop_grace": ("elastic.drop_grace_s", ""),
+    "elastic.drop_grace_sec": ("elastic.drop_grace_s", ""),
 }
 """Key of moe-engine that means something else, or stands elsewhere -> (key here, remark)."""
 

@@ -543,6 +543,25 @@ class RecoverConfig(FrequencyConfig):
         return self.mode in ("on", "auto")
 
 
+class ElasticConfig(Section):
+    enabled: bool = False
+    """Whether a run that lost ranks for good goes on with those that are left, in the largest
+    layout that they allow, and takes them in again when they return. `plan --world N` shows it."""
+    min_ranks: Count = 1
+    """With fewer ranks that train the run waits."""
+    wait_timeout_s: Seconds = 3600.0
+    """A run that waits for ranks for longer ends."""
+    drop_grace_s: NonNegative = 0.0
+    """How long a rank that is away may take to return before the others go on without it."""
+    slot_failures: Count = 2
+    """A rank whose process died or hung so often in a row, without a checkpoint gained in between,
+    counts as away. One that merely died once is started again."""
+    heartbeat_interval_s: Annotated[float, Bound(ge=0.05, le=60)] = 0.5
+    """How often each rank shows that it runs; `stall_abort_s` without a sign is a hang."""
+    standbys: bool = True
+    """Whether processes that have imported everything wait to take the place of lost ones."""
+
+
 class WandbConfig(Section):
     project: str = "pentad"
     """Project the run appears in."""
@@ -685,6 +704,8 @@ class Config(Section):
     recover: RecoverConfig = RecoverConfig()
     """When the state of the run is saved, so that it can go on after a crash. Without a frequency:
     every 600 seconds and at the end of every epoch."""
+    elastic: ElasticConfig = ElasticConfig()
+    """What a run does that has fewer ranks to train with than its layout."""
     guards: GuardsConfig = GuardsConfig()
     """When a run that trains something else than it should is stopped."""
     telemetry: TelemetryConfig = TelemetryConfig()

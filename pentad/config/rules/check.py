@@ -9,6 +9,7 @@ from pentad.config.derived import count_devices, known_dims, problems_of, sample
 from pentad.config.rules import (
     algorithm,
     checkpoint,
+    elastic,
     engine,
     inputs,
     machines,
@@ -29,6 +30,7 @@ from pentad.core.sizes import DeviceKind
 
 SUBJECTS = (
     *(inputs, machines, megatron, modes, sides, sampling, engine, algorithm, checkpoint, resume),
+    elastic,
 )
 
 

@@ -32,7 +32,8 @@ HARMLESS = (
     *("reward.num_workers", "reward.memory_mb", "reward.allow_processes", "reward.allow_weaker"),
     *("rollout.max_concurrent_groups", "rollout.deadline_s", "rollout.max_retries"),
     *("rollout.max_batch_tokens", "rollout.max_running", "rollout.kv_cache_gb", "rollout.server"),
-    *("valid_dataset", "evaluator", "saver", "recover", "checkpoint", "guards", "telemetry"),
+    *("valid_dataset", "evaluator", "saver", "recover", "checkpoint", "elastic"),
+    *("guards", "telemetry"),
 )
 """Where and how fast it runs, and what is looked at; a block stands for everything in it."""
 LENGTHS = ("total_train_epochs", "total_train_steps")

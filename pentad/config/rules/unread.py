@@ -166,6 +166,15 @@ READERS = (
         "checkpoint.remote_uri = null names no store",
     ),
     KeyUse(
+        tuple(
+            f"elastic.{name}"
+            for name in ("min_ranks", "wait_timeout_s", "drop_grace_s", "slot_failures")
+            + ("heartbeat_interval_s", "standbys")
+        ),
+        lambda config: config.elastic.enabled,
+        "elastic.enabled = false",
+    ),
+    KeyUse(
         ("num_data_storage_units",),
         lambda config: config.only is None and has_storage_units(config),
         "groups are in memory or in files",

@@ -50,6 +50,48 @@ CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root
 SLURM = ["scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
 BROKEN = [
     (
+        "what_shrinks_has_checkpoints",
+        "plan",
+        ["elastic.enabled=true", "recover.mode=off", "allocation_mode=embedded:d1|archon:d2"],
+        "elastic.enabled = true",
+        "a smaller group goes on from a checkpoint, and recover.mode = off",
+    ),
+    (
+        "the_layout_can_shrink",
+        "plan",
+        ["elastic.enabled=true"],
+        "elastic.enabled = true",
+        "archon:d1 has one rank: nothing is left when it is gone",
+    ),
+    (
+        "the_layout_can_shrink",
+        "plan",
+        ["elastic.enabled=true", "elastic.min_ranks=3", "allocation_mode=embedded:d1|archon:d2"],
+        "elastic.min_ranks = 3",
+        "archon:d2 has 2 ranks; give at most 2",
+    ),
+    (
+        "the_layout_can_shrink",
+        "plan",
+        ["elastic.enabled=true", "elastic.min_ranks=3", "allocation_mode=embedded:d1|archon:d2t2"],
+        "elastic.min_ranks = 3",
+        "the largest layout of archon:d2t2 on so few uses 2; give 2",
+    ),
+    (
+        "grace_is_within_the_wait",
+        "plan",
+        ["elastic.drop_grace_s=20", "elastic.wait_timeout_s=10"],
+        "elastic.drop_grace_s = 20",
+        "the run has ended by then: elastic.wait_timeout_s = 10",
+    ),
+    (
+        "heartbeats_come_before_a_stall",
+        "plan",
+        ["elastic.heartbeat_interval_s=4", "stall_warning_s=5", "stall_abort_s=10"],
+        "elastic.heartbeat_interval_s = 4",
+        "stall_abort_s = 10 must be four of them",
+    ),
+    (
         "parallelism_agrees_with_the_allocation",
         "plan",
         ["parallelism.tensor_parallel=2", "allocation_mode=embedded:d1|archon:d2"],

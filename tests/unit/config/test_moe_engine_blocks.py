@@ -65,7 +65,9 @@ def test_what_means_something_else_is_answered():
     (text,) = said("training.warmup_steps=100")
     assert "actor.optimizer.warmup_steps_proportion (a share of all steps)" in text
     (text,) = said("elastic.min_nodes=2")
-    assert "is known from moe-engine's elastic runtime and not built yet" in text
+    assert "its name here is elastic.min_ranks (counts ranks; torchrun has --nnodes" in text
+    (text,) = said("elastic.drop_grace=30")
+    assert "its name here is elastic.drop_grace_s" in text
 
 
 @pytest.mark.parametrize(
