@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import sys
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,8 @@ class Worker:
         self.preload = preload
         self.folder = folder
         self.process: asyncio.subprocess.Process | None = None
+        self.lost_at: float | None = None
+        """Since when it gives no answers."""
 
     async def start(self) -> dict[str, Any]:
         """Returns the warden's first words: what it imported and which protections hold."""
@@ -308,12 +311,17 @@ class Sandbox:
             self._later(self._abandon(worker, task))
             raise
         except WorkerLost as failure:
+            log.warning("a reward worker is lost, and started again: %s", failure)
+            worker.lost_at = worker.lost_at or time.monotonic()
             self._later(self._replace(worker))
             return JobFailed("lost", str(failure))
         except BaseException:
             self._later(self._replace(worker))
             raise
         self.idle.put_nowait(worker)
+        if worker.lost_at is not None:
+            away_s, worker.lost_at = time.monotonic() - worker.lost_at, None
+            log.warning("a reward worker answers again %.1f s after it was lost", away_s)
         if failed is not None:
             return failed
         return answer.decode(errors="replace") if capture == "stdout" else _value_of(answer)

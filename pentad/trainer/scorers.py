@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -148,6 +149,8 @@ class ScorerProcesses:
         self.generation = 0
         self.num_lost = 0
         """Times in a row that it was lost without an answer gained."""
+        self.lost_at = 0.0
+        """When the first of them was noticed."""
         self.group: RankGroup | None = None
         self.thread: LearnerThread | None = None
 
@@ -156,7 +159,9 @@ class ScorerProcesses:
 
     async def call(self, method: str, **arguments: Any) -> Any:
         answer = await self._make((method, arguments))
-        self.num_lost = 0
+        if self.num_lost:
+            self.num_lost, away_s = 0, time.monotonic() - self.lost_at
+            log.warning("the %s scores again %.1f s after it was lost", self.role, away_s)
         return answer
 
     async def _make(self, call: tuple[str, dict[str, Any]] | None) -> Any:
@@ -172,6 +177,7 @@ class ScorerProcesses:
                 return None if call is None else await self.thread.call(call[0], **call[1])
             except Transient as error:
                 self.num_lost += 1
+                self.lost_at = self.lost_at if self.num_lost > 1 else time.monotonic()
                 if self.num_lost > self.max_restarts:
                     often = f"{self.num_lost} times in a row, without an answer gained"
                     raise GivenUp(f"the {self.role} was lost {often}: {error}") from error

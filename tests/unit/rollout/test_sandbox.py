@@ -154,7 +154,7 @@ def test_a_cancelled_job_is_ended_and_its_worker_kept(tmp_path):
     with_pool(use, num_workers=1)
 
 
-def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path):
+def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path, caplog):
     async def use(pool):
         job = {"path": str(tmp_path / "pid"), "seconds": 600}
         task = asyncio.create_task(pool.run(spec("sleep"), job, 600.0))
@@ -167,6 +167,8 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path):
         assert (await pool.run(spec("fine"), {"x": 1}))["x"] == 1
 
     with_pool(use, num_workers=1)
+    lost, again = caplog.messages[-2:]
+    assert "a reward worker is lost" in lost and "a reward worker answers again" in again
 
 
 @pytest.mark.parametrize("kills_worker", [False, True])
