@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pentad
-from pentad.cli import bench_kernels, bench_rl, bench_train
+from pentad.cli import bench_kernels, bench_rl, bench_train, bench_trl
 from pentad.cli.bench_kernels import Figure, Line
 from pentad.cli.bench_rl import RlCase
 from pentad.cli.bench_train import TrainCase, TrainMeasurement
@@ -214,6 +214,22 @@ def show_rl(report: BenchReport, device: torch.device, models: list[str], num_st
         row += [percent(found.idle_share), peak, f"{found.first_step_s:.1f}", better]
         title = f"GRPO step, {case.name}, at most {case.max_new_tokens}"
         report.show(title, [*names, "first step s", "baseline"], [row])
+        if bench_trl.is_installed():
+            show_peer(report, case, device, num_steps, found.tokens_per_s)
+
+
+def show_peer(
+    report: BenchReport, case: RlCase, device: torch.device, num_steps: int, ours: float
+) -> None:
+    """The same steps by TRL, and how many times as fast they were here."""
+    peer = bench_trl.measure(case, device, num_steps)
+    if isinstance(peer, str):
+        report.say(peer)
+        return
+    report.add(f"rl {case.name}, TRL", peer.tokens_per_s, "tok/s")
+    row = [peer.sampler, f"{peer.wall_ms:.0f}", f"{peer.tokens_per_s:,.0f}"]
+    names = ["what", "step ms", "tok/s", "x TRL"]
+    report.show("TRL, which samples with", names, [[*row, f"{ours / peer.tokens_per_s:.2f}x"]])
 
 
 def show_training(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pentad.cli import bench, bench_rl, bench_train
+from pentad.cli import bench, bench_rl, bench_train, bench_trl
 from pentad.cli.main import app
 
 CPU = torch.device("cpu")
@@ -131,3 +131,15 @@ def test_the_idle_share_is_that_of_the_counted_span(tmp_path):
     begin = datetime(2026, 1, 2, 3, 4, 1).timestamp()
     assert bench_rl.idle_share(path, begin, begin + 2) == pytest.approx(0.25)
     assert bench_rl.idle_share(path, 0, 1) is None
+
+
+@pytest.mark.optional
+def test_the_peer_takes_the_same_steps():
+    pytest.importorskip("trl")
+    peer = bench_trl.measure(bench_rl.cpu_cases()[0], CPU, 1)
+    assert isinstance(peer, bench_trl.TrlMeasured) and peer.tokens_per_s > 0
+
+
+def test_a_peer_that_fails_is_one_sentence():
+    case = replace(bench_rl.cpu_cases()[0], config=bench_train.TOY | {"model_type": "none-such"})
+    assert "TRL failed: " in str(bench_trl.measure(case, CPU, 1))
