@@ -432,6 +432,9 @@ class ServerConfig(Section):
     transfer_folder: str | None = None
     """Where weights lie while they travel by disk; servers must see it under the same name. null:
     shared memory, or the temporary folder where there is none."""
+    check_weights_every: NonNegativeInt = 20
+    """At a server's first publish and every n-th after it all tensors that it holds are compared
+    with those of the trainer. 0: at the first alone."""
     gpu_memory_share: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Part of a GPU's memory that a started server takes. null: 0.4 on a GPU that also trains, else
     the server's own choice."""

@@ -68,7 +68,7 @@ class _Hasher:
         """Of each batch: which tensor a piece belongs to, and the sum of each piece."""
 
     def add(self, tensor: Tensor) -> None:
-        words = _words(tensor)
+        words = words_of(tensor)
         limit = FUSED_WORDS if _is_fused(words) else BATCH_WORDS
         size = max(words.numel(), 1) if _is_fused(words) else BATCH_WORDS
         for start in range(0, words.numel(), size):
@@ -119,7 +119,7 @@ def _is_fused(words: Tensor) -> bool:
     return words.is_cuda and HAS_TRITON
 
 
-def _words(tensor: Tensor) -> Tensor:
+def words_of(tensor: Tensor) -> Tensor:
     """The bytes as 32-bit words, filled up with zeros."""
     if tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0:
         return tensor.detach().view(-1).view(torch.int32)

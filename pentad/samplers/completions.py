@@ -51,6 +51,7 @@ class Completions:
 
     capabilities = frozenset({"stop_strings", "seeds"})
     loses_requests_asleep = False
+    tells_versions = True
 
     def __init__(self, wire: Wire, model: str) -> None:
         self.wire = wire
@@ -82,8 +83,12 @@ class Completions:
             finish_of(self.where, choice.finish_reason),
         )
 
-    async def abort(self, call_ids: Sequence[str]) -> None:
+    async def abort(self, call_ids: Sequence[str]) -> bool:
         """Closing the connection, which follows, is the only way there is."""
+        return False
+
+    async def cut(self, call_ids: Sequence[str]) -> None:
+        raise self._cannot("take new weights")
 
     async def pause(self) -> None:
         raise self._cannot("be paused")

@@ -137,11 +137,17 @@ def server_python(wanted: str | None, command: str) -> str:
     return str(python)
 
 
-def check_installed(python: str, module: str, wanted: str | None) -> None:
-    """Raises UserError unless the interpreter has the server's module."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    if subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0:
-        return
+def check_installed(python: str, module: str, wanted: str | None) -> str:
+    """The release of the server's package; raises UserError unless the interpreter has it."""
+    code = (
+        "import importlib.metadata as m, importlib.util as u, sys\n"
+        "name = sys.argv[1]\n"
+        "u.find_spec(name) or sys.exit(1)\n"
+        "print(m.version(m.packages_distributions()[name][0]))"
+    )
+    found = subprocess.run([python, "-c", code, module], capture_output=True, text=True, timeout=60)
+    if found.returncode == 0:
+        return found.stdout.strip()
     remedy = f"install {module} in an environment of its own and give its folder"
     if wanted is None:
         rule = f"there is no {module} command on the path, and no {module} beside Pentad"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure, is_cancelled
 from pentad.core.roles import Installed, NamedTensors
+from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.checks import RequestLimits, check_request
 from pentad.models.exchange import native_shards
@@ -33,8 +35,16 @@ log = logging.getLogger(__name__)
 
 ABORT_PATIENCE_S = 5.0
 """How long an aborted call may take to hand over what it drew; then it is cut off."""
+CUT_PATIENCE_S = 60.0
+CUT_INTERVAL_S = 0.2
+"""Calls that reached the server after it was asked to end them all are ended this much later."""
 QUIET_S = 0.02
 """A paused server is still when no token came for so long."""
+
+CUTS = (
+    "does not say which weights drew a token: with new weights answers under way are cut, and go "
+    "on with their cache computed anew"
+)
 
 CONTEXT_SLACK = 8
 """Servers may end an answer so many tokens before the context is full."""
@@ -69,6 +79,9 @@ class Dialect(Protocol):
     capabilities: frozenset[str]
     loses_requests_asleep: bool
     """Whether it can sleep only with nothing under way; such requests are asked again."""
+    tells_versions: bool
+    """Whether answers say which weights drew each token. Of a server that does not, nothing is
+    under way while its weights are replaced: calls are cut, and the rest is asked for after."""
 
     def check(self, params: SamplingParams) -> None:
         """Raises UserError for draws whose log-probs the server would report wrongly."""
@@ -76,7 +89,13 @@ class Dialect(Protocol):
 
     async def generate(self, call: Call) -> Generation: ...
 
-    async def abort(self, call_ids: Sequence[str]) -> None: ...
+    async def abort(self, call_ids: Sequence[str]) -> bool:
+        """Whether they will hand over what they drew; else their connections must be closed."""
+        ...
+
+    async def cut(self, call_ids: Sequence[str]) -> None:
+        """Ends all calls; each answers with what it drew. The server may be paused after it."""
+        ...
 
     async def pause(self) -> None: ...
 
@@ -147,8 +166,8 @@ class ServerSampler:
         self._version = version
         self.asked: set[str] = set()
         """Calls that the server has."""
-        self.interrupted: set[str] = set()
-        """Those of them that it was made to drop, to be asked again."""
+        self.interrupted: dict[str, bool] = {}
+        """Those of them that it was made to drop, and whether what they drew is kept."""
         self.num_drawn = self.num_installs = self.num_heard = 0
 
     @property
@@ -162,7 +181,7 @@ class ServerSampler:
         if request.id in self.open:
             rule = "a request of this id is under way"
             raise UserError(Problem(f"request {request.id}", rule, "name it anew"))
-        calls = {f"{self.name}-{request.id}-{index}": index for index in range(len(request.seeds))}
+        calls = {f"{self.name}-{request.id}-{index}.": index for index in range(len(request.seeds))}
         entry = ServerRequest(
             {
                 name: asyncio.create_task(self._continue(request, index, name, on_token))
@@ -186,9 +205,11 @@ class ServerSampler:
         entry = self.open.get(request_id)
         if entry is None:
             return
-        self.interrupted.difference_update(entry.calls)
-        await self.dialect.abort(list(entry.calls))
-        await asyncio.wait(entry.calls.values(), timeout=ABORT_PATIENCE_S)
+        for name in entry.calls:
+            self.interrupted.pop(name, None)
+        is_answered = await self.dialect.abort(list(entry.calls))
+        patience = ABORT_PATIENCE_S if is_answered else 0.0
+        await asyncio.wait(entry.calls.values(), timeout=patience)
         for task in entry.calls.values():
             task.cancel("aborted")
 
@@ -244,6 +265,12 @@ class ServerSampler:
             await self.dialect.wake(["weights"])
             self.asleep.remove("weights")
         is_still = bool(self.is_paused or self.asleep)
+        if not self.dialect.tells_versions and self.asked:
+            if self.is_paused:
+                await self.dialect.resume()  # a paused server may hand over nothing
+            await self._interrupt(keeps=True)
+            if self.is_paused:
+                await self.dialect.pause()
         if not is_still:
             await self.dialect.pause()
         receipt = await self.dialect.load(version, pairs)
@@ -260,14 +287,22 @@ class ServerSampler:
         self._gate()
         async with self.updating:
             if self.dialect.loses_requests_asleep:
-                await self._interrupt()
+                await self._interrupt(keeps=False)
             await self.dialect.sleep()
 
-    async def _interrupt(self) -> None:
-        """What is under way ends here, and is asked again from its start after `wake`."""
-        self.interrupted |= self.asked
-        await self.dialect.abort(sorted(self.asked))
-        await self._settle()
+    async def _interrupt(self, *, keeps: bool) -> None:
+        """What is under way ends here and is asked again later: from where it came to, or from its
+        start, where the same seed draws the same tokens."""
+        deadline = time.monotonic() + CUT_PATIENCE_S
+        while self.asked:
+            if time.monotonic() > deadline:
+                num = f"{len(self.asked)} calls did not end"
+                raise InfraFailure(f"{self.dialect.where}: {num} within {CUT_PATIENCE_S:g} s")
+            self.interrupted |= dict.fromkeys(self.asked, keeps)
+            await self.dialect.cut(sorted(self.asked))
+            again = time.monotonic() + CUT_INTERVAL_S
+            while self.asked and time.monotonic() < again:
+                await asyncio.sleep(QUIET_S / 4)
 
     async def wake(self) -> None:
         if not self.asleep:
@@ -319,47 +354,70 @@ class ServerSampler:
     async def _continue(
         self, request: Request, index: int, name: str, on_token: OnToken | None
     ) -> Generation:
-        heard = 0
+        told = at = 0
+        drawn = Generation([], [], [], "length")
 
         def hear(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            nonlocal heard
+            nonlocal told, at
             self.num_heard += len(ids)
             for token, logprob in zip(ids, logprobs, strict=True):
-                heard += 1
-                if on_token is not None and heard > told:
+                at += 1
+                if on_token is not None and at > told:
+                    told = at
                     on_token(index, token, logprob)
 
         try:
             while True:
-                told, heard = heard, 0
+                at = len(drawn.ids)
                 await self.may_ask.wait()
                 self._check_serving()
-                asked_at = self.version
-                self.asked.add(name)
-                on_piece = None if on_token is None else hear
-                answer = await self.dialect.generate(self._call(request, index, name, on_piece))
+                asked_at = drawn.versions[0] if drawn.ids else self.version
+                call = self._call(request, index, name, drawn.ids, on_token and hear)
+                answer = await self._ask(call)
                 if answer.finish != "abort" or name not in self.interrupted:
+                    drawn = joined(drawn, answer)
                     break
-                self.interrupted.discard(name)
+                if not self.interrupted.pop(name) or request.params.stop_strings:
+                    drawn = joined()  # of texts that end an answer one may lie across the cut
+                    continue
+                drawn = joined(drawn, answer)
+                if len(answer.ids) == call.max_new_tokens:
+                    drawn.finish = "length"
+                    break
         except asyncio.CancelledError as cancelled:
             if cancelled.args == ("aborted",):
                 return Generation([], [], [], "abort")
             raise
         finally:
-            self.asked.discard(name)
-            self.interrupted.discard(name)
-        self._check_answer(request, index, answer, asked_at)
-        self.num_drawn += len(answer.ids)
-        return answer
+            self.interrupted.pop(name, None)
+        self._check_answer(request, index, drawn, asked_at)
+        self.num_drawn += len(drawn.ids)
+        return drawn
 
-    def _call(self, request: Request, index: int, name: str, on_piece: OnPiece | None) -> Call:
+    async def _ask(self, call: Call) -> Generation:
+        self.asked.add(call.id)
+        try:
+            return await self.dialect.generate(call)
+        finally:
+            self.asked.discard(call.id)
+
+    def _call(
+        self,
+        request: Request,
+        index: int,
+        name: str,
+        drawn: Sequence[int],
+        on_piece: OnPiece | None,
+    ) -> Call:
+        """For what comes after the tokens that are drawn already."""
         room = self.limits.max_context - len(request.prompt_ids)
+        seed = request.seeds[index]
         return Call(
             id=name,
-            prompt_ids=request.prompt_ids,
+            prompt_ids=(*request.prompt_ids, *drawn),
             params=request.params,
-            max_new_tokens=min(request.params.max_new_tokens, room),
-            seed=request.seeds[index],
+            max_new_tokens=min(request.params.max_new_tokens, room) - len(drawn),
+            seed=derive_seed(seed, "after", len(drawn)) if drawn else seed,
             version=self.version,
             on_piece=on_piece,
         )
@@ -419,6 +477,17 @@ class ServerSampler:
         self._check_open()
         if self.doubt is not None:
             raise RunError(self.doubt)
+
+
+def joined(*parts: Generation) -> Generation:
+    """Parts of one continuation, as one; it ended as the last part did."""
+    finish = parts[-1].finish if parts else "length"
+    whole = Generation([], [], [], finish)
+    for part in parts:
+        whole.ids += part.ids
+        whole.logprobs += part.logprobs
+        whole.versions += part.versions
+    return whole
 
 
 def check_weights(dims: ModelDims, pairs: Sequence[tuple[str, Tensor]]) -> None:

@@ -38,6 +38,8 @@ class ServerSettings:
     transport: TransportName = "disk"
     transfer_folder: Path = field(default_factory=lambda: Path("/dev/shm"))
     """Where weights that travel by disk lie while they do."""
+    check_weights_every: int = 0
+    """Installs from one that compares every tensor as held to the next; 0: the first alone."""
     can_sleep: bool = False
     """Whether it will be put to sleep while others use its devices."""
     memory_share: float | None = None

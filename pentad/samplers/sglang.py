@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from datetime import timedelta
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
 from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
+from pentad.samplers.held import is_due, prove, sglang_checksum
 from pentad.samplers.process import (
     ServerProcess,
     check_installed,
@@ -37,17 +41,22 @@ from pentad.samplers.process import (
     server_environment,
     server_python,
 )
-from pentad.samplers.server_sampler import MEMORIES, Call, ServerSampler
+from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
 from pentad.samplers.settings import ServerSettings
 from pentad.samplers.wire import Wire
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
+from pentad.sync.handoff import gpu_uuid
 from pentad.sync.transport import own_host, together, write_weights
 
 log = logging.getLogger(__name__)
 
-OLDEST = (0, 5, 23)
+OLDEST = (0, 5, 17)
+"""The first that was seen to work."""
+TELLS_VERSIONS = (0, 5, 23)
 """The first whose answers are known to say which weights drew each token."""
 BUCKET_BYTES = 1 << 29
+DEVICE_ARGUMENT = 6
+"""Where `rebuild_cuda_tensor` takes the device."""
 LOAD_TIMEOUT_S = 600.0
 Pairs = Sequence[tuple[str, Tensor]]
 
@@ -88,6 +97,16 @@ class ServerInfo(BaseModel):
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False
     skip_tokenizer_init: bool = False
+    device: str | None = None
+    dtype: str = "auto"
+
+
+class RankChecksums(BaseModel):
+    checksums: dict[str, str]
+
+
+class Checksums(Done):
+    ranks: list[RankChecksums] = []
 
 
 class Sglang:
@@ -101,8 +120,10 @@ class Sglang:
         self.settings = settings
         self.about = about
         self.reprefill = settings.on_update == "reprefill"
+        self.tells_versions = release(about.version) >= TELLS_VERSIONS
         self.group: BroadcastGroup | None = None
         self.group_name = ""
+        self.num_loads = 0
         can = {"pause", "abort"}
         can |= {"sleep"} if about.enable_memory_saver else set()
         can |= {"seeds"} if about.enable_deterministic_inference else set()
@@ -136,9 +157,10 @@ class Sglang:
         finish = finish_of(self.where, meta.finish_reason.type if meta.finish_reason else None)
         if finish == "abort" and not ids:
             return Generation([], [], [], finish)
-        return Generation(
-            ids, logprobs, versions_of(self.where, meta.weight_versions, len(ids)), finish
-        )
+        versions = [call.version] * len(ids)
+        if self.tells_versions:
+            versions = versions_of(self.where, meta.weight_versions, len(ids))
+        return Generation(ids, logprobs, versions, finish)
 
     def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Meta:
         """Adds what is new in an answer; events hold all tokens so far, or only the latest."""
@@ -147,19 +169,26 @@ class Sglang:
         read = self.wire.read("/generate", SglangAnswer, answer)
         meta, told = read.meta_info, read.meta_info.output_token_logprobs
         total, known = meta.completion_tokens, len(ids)
+        got = [token for _, token, _ in told]
+        if meta.finish_reason is not None and meta.finish_reason.type == "abort":
+            read.output_ids = got  # SGLang sends less of them there
         if len(told) != len(read.output_ids) or len(told) not in (total, total - known):
             num = f"{len(told)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
             raise InfraFailure(f"{self.where}: {num}")
-        if [token for _, token, _ in told] != read.output_ids:
+        if got != read.output_ids:
             raise InfraFailure(f"{self.where}: the log-probs are those of other tokens")
         new = told[known:] if len(told) == total else told
         ids += [token for _, token, _ in new]
         logprobs += [logprob for logprob, _, _ in new]
         return meta
 
-    async def abort(self, call_ids: Sequence[str]) -> None:
+    async def abort(self, call_ids: Sequence[str]) -> bool:
         for call_id in call_ids:
             await self.wire.post("/abort_request", {"rid": call_id})
+        return True
+
+    async def cut(self, call_ids: Sequence[str]) -> None:
+        await self.abort(call_ids)
 
     async def pause(self) -> None:
         mode = "retract" if self.reprefill else "in_place"
@@ -171,14 +200,32 @@ class Sglang:
     async def load(self, version: int, weights: Pairs) -> Installed:
         digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
         # A cache that running requests keep cannot be flushed.
-        last = {"weight_version": str(version), "flush_cache": self.reprefill}
+        is_idle = self.reprefill or not self.tells_versions
+        last = {"weight_version": str(version), "flush_cache": is_idle}
         if self.settings.transport == "disk":
             await self._by_disk(weights, last)
         elif self.settings.transport == "broadcast":
             await self._by_broadcast(weights, last)
         else:
             await self._by_tensors(weights, last)
+        if is_due(self.num_loads, self.settings.check_weights_every):
+            await self._prove(weights)
+        self.num_loads += 1
         return Installed(version, len(weights), digest)
+
+    async def _prove(self, weights: Pairs) -> None:
+        """Compares the checksums of all tensors as they are held. Shards have none to compare."""
+        if self.about.tp_size * self.about.pp_size > 1:
+            return
+        path, body = "/weights_checker", {"action": "checksum"}
+        answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
+        told = self.wire.read(path, Checksums, answer)
+        if not told.success or len(told.ranks) != 1:
+            raise InfraFailure(f"{self.where}: {path} failed ({told.message})")
+        held, on_gpu = told.ranks[0].checksums, self.about.device != "cpu"
+        dtype = DTYPES.get(self.about.dtype, weights[0][1].dtype)
+        checksum = partial(sglang_checksum, on_gpu=on_gpu)
+        await asyncio.to_thread(prove, self.where, held, weights, dtype, checksum)
 
     async def _by_disk(self, weights: Pairs, last: dict[str, Any]) -> None:
         folder = self.settings.transfer_folder / f"pentad-weights-{id(weights):x}"
@@ -287,9 +334,24 @@ def in_buckets(weights: Pairs, max_bytes: int) -> Iterator[list[tuple[str, Tenso
     yield bucket
 
 
+class SharedTensor:
+    """Pickled as what rebuilds it in another process, where its GPU may have another number:
+    SGLang also takes the GPU's UUID."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        build, arguments = reduce_tensor(self.tensor)
+        if not self.tensor.is_cuda:
+            return build, arguments
+        at = DEVICE_ARGUMENT
+        return build, (*arguments[:at], gpu_uuid(arguments[at]), *arguments[at + 1 :])
+
+
 def packed(bucket: list[tuple[str, Tensor]]) -> str:
     out = io.BytesIO()
-    ForkingPickler(out).dump(bucket)
+    ForkingPickler(out).dump([(name, SharedTensor(tensor)) for name, tensor in bucket])
     return base64.b64encode(out.getvalue()).decode()
 
 
@@ -331,8 +393,10 @@ async def attach(
 
 def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> None:
     if release(about.version) < OLDEST:
-        rule = f"is SGLang {about.version}, which does not say which weights drew a token"
+        rule = f"is SGLang {about.version}, which was never tried"
         raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
+    if release(about.version) < TELLS_VERSIONS:
+        log.info("%s: SGLang %s %s", where, about.version, CUTS)
     if about.context_length is not None and about.context_length < settings.max_context:
         needed = settings.max_context
         rule = f"its context has {about.context_length} tokens, the run needs {needed}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
+from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
+from pentad.ops.digest import digest_of
 from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
+from pentad.samplers.held import is_due, prove
 from pentad.samplers.process import (
     ServerProcess,
     check_installed,
@@ -29,18 +33,21 @@ from pentad.samplers.process import (
     server_environment,
     server_python,
 )
-from pentad.samplers.server_sampler import Call, ServerSampler
+from pentad.samplers.server_sampler import CUTS, Call, ServerSampler
 from pentad.samplers.settings import ServerSettings
 from pentad.samplers.wire import Wire
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 log = logging.getLogger(__name__)
 
-OLDEST = (0, 32)
-"""The first whose answers are known to say which weights drew each token."""
+OLDEST = (0, 25)
+"""The first that was seen to work."""
+TELLS_VERSIONS = (0, 32)
+"""The first whose answers are known to say which weights drew each token, that ends single requests
+by name, and that opens its endpoint for tokens only when asked to."""
 TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
-PROTOCOL = 1
+PROTOCOL = 2
 """That of `vllm_worker`, which cannot be imported here."""
 GENERATE = "/inference/v1/generate"
 MIN_TEMPERATURE = 0.01
@@ -51,8 +58,17 @@ LOAD_TIMEOUT_S = 600.0
 
 
 class TokenLogprob(BaseModel):
-    token_id: NonNegativeInt
+    token_id: NonNegativeInt | None = None
+    token: str = ""
+    """Of servers that send no `token_id`: "token_id:7"."""
     logprob: float
+
+    @property
+    def id(self) -> int:
+        if self.token_id is None:
+            found = re.fullmatch(r"token_id:(\d{1,18})", self.token)
+            return int(found[1]) if found else -1
+        return self.token_id
 
 
 class VllmLogprobs(BaseModel):
@@ -81,19 +97,29 @@ class Receipt(BaseModel):
     digest: str
 
 
+class HeldTensors(BaseModel):
+    held: dict[str, str]
+
+
+def entry_of(tensor: Tensor) -> str:
+    return digest_of([("", tensor)]).entries[""]
+
+
 class Vllm:
     """The dialect of vLLM, spoken to one server."""
 
-    loses_requests_asleep = False
-
     def __init__(
-        self, wire: Wire, transport: Transport, *, reprefill: bool, about: ServerAbout
+        self, wire: Wire, transport: Transport, settings: ServerSettings, about: ServerAbout
     ) -> None:
         self.wire = wire
         self.where = wire.where
         self.transport = transport
-        self.reprefill = reprefill
+        self.settings = settings
+        self.reprefill = settings.on_update == "reprefill"
+        self.num_loads = 0
         self.about = about
+        self.tells_versions = about.tells_versions
+        self.loses_requests_asleep = not about.tells_versions
         can = {"pause", "abort", "seeds"}
         self.capabilities = frozenset(
             can
@@ -135,7 +161,9 @@ class Vllm:
                     last = self._read(event, ids, logprobs)
                     call.on_piece(ids[known:], logprobs[known:])
         finish = finish_of(self.where, last.finish_reason)
-        versions = versions_of(self.where, last.weight_versions, len(ids))
+        versions = [call.version] * len(ids)
+        if self.tells_versions:
+            versions = versions_of(self.where, last.weight_versions, len(ids))
         return Generation(ids, logprobs, versions, finish)
 
     def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> VllmChoice:
@@ -147,7 +175,7 @@ class Vllm:
             raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was asked for")
         choice = choices[0]
         told = choice.logprobs.content if choice.logprobs else []
-        if [entry.token_id for entry in told] != choice.token_ids:
+        if [entry.id for entry in told] != choice.token_ids:
             num = f"{len(told)} log-probs came for {len(choice.token_ids)} tokens"
             raise InfraFailure(f"{self.where}: {num}, or for other tokens")
         if any(entry.logprob <= NO_LOGPROB for entry in told):
@@ -156,9 +184,18 @@ class Vllm:
         logprobs += [entry.logprob for entry in told]
         return choice
 
-    async def abort(self, call_ids: Sequence[str]) -> None:
+    async def abort(self, call_ids: Sequence[str]) -> bool:
+        if not self.tells_versions:
+            return False
         names = [f"generate-tokens-{call_id}" for call_id in call_ids]
         await self.wire.post("/abort_requests", {"request_ids": names})
+        return True
+
+    async def cut(self, call_ids: Sequence[str]) -> None:
+        if self.tells_versions:
+            await self.abort(call_ids)
+        else:
+            await self.wire.post("/pause", mode="abort", clear_cache="false")
 
     async def pause(self) -> None:
         await self.wire.post("/pause", mode="keep", clear_cache="false")
@@ -171,10 +208,25 @@ class Vllm:
         first = self.wire.read("/collective_rpc", Receipt, receipts[0])
         if any(receipt != receipts[0] for receipt in receipts):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
+        if is_due(self.num_loads, self.settings.check_weights_every):
+            await self._prove(weights)
+        self.num_loads += 1
         drop = "true" if self.reprefill else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
-        await self.wire.post("/update_weight_version", {"new_version": str(version)})
+        if self.tells_versions:
+            await self.wire.post("/update_weight_version", {"new_version": str(version)})
+        else:
+            await self.ask("pentad_label", str(version))
         return Installed(version, first.num_tensors, first.digest)
+
+    async def _prove(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Compares all tensors as they are held. Shards, and what a CPU holds packed for its
+        kernels, are known only by the digest of what arrived."""
+        if not self.about.is_comparable:
+            return
+        held = self.wire.read("/collective_rpc", HeldTensors, (await self.ask("pentad_held"))[0])
+        dtype = DTYPES.get(self.about.dtype, weights[0][1].dtype)
+        await asyncio.to_thread(prove, self.where, held.held, weights, dtype, entry_of)
 
     async def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Calls a method of the extension in all workers."""
@@ -198,6 +250,8 @@ class Vllm:
         await self.wire.get("/health")
 
     async def version_label(self) -> str:
+        if not self.tells_versions:
+            return str((await self.ask("pentad_about"))[0]["label"])
         path = "/weight_info"
         return self.wire.read(path, WeightInfo, await self.wire.get(path)).weight_version
 
@@ -241,6 +295,7 @@ class ModelAbout(BaseModel):
     max_model_len: int
     enable_sleep_mode: bool = False
     skip_tokenizer_init: bool = False
+    dtype: str = "auto"
 
 
 class ParallelAbout(BaseModel):
@@ -267,6 +322,10 @@ class ServerAbout(BaseModel):
     num_workers: int
     can_sleep: bool
     can_decode: bool
+    tells_versions: bool
+    dtype: str
+    is_comparable: bool
+    """Whether its parameters can be compared with what is published."""
 
 
 async def probe(wire: Wire, where: str) -> ServerAbout:
@@ -274,8 +333,10 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
     told = wire.read("/version", VersionAnswer, await wire.get("/version")).version
     number = release(told)[:2]
     if number < OLDEST:
-        rule = f"is vLLM {told}, which does not say which weights drew a token"
+        rule = f"is vLLM {told}, whose workers cannot take weights while it serves"
         raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
+    if number < TELLS_VERSIONS:
+        log.info("%s: vLLM %s %s", where, told, CUTS)
     if number > TRIED:
         log.warning("%s: vLLM %s is newer than %s, the one tried", where, told, dotted(TRIED))
     try:
@@ -296,6 +357,9 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
         num_workers=about.parallel.world_size,
         can_sleep=about.model.enable_sleep_mode and about.device.device != "cpu",
         can_decode=not about.model.skip_tokenizer_init,
+        tells_versions=number >= TELLS_VERSIONS,
+        dtype=about.model.dtype.removeprefix("torch."),
+        is_comparable=about.device.device != "cpu" and about.parallel.world_size == 1,
     )
 
 
@@ -328,7 +392,7 @@ async def attach(
                 Problem(where, rule, f"start it with --max-model-len {settings.max_context}")
             )
         transport = transport_of(settings, address, about.num_workers)
-        dialect = Vllm(wire, transport, reprefill=settings.on_update == "reprefill", about=about)
+        dialect = Vllm(wire, transport, settings, about)
         (told, *_) = await dialect.ask("pentad_about")
         if told["protocol"] != PROTOCOL:
             rule = f"its workers run another version of Pentad (protocol {told['protocol']})"
@@ -353,9 +417,10 @@ def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Tr
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
     """Starts a server on this machine, with weights of no use: an install must follow."""
     python = server_python(settings.python, "vllm")
-    await asyncio.to_thread(check_installed, python, "vllm", settings.python)
+    version = await asyncio.to_thread(check_installed, python, "vllm", settings.python)
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", *flags(settings, port)]
+    words = flags(settings, port, release(version))
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *words]
     process = ServerProcess(name, command, environment(settings), log_file)
     address = f"http://127.0.0.1:{port}"
     return await process.opened(
@@ -363,7 +428,7 @@ async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSa
     )
 
 
-def flags(settings: ServerSettings, port: int) -> list[str]:
+def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
     words = {
         "--model": settings.model_folder,
         "--served-model-name": "policy",
@@ -384,7 +449,9 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
         words["--gpu-memory-utilization"] = settings.memory_share
     if settings.kv_cache_bytes is not None and settings.device == "cuda":
         words["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
-    switches = ["--enable-scale-out", "--enable-prefix-caching"]
+    switches = ["--enable-prefix-caching"]
+    if version >= TELLS_VERSIONS:
+        switches.append("--enable-scale-out")
     if settings.device == "cpu":
         switches.append("--enforce-eager")  # compiling takes longer than most CPU runs
         # A prefill in chunks moves the request's random generator back, which torch cannot on a

@@ -23,13 +23,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.sync.group import BroadcastGroup, broadcast, weight_group
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Counts the meanings these calls have had; both sides must have the same."""
 DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device index."""
@@ -57,10 +56,24 @@ class WeightReceiver:
     model_runner: Any
     reload_weights: Callable[..., None]
     pentad_group: BroadcastGroup
+    pentad_version: str = "none"
 
     @told
     def pentad_about(self) -> Receipt:
-        return {"protocol": PROTOCOL, "rank": self.rank, "device": str(self.device)}
+        label, device = self.pentad_version, str(self.device)
+        return {"protocol": PROTOCOL, "rank": self.rank, "device": device, "label": label}
+
+    @told
+    def pentad_label(self, version: str) -> Receipt:
+        """Names the weights, where vLLM itself has no name for them."""
+        self.pentad_version = version
+        return {"label": version}
+
+    @told
+    def pentad_held(self) -> Receipt:
+        """The digest of every parameter as the model holds it."""
+        model = self.model_runner.get_model()
+        return {"held": digest_of(model.named_parameters()).entries}
 
     @told
     def pentad_load_file(self, path: str) -> Receipt:
@@ -149,6 +162,8 @@ def pack_anew(model: torch.nn.Module) -> None:
     """On a CPU layers compute with packed weights, and a reload (of vLLM 0.32) leaves two kinds
     behind: the packed copy of a head that is tied to the embedding is the old one, and experts
     lie where packed ones are expected, not packed."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)

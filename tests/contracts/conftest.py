@@ -19,7 +19,12 @@ needs_vllm = pytest.mark.skipif(VLLM is None, reason="make test-vllm runs it")
 
 real = [pytest.mark.optional, needs_vllm]
 SUBJECTS = ["embedded", "remote", "sglang-disk", pytest.param("vllm-disk", marks=real)]
-TRANSPORTS = ["sglang-broadcast", "sglang-ipc", pytest.param("vllm-broadcast", marks=real)]
+TRANSPORTS = [
+    "sglang-broadcast",
+    "sglang-ipc",
+    "sglang0.5.17-ipc",
+    pytest.param("vllm-broadcast", marks=real),
+]
 """Other ways for weights to come, asked of what is about weights."""
 
 
@@ -47,8 +52,9 @@ def make_subject(request: pytest.FixtureRequest, model_folder, tmp_path):
         if kind == "remote":
             return remote_subject(tmp_path, on_update)
         changes = {"transport": transport, "on_update": on_update}
-        if kind == "sglang":
-            return sglang_subject(model_folder, **changes)
+        if kind.startswith("sglang"):
+            version = kind.removeprefix("sglang") or "0.5.23"
+            return sglang_subject(model_folder, version, **changes)
         return vllm_subject(model_folder, request.getfixturevalue("vllm_address"), **changes)
 
     return make

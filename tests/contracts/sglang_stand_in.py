@@ -2,14 +2,17 @@
 
 Bodies are those of SGLang 0.5.23 (srt/managers/io_struct.py); a field it does not know is refused,
 and so is what SGLang refuses: flushing a cache that is in use, updating weights that are served,
-giving back memory with requests under way.
+giving back memory with requests under way. As 0.5.17 it says of an answer, not of each token, which
+weights drew it, and ends no request while it is paused.
 """
 
 import asyncio
 import base64
+import hashlib
 import io
 import json
 import pickle
+import re
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -33,6 +36,7 @@ from torch.distributed.distributed_c10d import (
 from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.models.exchange import iter_hf
 from pentad.sync.group import broadcast
 
 
@@ -118,9 +122,20 @@ class Abort(Body):
     abort_all: bool = False
 
 
+class Check(Body):
+    action: Literal["checksum"] = "checksum"
+    allow_quant_error: bool = False
+
+
+def as_sent(pairs):
+    return pairs
+
+
 class StandIn:
-    def __init__(self, make_sampler, **info: Any) -> None:
+    def __init__(self, make_sampler, damage=as_sent, **info: Any) -> None:
+        """`damage` makes other weights of those that arrive."""
         self.make_sampler = make_sampler
+        self.damage = damage
         self.info = {
             "version": "0.5.23",
             "tp_size": 1,
@@ -129,8 +144,11 @@ class StandIn:
             "enable_deterministic_inference": True,
             "skip_tokenizer_init": False,
             "context_length": None,
+            "device": "cpu",
+            "dtype": "float32",
             **info,
         }
+        self.tells_versions = self.info["version"] >= "0.5.23"
         self.label = "default"
         self.pause_mode: str | None = None
         self.released: set[str] = set()
@@ -151,6 +169,7 @@ class StandIn:
             "/release_memory_occupation": (Tags, self.release),
             "/resume_memory_occupation": (Tags, self.wake),
             "/abort_request": (Abort, self.abort),
+            "/weights_checker": (Check, self.checksums),
             "/flush_cache": (None, self.flush),
         }
         posts = [
@@ -242,7 +261,7 @@ class StandIn:
                 for token, logprob in zip(part.ids, part.logprobs, strict=True)
             ],
         }
-        if final:
+        if final and self.tells_versions:
             meta["weight_versions"] = spans(part.versions)
         return {"text": "", "output_ids": part.ids, "meta_info": meta}
 
@@ -316,7 +335,7 @@ class StandIn:
         if body.weight_version is not None:
             # A fresh client may begin to count anew.
             self.sampler.engine.version = min(self.sampler.engine.version, int(body.weight_version))
-            await self.sampler.install(int(body.weight_version), self.pending)
+            await self.sampler.install(int(body.weight_version), self.damage(self.pending))
             self.label, self.pending = body.weight_version, []
         return JSONResponse({"success": True, "message": "Success."})
 
@@ -337,8 +356,26 @@ class StandIn:
         return JSONResponse(None)
 
     async def abort(self, body: Abort) -> Response:
-        await self.sampler.abort(body.rid)
+        if self.pause_mode is None:
+            for rid in [rid for rid in self.sampler.open if rid.startswith(body.rid)]:
+                await self.sampler.abort(rid)
         return Response()
+
+    async def checksums(self, _body: Check) -> Response:
+        """Of what the engine holds, under the names that SGLang's models have for it."""
+        held: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in iter_hf(self.sampler.engine.model):
+            fused = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+            fused = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", fused)
+            held.setdefault(fused, []).append(tensor)
+        table = held["model.embed_tokens.weight"]
+        table.append(torch.zeros(-len(table[0]) % 64, table[0].shape[1]))
+        sums = {}
+        for name, parts in held.items():
+            data = hashlib.sha256(torch.cat(parts).contiguous().numpy().tobytes())
+            sums[name] = f"{int.from_bytes(data.digest()[:8], 'big'):016x}"
+        rank = {"checksums": sums, "per_gpu_checksum": "", "parallelism_info": {}}
+        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
 
 
 def spans(versions: list[int]) -> list[dict[str, Any]]:

@@ -163,11 +163,11 @@ async def attached(attach, address: str, settings: ServerSettings) -> AsyncItera
         await sampler.close()
 
 
-def sglang_subject(folder: Path, **changes) -> Subject:
+def sglang_subject(folder: Path, version: str, **changes) -> Subject:
     @asynccontextmanager
     async def start() -> AsyncIterator[Sampler]:
         settings = server_settings(folder, **changes)
-        stand_in = StandIn(lambda: embedded(9, -1, settings.on_update))
+        stand_in = StandIn(lambda: embedded(9, -1, settings.on_update), version=version)
         with served(stand_in.app()) as address:
             async with attached(sglang.attach, address, settings) as sampler:
                 yield sampler

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from http_thread import served
@@ -33,6 +34,7 @@ class ScriptedVllm:
     def __init__(self, answer=None, **says) -> None:
         self.answer = answer or (lambda body: good(body))
         self.label = "default"
+        self.held: dict[str, str] = {}
         self.num_asked = 0
         config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 1024},
@@ -69,9 +71,13 @@ class ScriptedVllm:
             return told if isinstance(told, Response) else JSONResponse(told)
         if path == "/collective_rpc":
             receipts = {
-                "pentad_about": {"protocol": vllm.PROTOCOL},
+                "pentad_about": {"protocol": vllm.PROTOCOL, "label": self.label},
+                "pentad_held": {"held": self.held},
                 "pentad_load_file": {"num_tensors": len(WEIGHTS), "digest": "d" * 32},
             }
+            if body["method"] == "pentad_label":
+                (self.label,) = body["args"]
+                return JSONResponse({"results": [{"label": self.label}]})
             return JSONResponse({"results": [receipts[body["method"]]]})
         if path == "/update_weight_version":
             self.label = body["new_version"]
@@ -221,7 +227,7 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"/version": {"version": "0.27.1"}}, "is vLLM 0.27.1, .*; use 0.32 or later"),
+        ({"/version": {"version": "0.24.1"}}, "is vLLM 0.24.1, .*; use 0.25 or later"),
         (
             {"/server_info": PlainTextResponse("no", status_code=404)},
             "cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1",
@@ -317,6 +323,51 @@ def test_the_receipt_is_the_workers_not_ours(model_folder):
     assert receipt.digest == "d" * 32 != digest_of(WEIGHTS).hex()
 
 
+def test_a_vllm_that_names_no_weights_is_cut_while_it_takes_new_ones(model_folder):
+    """0.25: what was drawn before the cut is of the old weights, the rest of the new ones."""
+    asked, paused = [], asyncio.Event()
+
+    class Script(ScriptedVllm):
+        async def handle(self, request):
+            if request.url.path == "/pause" and request.query_params["mode"] == "abort":
+                loop.call_soon_threadsafe(paused.set)
+            body = json.loads(await request.body() or b"{}")
+            if request.url.path != GENERATE or not body:
+                return await super().handle(request)
+            asked.append(body)
+            if len(asked) == 1:
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(paused.wait(), loop))
+                return JSONResponse(old(body, [3, 4, 5], "abort"))
+            return JSONResponse(old(body, [6] * body["sampling_params"]["max_tokens"], "length"))
+
+    def old(body, ids, finish):
+        told = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
+        choice = {"token_ids": ids, "logprobs": {"content": told}, "finish_reason": finish}
+        return {"choices": [choice]}
+
+    async def main():
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        request = replace(ASKED, params=SamplingParams(max_new_tokens=8))
+        async with over(Script(**{"/version": {"version": "0.25.1"}}), model_folder) as sampler:
+            await sampler.install(3, WEIGHTS)
+            task = asyncio.create_task(sampler.generate(request))
+            while not asked:
+                await asyncio.sleep(0.01)
+            await sampler.install(4, WEIGHTS)
+            await sampler.health()
+            return await task
+
+    loop = None
+    (answer,) = asyncio.run(main())
+    assert answer.ids == [3, 4, 5, 6, 6, 6, 6, 6] and answer.finish == "length"
+    assert answer.versions == [3] * 3 + [4] * 5
+    assert asked[1]["token_ids"] == [1, 2, 3, 4, 5]
+    assert asked[1]["sampling_params"]["max_tokens"] == 5
+    assert asked[0]["sampling_params"]["seed"] != asked[1]["sampling_params"]["seed"]
+    assert [body["cache_salt"] for body in asked] == ["pentad-3", "pentad-4"]
+
+
 def groups_over(samplers, tokenizer=None):
     settings = ExecutorSettings(
         params=SamplingParams(max_new_tokens=4),
@@ -397,7 +448,7 @@ def test_replicas_come_and_go_while_groups_are_drawn(model_folder):
 @pytest.mark.parametrize(
     ("info", "sentence"),
     [
-        ({"version": "0.5.2"}, "is SGLang 0.5.2, .*; use 0.5.23 or later"),
+        ({"version": "0.5.2"}, "is SGLang 0.5.2, .*; use 0.5.17 or later"),
         ({"context_length": 64}, "64 tokens, the run needs 1024"),
     ],
 )

@@ -1,0 +1,141 @@
+"""What a server must hold after an install, tensor by tensor, from what was published.
+
+vLLM and SGLang hold q, k, v and gate, up fused, experts stacked, and vocabularies filled up with
+rows of zeros. Their own names and checksums are compared with those of the published tensors, so
+that one that was dropped, transposed, loaded elsewhere or left as it was is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pentad.core.failures import InfraFailure
+from pentad.ops.digest import words_of
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+VOCAB_MULTIPLE = 64
+Pairs = Sequence[tuple[str, Tensor]]
+
+
+def is_due(num_loads: int, every: int) -> bool:
+    """Whether the install after `num_loads` others is proven: the first, and every n-th."""
+    return num_loads % every == 0 if every else num_loads == 0
+
+
+def prove(
+    where: str,
+    held: Mapping[str, str],
+    weights: Pairs,
+    dtype: torch.dtype,
+    checksum: Callable[[Tensor], str],
+) -> None:
+    """Raises InfraFailure unless `held`, checksums by the server's names, are those of `weights`
+    in the server's dtype."""
+    used: set[str] = set()
+    for name, tensor in as_held(where, held, dict(weights), used):
+        expected = checksum(tensor.to(dtype))
+        if held[name] != expected:
+            told = f"{name} has checksum {held[name]} where the published weights give {expected}"
+            raise InfraFailure(f"{where}: {told}; its policy is not the trained one")
+    missed = sorted({name for name, _ in weights} - used)
+    if missed:
+        told = f"nothing that it holds was made of {len(missed)} published tensors"
+        raise InfraFailure(f"{where}: {told}, first {missed[0]}")
+
+
+def as_held(
+    where: str, names: Iterable[str], weights: Mapping[str, Tensor], used: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """What each of the server's tensors is made of; `used` collects the published names."""
+    for name in names:
+        parts = sources(name, weights)
+        if not parts:
+            raise InfraFailure(f"{where}: it holds {name}, which no published tensor explains")
+        used |= {part for group in parts for part in group}
+        fused = [
+            torch.cat([weights[part] for part in group]) if len(group) > 1 else weights[group[0]]
+            for group in parts
+        ]
+        tensor = torch.stack(fused) if is_expert(name) else fused[0]
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            tensor = pad(tensor, (0, 0, 0, -len(tensor) % VOCAB_MULTIPLE))
+        yield name, tensor
+
+
+def is_expert(name: str) -> bool:
+    return name.rpartition(".")[2] in EXPERTS
+
+
+def sources(name: str, weights: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Published names that a tensor of the server is made of: groups that are concatenated, one
+    for each expert. Empty where they are not published."""
+    if name in weights:
+        return [(name,)]
+    if name == "lm_head.weight":  # of a head that is tied, and held twice
+        return sources("model.embed_tokens.weight", weights)
+    stem, _, last = name.rpartition(".")
+    if last in EXPERTS:
+        groups: list[tuple[str, ...]] = []
+        while (first := f"{stem}.{len(groups)}.{EXPERTS[last][0]}.weight") in weights:
+            at = first.removesuffix(f"{EXPERTS[last][0]}.weight")
+            groups.append(tuple(f"{at}{part}.weight" for part in EXPERTS[last]))
+        return groups
+    parent, _, layer = stem.rpartition(".")
+    group = tuple(f"{parent}.{part}.{last}" for part in FUSED.get(layer, ()))
+    return [group] if group and all(part in weights for part in group) else []
+
+
+# SGLang's checksums.
+
+M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+TILE = 8192
+CHUNK = 512 * TILE
+"""Words hashed at once; the work space is about 60 bytes a word."""
+SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & M32)
+POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
+
+
+def sglang_checksum(tensor: Tensor, *, on_gpu: bool) -> str:
+    """As `/weights_checker` gives it for a tensor that SGLang holds in host memory or on a GPU."""
+    return f"{tile_hash(tensor) if on_gpu else byte_hash(tensor):016x}"
+
+
+def byte_hash(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return int.from_bytes(hashlib.sha256(memoryview(flat.numpy())).digest()[:8], "big")
+
+
+def tile_hash(tensor: Tensor) -> int:
+    """SGLang's `gpu_tensor_hash`: words hashed with their positions, summed by tiles; the sums are
+    hashed and summed. On any device."""
+    words = words_of(tensor)
+    total = 0
+    for start in range(0, words.numel(), CHUNK):
+        part = words[start : start + CHUNK].to(torch.int64) & M32
+        at = torch.arange(start, start + part.numel(), device=part.device)
+        sums = []
+        for seed, (factor, turn) in zip(SEEDS, POSITIONS, strict=True):
+            turned = ((at << turn) | (at >> (32 - turn))) & M32
+            mixed = fmix32(part ^ ((at * factor + seed) & M32) ^ turned)
+            tiles = pad(mixed, (0, -mixed.numel() % TILE)).view(-1, TILE).sum(1) & M32
+            sums.append(fmix32(tiles ^ (words.numel() * 4 & M32)))
+        total += int(((sums[0] << 32) | sums[1]).sum()) & M64
+    return splitmix64(total & M64) if words.numel() else 0
+
+
+def fmix32(x: Tensor) -> Tensor:
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & M32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & M32
+    return x ^ (x >> 16)
+
+
+def splitmix64(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
+    return x ^ (x >> 31)
