@@ -6,7 +6,6 @@ share of the gradient that was applied: what is compared went the whole way of a
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -79,33 +78,40 @@ def measure_alone(payload: dict[str, Any]) -> StepMeasurement:
     return found
 
 
-def measure_layouts(rank: Rank, payload: dict[str, Any]) -> None:
-    """Each case in turn; rank 0 leaves what was found as case-N.json."""
-    # What libraries will do differently one day is not what is asked here.
-    warnings.simplefilter("ignore", FutureWarning)
-    folder = Path(payload["folder"])
-    truth = torch.load(folder / "alone.pt", mmap=True)
-    for number, case in payload["cases"]:
-        rank.report(number)
-        layout = Layout(**case["layout"])
-        engine = _build(payload, case["settings"], layout, device_of(rank, payload["device"]))
-        rows = _rows(payload, engine)
+class LayoutService:
+    """One rank of a group that tries layouts of its size."""
+
+    mild: frozenset[str] = frozenset()
+
+    def __init__(self, payload: dict[str, Any], rank: Rank, device: torch.device) -> None:
+        # What libraries will do differently one day is not what is asked here.
+        warnings.simplefilter("ignore", FutureWarning)
+        self.payload = payload
+        self.rank = rank
+        self.device = device
+        self.truth = torch.load(Path(payload["folder"]) / "alone.pt", mmap=True)
+
+    def measure(
+        self, number: int, layout: dict[str, Any], settings: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What was found of one layout, as fields of StepMeasurement."""
+        self.rank.report(number)
+        engine = _build(self.payload, settings, Layout(**layout), self.device)
+        rows = _rows(self.payload, engine)
         differ = 0.0
-        if truth["routes"] is not None:
-            differ = _share_of_other(engine.routes(rows), truth["routes"])
-        found, gradients = _step(engine, rows, truth["routes"])
-        error, worst = _worst_error(gradients, truth["gradients"])
-        if rank.rank == 0:
-            whole = {
-                **asdict(found),
-                "gradient_error": error,
-                "worst": worst,
-                "routes_differ": differ,
-            }
-            draft = folder / "case.draft"
-            draft.write_text(json.dumps(whole))
-            draft.replace(folder / f"case-{number}.json")
-        del engine, gradients
+        if self.truth["routes"] is not None:
+            differ = _share_of_other(engine.routes(rows), self.truth["routes"])
+        found, gradients = _step(engine, rows, self.truth["routes"])
+        error, worst = _worst_error(gradients, self.truth["gradients"])
+        return {
+            **asdict(found),
+            "gradient_error": error,
+            "worst": worst,
+            "routes_differ": differ,
+        }
+
+    def close(self, *, is_failed: bool) -> None:
+        """Nothing is under way between calls."""
 
 
 def _build(

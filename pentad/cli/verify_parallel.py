@@ -32,7 +32,8 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.layout import Layout
 from pentad.core.stages import default_stages_per_rank, splits_backward
 from pentad.models.families import dims_of
-from pentad.runtime.launch import LaunchSettings, run_ranks
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import rank_from_environment
 
 GRADIENT_TOLERANCE = 5e-5
@@ -44,7 +45,6 @@ NEXT_TOLERANCE = 1e-3
 ROUTES_TOLERANCE = 0.02
 """Share of choices that may flip: two experts can be equal within rounding."""
 TIMEOUT_S = 300.0
-TARGET = "pentad.cli.parallel_ranks:measure_layouts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,42 +177,43 @@ def run_cases(
     folder: Path,
 ) -> Iterator[tuple[int, LayoutResult]]:
     """Layouts of equal size in one group of processes; after a failure the rest in a new one."""
+    from pentad.cli.parallel_ranks import LayoutService
+    from pentad.runtime.rank_host import specs_of_ranks
+
     by_world: dict[int, list[int]] = {}
     for number, case in enumerate(cases):
         by_world.setdefault(case.layout.world, []).append(number)
-    settings = LaunchSettings(device=payload["device"], timeout_s=TIMEOUT_S, stall_s=2 * TIMEOUT_S)
-    for world, numbers in by_world.items():
-        left = list(numbers)
+    settings = GroupSettings(stall_s=2 * TIMEOUT_S, timeout_s=TIMEOUT_S)
+    kind = "cuda" if payload["is_cuda"] else "cpu"
+    for world, left in by_world.items():
+        specs = specs_of_ranks(
+            "verify",
+            LayoutService,
+            payload,
+            [folder / f"rank-{rank}.log" for rank in range(world)],
+            device=kind,
+            devices=range(world) if payload["is_cuda"] else (),
+            generation=0,
+            deterministic=False,
+        )
         while left:
-            num_before = len(left)
-            print(f"{world} ranks: {num_before} layouts to go", file=sys.stderr, flush=True)
-            listed = [
-                {
-                    "layout": asdict(cases[number].layout),
-                    "settings": engine_settings_of(subject, cases[number].layout),
-                }
-                for number in left
-            ]
-            asked = {**payload, "cases": list(zip(left, listed, strict=True))}
-            failure = ""
+            print(f"{world} ranks: {len(left)} layouts to go", file=sys.stderr, flush=True)
             try:
-                run_ranks(TARGET, asked, world=world, log_folder=folder, settings=settings)
-            except (RunError, UserError) as error:
-                failure = str(error)
-            for number in list(left):
-                file = folder / f"case-{number}.json"
-                if file.exists():
-                    left.remove(number)
-                    measured = jsonlib.loads(file.read_text())
-                    yield number, judge(cases[number].text, measured, alone)
-            if failure and not left:
-                raise RunError(f"the {world} ranks failed after their last layout: {failure}")
-            if failure:
+                with RankGroup(LocalRuntime(), specs, settings) as ranks:
+                    while left:
+                        case = cases[left[0]]
+                        given = {
+                            "layout": asdict(case.layout),
+                            "settings": engine_settings_of(subject, case.layout),
+                        }
+                        measured = ranks.call("measure", number=left[0], **given)
+                        yield left.pop(0), judge(case.text, measured, alone)
+            except (RunError, UserError) as failure:
+                if not left:
+                    said = f"the {world} ranks failed after their last layout: {failure}"
+                    raise RunError(said) from failure
                 number = left.pop(0)
-                yield number, LayoutResult(cases[number].text, {}, (failure,))
-            elif len(left) == num_before:
-                text = cases[left[0]].text
-                raise RunError(f"the {world} ranks ended without a word about {text}")
+                yield number, LayoutResult(cases[number].text, {}, (str(failure),))
 
 
 def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> LayoutResult:

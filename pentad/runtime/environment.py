@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 DETERMINISTIC = {
@@ -61,25 +61,6 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(world),
     }
     return {name: value for name, value in defaults.items() if name not in os.environ} | own
-
-
-def launch_environment(
-    base: Mapping[str, str],
-    *,
-    rank: int,
-    world: int,
-    host: str,
-    port: int,
-    deterministic: bool,
-) -> dict[str, str]:
-    """All variables of one rank that a launcher starts on this machine."""
-    own = {
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed must be in its log
-    }
-    return {**base, **rank_environment(rank=rank, world=world, deterministic=deterministic), **own}
 
 
 def visible_devices(devices: Sequence[int]) -> str:

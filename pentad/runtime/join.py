@@ -1,4 +1,4 @@
-"""How a rank joins its process group, under our own launcher and under torchrun."""
+"""How a rank joins its process group, of ours or of torchrun's."""
 
 from __future__ import annotations
 
@@ -29,33 +29,15 @@ def join_group(
     device: torch.device,
     *,
     timeout_s: float,
-    group: str = "",
-    listen_fd: int = -1,
     store: dist.Store | None = None,
 ) -> None:
-    """Makes the default process group, over the given store. `group` names one of ours, whose rank
-    0 is given the socket its store listens on, so that no port is chosen twice; without both
-    torchrun's is joined."""
+    """Makes the default process group, over the given store, or where none is given torchrun's."""
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    if store is not None:
-        pass
-    elif group:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            rank.world,
-            rank.rank == 0,
-            timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd if rank.rank == 0 else None,
-        )
-        # A fresh prefix: what an earlier group left behind is never read.
-        store = dist.PrefixStore(group, store)
-    elif attempt := restarted():
+    if store is None and (attempt := restarted()):
         # torchrun keeps one store over restarts, with the addresses of dead processes in it.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore(

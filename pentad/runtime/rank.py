@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from pentad.core.errors import Problem, UserError
 
-ENTRY = struct.Struct("=qdd")
-"""Of one rank on the board: its step and when it said so; when the process was last seen to run."""
-STEP, BEAT = (struct.Struct(form) for form in ("=qd", "=d"))
 NO_STEP = -1
-BEAT_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class RankEntry:
-    step: int | None
-    """None before the first."""
-    step_at: float
-    beat_at: float
-
-
-class Board:
-    """What each rank last reported, in a file that ranks and their watcher share.
-
-    A rank writes its own entry only; times are those of the machine's monotonic clock.
-    """
-
-    def __init__(self, path: Path, world: int) -> None:
-        with path.open("r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), world * ENTRY.size)
-
-    @classmethod
-    def make(cls, path: Path, world: int) -> Board:
-        now = time.monotonic()
-        path.write_bytes(ENTRY.pack(NO_STEP, now, now) * world)
-        return cls(path, world)
-
-    def write_step(self, rank: int, step: int) -> None:
-        STEP.pack_into(self.memory, rank * ENTRY.size, step, time.monotonic())
-
-    def write_beat(self, rank: int) -> None:
-        offset = rank * ENTRY.size + STEP.size
-        BEAT.pack_into(self.memory, offset, time.monotonic())
-
-    def read(self, rank: int) -> RankEntry:
-        step, at, beat = ENTRY.unpack_from(self.memory, rank * ENTRY.size)
-        return RankEntry(None if step == NO_STEP else step, at, beat)
 
 
 @dataclass(slots=True)
@@ -66,20 +22,9 @@ class Rank:
     local_rank: int = 0
     """Among the ranks of this machine: which of its devices is this rank's."""
     step: int | None = None
-    board: Board | None = None
     num_calls: int = 0
     moved_at: float | None = None
     """When the call under way began or last moved; None when none is."""
-
-    def start_beating(self) -> None:
-        """Shows from now on that this process runs, whatever its other threads wait for."""
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    def _beat(self) -> None:
-        assert self.board is not None, "the launcher gives it"
-        while True:
-            self.board.write_beat(self.rank)
-            time.sleep(BEAT_S)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -105,8 +50,6 @@ class Rank:
     def report(self, step: int) -> None:
         """Says that work on `step` begins; a group that reports nothing for long is ended."""
         self.step = step
-        if self.board is not None:
-            self.board.write_step(self.rank, step)
 
     def __str__(self) -> str:
         return name_rank(self.rank, self.world, self.step)

@@ -6,14 +6,13 @@ seen the cause is named, and what merely followed is not.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,19 +66,6 @@ def describe_failure(rank: int, step: int | None, error: BaseException) -> Failu
         return Failure(rank, step, "run", str(error), time.monotonic(), lines=lines)
     message = f"{type(error).__name__}: {error}".strip()
     return Failure(rank, step, "bug", message, time.monotonic(), lines=lines)
-
-
-def write_failure(path: Path, failure: Failure) -> None:
-    """At once or not at all: the watcher may read at any time."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    draft.replace(path)
-
-
-def read_failure(path: Path) -> Failure | None:
-    if not path.exists():
-        return None
-    return failure_of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def failure_of(value: Mapping[str, Any], **more: Any) -> Failure:

@@ -32,9 +32,10 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.lock import FolderLock
 from pentad.core.roles import Learner
 from pentad.core.sizes import RunSize
-from pentad.runtime.join import device_of
-from pentad.runtime.launch import LaunchSettings, run_ranks
-from pentad.runtime.rank import Rank
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.rank import Rank, rank_from_environment
+from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.batches import KeptBatch, kept_steps, read_batch
@@ -109,38 +110,50 @@ class ReplayPlan:
 
 def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump: str) -> Replay:
     """Raises UserError with what is missing. `dump` is a file for the log-probs of the step."""
+    if rank_from_environment() is not None:
+        rule, remedy = "replay starts its ranks itself", "start it without torchrun"
+        raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
     with reading_run(folder):
-        plan = make_plan(folder, step, layout)
+        plan, place = make_plan(folder, step, layout), pick_device(device)
         world = component_of(plan.config, "actor").world
-        payload = {
-            "folder": str(folder),
-            "step": step,
-            "layout": layout,
-            "device": device,
-            "dump": dump,
-        }
         if world == 1:
-            return replay(plan, pick_device(device), Rank(), dump)
-        if problems := rank_problems(plan.config, world, pick_device(device)):
+            return replay(plan, place, Rank(), dump)
+        if problems := rank_problems(plan.config, world, place):
             raise UserError(problems)
-        deterministic = plan.config.actor.archon.use_deterministic_algorithms
         with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
-            found, *_ = run_ranks(
-                f"{__name__}:replay_rank",
-                payload,
-                world=world,
-                log_folder=Path(logs),
-                settings=LaunchSettings(device=device, deterministic=deterministic),
+            specs = specs_of_ranks(
+                "replay",
+                ReplayService,
+                {"folder": str(folder.absolute()), "step": step, "layout": layout},
+                [Path(logs) / f"rank-{rank}.log" for rank in range(world)],
+                device=place.type,
+                devices=range(world) if place.type == "cuda" else (),
+                generation=0,
+                deterministic=plan.config.actor.archon.use_deterministic_algorithms,
             )
+            settings = GroupSettings(stall_s=plan.config.stall_abort_s, timeout_s=JOIN_S)
+            with RankGroup(LocalRuntime(), specs, settings) as ranks:
+                found = ranks.call("replay", dump=str(Path(dump).absolute()) if dump else "")
         compared = [ReplayedNumber(**one) for one in found["compared"]]
         return Replay(found["begin"], found["differences"], compared)
 
 
-def replay_rank(rank: Rank, payload: Mapping[str, Any]) -> dict[str, Any]:
+class ReplayService:
     """One rank of several."""
-    plan = make_plan(Path(payload["folder"]), payload["step"], payload["layout"])
-    dump = payload["dump"] if rank.rank == 0 else ""
-    return asdict(replay(plan, device_of(rank, payload["device"]), rank, dump))
+
+    mild: frozenset[str] = frozenset()
+
+    def __init__(self, given: Mapping[str, Any], rank: Rank, device: torch.device) -> None:
+        self.rank = rank
+        self.device = device
+        self.plan = make_plan(Path(given["folder"]), given["step"], given["layout"])
+
+    def replay(self, dump: str) -> dict[str, Any]:
+        own = dump if self.rank.rank == 0 else ""
+        return asdict(replay(self.plan, self.device, self.rank, own))
+
+    def close(self, *, is_failed: bool) -> None:
+        """Nothing is under way between calls."""
 
 
 @contextmanager

@@ -2,14 +2,20 @@
 
 import os
 
-from pentad.cli import parallel_ranks
+from pentad.cli.parallel_ranks import LayoutService
+from pentad.core.errors import RunError
 from pentad.engine import engine
 
 
-def measure(rank, payload):
-    if payload["cases"][0][0] == 0 and rank.rank == 1:
-        rank.report(0)
-        os._exit(9)
-    assert "sum_copies" in vars(engine), "there is nothing left to sabotage"
-    engine.sum_copies = lambda *_: None
-    parallel_ranks.measure_layouts(rank, payload)
+class Sabotaged(LayoutService):
+    def measure(self, number, **case):
+        if number == 0 and self.rank.rank == 1:
+            os._exit(9)
+        assert "sum_copies" in vars(engine), "there is nothing left to sabotage"
+        engine.sum_copies = lambda *_: None
+        return super().measure(number, **case)
+
+
+class FailingLate(LayoutService):
+    def close(self, *, is_failed):
+        raise RunError("no way out")

@@ -1,5 +1,8 @@
 """Which of several failures is named: the cause, not its consequences."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from pentad.core.errors import Problem, RunError, UserError
@@ -7,10 +10,9 @@ from pentad.runtime.report import (
     Failure,
     describe_exit,
     describe_failure,
+    failure_of,
     first_failure,
-    read_failure,
     tail,
-    write_failure,
 )
 
 
@@ -47,16 +49,14 @@ def test_a_process_that_nccl_ended_for_waiting_is_no_cause():
     assert not aborted.is_consequence
 
 
-def test_reports_survive_the_file(tmp_path):
+def test_reports_survive_their_way():
     for error in (
         UserError([Problem("a = 1", "is bad", "try 2"), "another"]),
         RunError("no memory"),
         ValueError("odd"),
     ):
         said = describe_failure(3, None, error)
-        write_failure(tmp_path / "failure.json", said)
-        assert read_failure(tmp_path / "failure.json") == said
-    assert read_failure(tmp_path / "none.json") is None
+        assert failure_of(json.loads(json.dumps(asdict(said)))) == said
     assert describe_failure(0, 1, UserError([Problem("a = 1", "is bad")])).problems == (
         "a = 1: is bad.",
     )
