@@ -20,6 +20,11 @@ from pentad.weights.hf import companion_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 MORE_FILES = ("added_tokens.json", "merges.txt", "special_tokens_map.json")
+DIRECT = {
+    "TokenizersBackend": ("glm4_moe", "llama", "qwen2_moe", "qwen3", "qwen3_moe"),
+    "Qwen2Tokenizer": ("qwen2_moe", "qwen3", "qwen3_moe"),
+}
+"""Classes that tokenizer_config.json names, and models where transformers' search ends at them."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -91,11 +96,8 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         rule = f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
         raise UserError(Problem(where, rule, "copy it from the model's original folder"))
-    # Here, since transformers takes seconds to import.
-    from transformers import AutoTokenizer
-
     try:
-        inner = AutoTokenizer.from_pretrained(
+        inner = tokenizer_class(path).from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises nearly anything on a broken file
@@ -115,6 +117,20 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
         prefix_ids=prefix_ids,
         prefix_text=inner.decode(prefix_ids, skip_special_tokens=False) if prefix_ids else "",
     )
+
+
+def tokenizer_class(folder: Path) -> Any:
+    """The class that reads the files, or transformers' search for it."""
+    # Here, since transformers takes seconds to import, and its search as long again.
+    import transformers
+
+    config, model = folder / "tokenizer_config.json", folder / "config.json"
+    if config.exists() and model.exists():
+        given, model_type = read_object(config), read_object(model).get("model_type")
+        name = str(given.get("tokenizer_class"))
+        if model_type in DIRECT.get(name, ()) and "auto_map" not in given:
+            return getattr(transformers, name)
+    return transformers.AutoTokenizer
 
 
 def resolve_stop_ids(

@@ -36,7 +36,6 @@ from pentad.engine.optim import build_adamw, clip_scale, compute_lr, optimizer_s
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
 from pentad.engine.passes import Passes, WholePasses
-from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted
 from pentad.engine.state import present_all, read_random, sources_between, write_random
 from pentad.engine.step import OpenStep
@@ -152,11 +151,13 @@ class Engine:
         if settings.deterministic:
             make_deterministic()
         self.pipeline = held.pipeline
-        self.passes: Passes = (
-            WholePasses(held.parts[0], settings, meshes)
-            if held.pipeline is None
-            else PipelinedPasses(held.pipeline, held.parts, held.tied, settings, meshes)
-        )
+        self.passes: Passes
+        if held.pipeline is None:
+            self.passes = WholePasses(held.parts[0], settings, meshes)
+        else:
+            from pentad.engine.pipelined import PipelinedPasses  # brings torch's compiler: seconds
+
+            self.passes = PipelinedPasses(held.pipeline, held.parts, held.tied, settings, meshes)
         self.parameters, self.cuts = held.parameters, held.cuts
         self.tensors = {
             name: _memory(tensor)
@@ -340,8 +341,7 @@ class Engine:
             torch._foreach_mul_(list(gradients.values()), scale)
         for name, gradient in gradients.items():
             self.masters[name].grad = gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.lr = lr
         self.optimizer.step()
 
     def _open_step(self, deed: str) -> OpenStep:

@@ -4,52 +4,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from pentad.core.settings import OptimizerSettings
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
+class FusedAdamW:
+    """What `torch.optim.AdamW(fused=True)` computes, in the same calls. The class itself imports
+    torch's compiler at its first step, which takes seconds of every start."""
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], settings: OptimizerSettings, decayed: set[str]
+    ) -> None:
+        self.lr, self.settings = settings.lr, settings
+        self.groups = [
+            (decay, group)
+            for decay, is_in in ((settings.weight_decay, True), (0.0, False))
+            if (group := [p for name, p in parameters.items() if (name in decayed) == is_in])
+        ]
+        # From the start, so that memory is known and a checkpoint can be loaded before a step.
+        self.state: dict[Tensor, dict[str, Tensor]] = {
+            parameter: {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+            for parameter in parameters.values()
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight_decay, group in self.groups:
+            moved = [(p, p.grad, self.state[p]) for p in group if p.grad is not None]
+            adamw(
+                [parameter for parameter, _, _ in moved],
+                [gradient for _, gradient, _ in moved],
+                [state["exp_avg"] for _, _, state in moved],
+                [state["exp_avg_sq"] for _, _, state in moved],
+                [],
+                [state["step"] for _, _, state in moved],
+                fused=True,
+                amsgrad=False,
+                beta1=self.settings.beta1,
+                beta2=self.settings.beta2,
+                lr=self.lr,
+                weight_decay=weight_decay,
+                eps=self.settings.eps,
+                maximize=False,
+            )
+
+
 def build_adamw(
     parameters: Mapping[str, Tensor], settings: OptimizerSettings, undecayed: Container[str] = ()
-) -> torch.optim.AdamW:
+) -> FusedAdamW:
     """Over this rank's memory of the parameters: every operation is elementwise.
 
     Matrices are decayed but for those named in `undecayed`.
     """
-
-    def is_decayed(name: str, parameter: Tensor) -> bool:
-        return parameter.ndim >= 2 and name not in undecayed
-
-    decayed = [p for name, p in parameters.items() if is_decayed(name, p)]
-    plain = [p for name, p in parameters.items() if not is_decayed(name, p)]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=True,
-    )
-    # From the start, so that memory is known and a checkpoint can be loaded before a step.
-    for parameter in parameters.values():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer
+    decayed = {name for name, p in parameters.items() if p.ndim >= 2 and name not in undecayed}
+    return FusedAdamW(parameters, settings, decayed)
 
 
 def optimizer_state(
-    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, Tensor], optimizer: FusedAdamW
 ) -> dict[str, dict[str, Tensor]]:
     """state[key][name]: by name, so it does not depend on the order or grouping of parameters."""
     return {

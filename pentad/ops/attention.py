@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,12 @@ from torch import Tensor
 
 from pentad.ops import flash4
 
-try:  # torch is built without it on some platforms
-    from torch.nn.attention.varlen import varlen_attn
+VARLEN_OPTIONS = frozenset[str]()
+if torch.backends.cuda.is_built():  # its import takes a second: not where it has no kernel
+    with suppress(ImportError):  # torch is built without it on some platforms
+        from torch.nn.attention.varlen import varlen_attn
 
-    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-except ImportError:
-    VARLEN_OPTIONS = frozenset()
+        VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 Window = int | None
 """How many tokens, itself included, a token may see; None: all before it."""

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Coords, Layout
@@ -107,6 +106,8 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     if any(group is not world for group, _ in _BUILT.values()):
         # A new world of the same shape: DTensor would go on with the meshes of the old one.
         _BUILT.clear()
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # slow to import
+
         _clear_sharding_prop_cache()
     if world is None or size == 1:
         meshes = Meshes(layout, layout.coords(0), 0, device)

@@ -37,7 +37,8 @@ def determinism_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(mode, warn_only=warns)
+        if torch.are_deterministic_algorithms_enabled() != mode:  # it imports torch's compiler
+            torch.use_deterministic_algorithms(mode, warn_only=warns)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -68,7 +68,7 @@ class Pool:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "transformers", *IMPORTED])
+        context.set_forkserver_preload(["transformers", "pentad.engine.pipelined", *IMPORTED])
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)

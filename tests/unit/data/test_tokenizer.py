@@ -4,9 +4,10 @@ import json
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from pentad.core.errors import UserError
-from pentad.data.tokenizer import load_tokenizer, resolve_stop_ids
+from pentad.data.tokenizer import DIRECT, load_tokenizer, resolve_stop_ids
 
 
 def test_encoding_adds_nothing_and_decoding_gives_the_text_back(plain):
@@ -16,6 +17,19 @@ def test_encoding_adds_nothing_and_decoding_gives_the_text_back(plain):
     assert plain.decode(ids) == text
     assert plain.encode_all([text, "", "a"]) == [ids, [], plain.encode("a")]
     assert plain.encode_all([]) == []
+
+
+@pytest.mark.parametrize("model_type", [*DIRECT["TokenizersBackend"], "qwen2", "mistral"])
+@pytest.mark.parametrize("name", DIRECT)
+def test_the_class_is_the_one_that_transformers_finds(plain_folder, tmp_path, name, model_type):
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    mine, found = load_tokenizer(tmp_path).inner, AutoTokenizer.from_pretrained(tmp_path)
+    assert type(mine) is type(found) and mine.get_vocab() == found.get_vocab()
+    assert mine.special_tokens_map == found.special_tokens_map
+    assert mine.encode("6 * 7 = a") == found.encode("6 * 7 = a")
 
 
 def test_special_ids_are_hidden_from_people_unless_asked_for(plain):

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pentad.ops import flash4
+from pentad.ops import attention, flash4
 from pentad.ops.attention import (
-    VARLEN_OPTIONS,
     EqualAttend,
     PaddedAttend,
     VarlenAttend,
@@ -111,9 +110,13 @@ def test_every_token_has_its_own_slot_and_padding_is_bounded(lengths):
         ("cuda", torch.bfloat16, 100, False),
     ],
 )
-def test_the_flash_kernel_is_taken_only_where_it_can_be(device, dtype, head_dim, is_taken):
-    found = has_varlen_attention(torch.device(device), dtype, head_dim)
-    assert found == (is_taken and "window_size" in VARLEN_OPTIONS)
+def test_the_flash_kernel_is_taken_only_where_it_can_be(
+    monkeypatch, device, dtype, head_dim, is_taken
+):
+    for options, has_windows in (({"window_size"}, True), ({"is_causal"}, False), ((), False)):
+        monkeypatch.setattr(attention, "VARLEN_OPTIONS", frozenset(options))
+        found = has_varlen_attention(torch.device(device), dtype, head_dim)
+        assert found == (is_taken and has_windows)
 
 
 @pytest.mark.gpu
