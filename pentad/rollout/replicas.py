@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +18,7 @@ from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
 from pentad.rollout.checks import Drawn, check_generations
+from pentad.runtime.awake import awake_s
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Fleet:
 
         The caller gives the load back.
         """
-        deadline = time.monotonic() + self.patience_s
+        deadline = awake_s() + self.patience_s
         while True:
             trusted = [r for r in self.replicas.values() if r.last_error is None]
             self._probe_suspects(at_once=not trusted)
@@ -116,7 +116,7 @@ class Fleet:
 
     async def _next_probe(self, deadline: float) -> None:
         """Waits until a replica may be well again, or another one has been added."""
-        left_s = deadline - time.monotonic()
+        left_s = deadline - awake_s()
         if left_s <= 0:
             reasons = [f"{r.name}: {r.last_error}" for r in self.replicas.values()]
             raise InfraFailure(f"no replica can serve ({'; '.join(reasons) or 'there is none'})")

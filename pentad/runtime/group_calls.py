@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 from pentad.core.errors import RunError, Transient
 from pentad.core.failures import InfraFailure
 from pentad.runtime import roles
+from pentad.runtime.awake import AwakeLoop, awake_s
 from pentad.runtime.frames import revive_error
 from pentad.runtime.rank import NO_STEP, pulse
 from pentad.runtime.report import Failure, describe_hang, explain, failure_of, tail
@@ -42,8 +42,6 @@ LEAVE_S = 15.0
 """Once the run is asked to stop: who is not heard of for so long will not leave by itself."""
 END_S = 15.0
 """How long ranks may take to leave after a failure."""
-HELD_S = 5.0
-"""Whoever watches was held up for longer has not seen who else was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +62,9 @@ class Member:
     process: RoleProcess
     log: Any
     connection: Connection | None = None
-    heard_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=awake_s)
     step: int | None = None
-    step_at: float = field(default_factory=time.monotonic)
+    step_at: float = field(default_factory=awake_s)
     call: int = 0
     still_s: float = -1.0
     failure: Failure | None = None
@@ -74,7 +72,7 @@ class Member:
     """Its connection is, and how its process ended is not known."""
 
     def take_beat(self, beat: Mapping[str, float]) -> None:
-        self.heard_at = time.monotonic()
+        self.heard_at = awake_s()
         if not beat:  # it is being made
             return
         if beat["call"] > self.call or 0.0 <= beat["still_s"] < self.still_s:
@@ -84,7 +82,7 @@ class Member:
 
     def take_step(self, step: int | None) -> None:
         if step != self.step:
-            self.step, self.step_at = step, time.monotonic()
+            self.step, self.step_at = step, awake_s()
 
 
 class Failed(Exception):
@@ -121,8 +119,7 @@ class RankGroup:
         """What ended it."""
         self.is_leaving: Callable[[], bool] = bool
         """Whether the run was asked to stop."""
-        self.ticked_at = time.monotonic()
-        self.loop = asyncio.new_event_loop()
+        self.loop = AwakeLoop()
         self.thread = threading.Thread(target=self._run_loop, name="rank group", daemon=True)
 
     # Starting
@@ -233,10 +230,10 @@ class RankGroup:
             self._note_lost(member, str(failure))
             raise Failed from failure
         except RunError as error:
-            member.failure = Failure(member.rank, member.step, "run", str(error), time.monotonic())
+            member.failure = Failure(member.rank, member.step, "run", str(error), awake_s())
             raise Failed from error
         if "failure" in answer:
-            member.failure = failure_of(answer["failure"], at=time.monotonic())
+            member.failure = failure_of(answer["failure"], at=awake_s())
             raise Failed
         if "step" in answer:
             member.take_step(answer["step"])
@@ -290,11 +287,7 @@ class RankGroup:
 
     def _find_hang(self) -> tuple[str, list[Member]] | None:
         """How it shows that ranks hang, and which; None if none does."""
-        now, limit = time.monotonic(), self.settings.stall_s
-        if now - self.ticked_at > HELD_S:  # we were stopped ourselves
-            for one in self.members:
-                one.heard_at = now
-        self.ticked_at = now
+        now, limit = awake_s(), self.settings.stall_s
         silence_s = min(limit, LEAVE_S) if self.is_leaving() else limit
         silent = [
             one
@@ -316,9 +309,7 @@ class RankGroup:
         if member.failure is None:
             lines, member.is_lost = tail(member.log), True
             told = f"does not answer any more ({why})"
-            member.failure = Failure(
-                member.rank, member.step, "died", told, time.monotonic(), lines=lines
-            )
+            member.failure = Failure(member.rank, member.step, "died", told, awake_s(), lines=lines)
 
     async def _cause(self) -> Exception:
         """Of all failures, after those that belong to the first had time to show."""
@@ -343,7 +334,7 @@ class RankGroup:
             if (ended := one.process.ended()) is None:
                 continue
             one.is_lost = False
-            at = one.failure.at if one.failure else time.monotonic()
+            at = one.failure.at if one.failure else awake_s()
             if one.failure is None or one.failure.kind == "died":
                 lines = tail(one.log)
                 one.failure = Failure(one.rank, one.step, "died", ended, at, lines=lines)
@@ -356,7 +347,7 @@ class RankGroup:
         for one in self.members:
             one.process.stacks()
         await asyncio.sleep(DUMP_S)
-        now = time.monotonic()
+        now = awake_s()
         found = list(others)
         for one in members:
             is_stopped = one.process.is_stopped

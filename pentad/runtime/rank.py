@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pentad.core.errors import Problem, UserError
+from pentad.runtime.awake import awake_s
 
 NO_STEP = -1
 
@@ -38,12 +38,12 @@ class Rank:
             pulse.rank = self.moved_at = None
 
     def moved(self) -> None:
-        self.moved_at = time.monotonic()
+        self.moved_at = awake_s()
 
     def beat(self) -> dict[str, float]:
         """Where it stands: -1 before the first step, and for no call under way."""
         at = self.moved_at
-        still_s = -1.0 if at is None else time.monotonic() - at
+        still_s = -1.0 if at is None else awake_s() - at
         step = NO_STEP if self.step is None else self.step
         return {"step": step, "call": self.num_calls, "still_s": still_s}
 

@@ -15,12 +15,12 @@ import itertools
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pentad.core.errors import RunError, UserError
 from pentad.core.failures import DataFailure, InfraFailure
+from pentad.runtime.awake import awake_s
 from pentad.runtime.frames import (
     MAX_FRAME_BYTES,
     PLAIN,
@@ -41,7 +41,8 @@ HANDSHAKE_S = 10.0
 MAX_STRANGERS = 32
 """Connections that have not proven the token yet; further ones are closed at once."""
 STALL_S = 60.0
-"""A peer that takes nothing of a frame for so long is given up."""
+"""A process that takes nothing of a frame for so long is given up by those who call it. They are
+waited for as long as they live: whoever started it may be stopped."""
 CLOSE_S = 1.0
 
 Serve = Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -76,7 +77,7 @@ class Connection:
         self.patience_s = patience_s
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why there is no connection any more, once there is none."""
-        self.heard_at = time.monotonic()
+        self.heard_at = awake_s()
         self.numbers = itertools.count()
         self.pending: dict[int, asyncio.Future[Any]] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -157,7 +158,7 @@ class Connection:
                 await asyncio.sleep(0)  # whoever is ready to call does so before the frame is made
                 while self.outbox:
                     self.writer.writelines(self._next_frame())
-                    async with asyncio.timeout(STALL_S):
+                    async with asyncio.timeout(STALL_S if self.serve is None else None):
                         await self.writer.drain()
         except TimeoutError:
             self._lose(f"it has taken nothing for {STALL_S:g} s")
@@ -200,7 +201,7 @@ class Connection:
         try:
             while True:
                 generation, items = await read_frame(self.reader)
-                self.heard_at = time.monotonic()
+                self.heard_at = awake_s()
                 if generation != self.generation:
                     await self._refuse_generation(generation, items)
                     return
@@ -275,7 +276,7 @@ class Connection:
 
     async def _listen(self, patience_s: float) -> None:
         while True:
-            left_s = self.heard_at + patience_s - time.monotonic()
+            left_s = self.heard_at + patience_s - awake_s()
             if left_s <= 0:
                 self._lose(f"nothing was heard of it for {patience_s:g} s")
                 return

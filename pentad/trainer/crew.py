@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pentad.core.roles import Sampler
+from pentad.runtime.awake import AwakeLoop
 from pentad.runtime.roles import Runtime
 from pentad.sync.handoff import Handoff
 from pentad.telemetry.log import NOTICE
@@ -23,7 +24,7 @@ class Crew:
     def __init__(self, checked: Any = None) -> None:
         self.checked = checked
         """What was read and found good before the learners were started; None: nothing yet."""
-        self.runner = asyncio.Runner()
+        self.runner = asyncio.Runner(loop_factory=AwakeLoop)
         self.stack, self.sampler_stack = AsyncExitStack(), AsyncExitStack()
         self.runtime: Runtime | None = None
         """Where learners and samplers are started; None: on this machine."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
+
+from pentad.runtime.awake import awake_s
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class LearnerThread:
             function, future = call
             if not future.set_running_or_notify_cancel():
                 continue
-            self.since = time.monotonic()
+            self.since = awake_s()
             try:
                 future.set_result(function())
             except BaseException as error:  # it is the caller's
@@ -79,8 +80,8 @@ class LearnerThread:
     def close(self, limit_s: float) -> None:
         """Waits for the call under way, as long as it has not taken `limit_s` in all."""
         self.queue.put(None)
-        since = time.monotonic() if self.since is None else self.since
+        since = awake_s() if self.since is None else self.since
         while not self.is_given_up and self.thread.is_alive():
-            if time.monotonic() > since + limit_s:
+            if awake_s() > since + limit_s:
                 self.is_given_up = True
             self.thread.join(0.05)

@@ -13,13 +13,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from pentad.core.errors import RunError, Transient
+from pentad.runtime.awake import awake_s
 from pentad.runtime.rank import pulse
 from pentad.trainer.state import RunState
 
@@ -43,7 +43,7 @@ class Watchdog:
         sampled: Callable[[], float] = float,
         is_watched: bool = False,
         check: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = awake_s,
     ) -> None:
         self.state = state
         self.warn_s = warn_s
@@ -159,11 +159,11 @@ def end_when_hung(abort_s: float, stacks: Path) -> Iterator[None]:
     done = threading.Event()
 
     def watch() -> None:
-        seen, since = pulse.count, time.monotonic()
+        seen, since = pulse.count, awake_s()
         while not done.wait(min(abort_s, 5.0) / 4):
             if pulse.count != seen:
-                seen, since = pulse.count, time.monotonic()
-            elif (still_s := time.monotonic() - since) >= abort_s:
+                seen, since = pulse.count, awake_s()
+            elif (still_s := awake_s() - since) >= abort_s:
                 log.error(
                     "no progress for %.0f s: a call of the learner does not return; the run ends, "
                     "and what was trained since the last save is lost; stacks are in %s",

@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from kill_lab import start_command
 from role_processes import role_processes
 from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
@@ -18,9 +20,11 @@ from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.samplers.replica import ReplicaSampler
 from pentad.telemetry.recorder import Recorder
+from pentad.telemetry.steps import read_lines
 from pentad.trainer import samplers
 
 SEPARATE = "scheduler.processes=separate"
+STALL_S = 15.0
 
 
 @pytest.mark.slow
@@ -194,3 +198,37 @@ def test_a_lost_learner_is_started_again_while_the_sampler_stays(lab, shared, mo
     assert_same_weights(whole, met)
     assert values_of(whole) == values_of(met)
     assert not children() and not children("learner") and not list(shared.iterdir())
+
+
+def be_impatient():
+    """In the scheduler: silence of a sampler is a loss after as long as a stall is."""
+    roles.PATIENCE_S = STALL_S
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_stopped_goes_on_where_it_was(task, tmp_path):
+    steps, log = tmp_path / "logs/me/default/stopped/steps.jsonl", tmp_path / "said"
+    words = [
+        *("train", f"fileroot={tmp_path}", "user=me", "trial_name=stopped", "mode=async"),
+        *(f"actor.path={task / 'model'}", "actor.init_from_scratch=true", "max_staleness=1"),
+        *(f"train_dataset.path={task / 'train.jsonl'}", "train_dataset.batch_size=4"),
+        *("gconfig.n_samples=4", "gconfig.max_new_tokens=6", "reward.fn=sort_digits"),
+        *("total_train_steps=30", "total_train_epochs=100", "scheduler.processes=separate"),
+        *("recover.retries=0", "rollout.restarts=0", f"stall_abort_s={STALL_S}"),
+    ]
+    run = start_command(words, log, be_impatient)
+    try:
+        while len(read_lines(steps)) < 2:
+            assert run.is_alive(), log.read_text()
+            time.sleep(0.02)
+        os.kill(run.pid, signal.SIGSTOP)
+        time.sleep(1.5 * STALL_S)
+        assert len(read_lines(steps)) < 30, "it was stopped too late"
+        os.kill(run.pid, signal.SIGCONT)
+        run.join(300)
+        assert run.exitcode == 0, log.read_text()[-3000:]
+    finally:
+        run.kill(), run.join()
+    assert len(read_lines(steps)) == 30
+    said = (steps.parent / "log.txt").read_text()
+    assert " is lost" not in said and "stalled" not in said

@@ -352,8 +352,8 @@ def test_half_a_frame_is_a_lost_connection():
     play(scenario)
 
 
-def test_a_slow_reader_is_given_up_and_others_are_served(monkeypatch):
-    monkeypatch.setattr(wire, "STALL_S", 0.5)
+def test_others_are_served_beside_a_slow_reader_which_is_waited_for():
+    """The owner of a process may be stopped for long."""
 
     async def scenario(listener, address):
         connection = await wire.connect("thing", address, TOKEN, 3)
@@ -361,11 +361,26 @@ def test_a_slow_reader_is_given_up_and_others_are_served(monkeypatch):
         connection.tasks[0].cancel()  # reads no more
         connection.reader._transport.pause_reading()
         calls = [asyncio.ensure_future(connection.call("big", size=1 << 22)) for _ in range(8)]
-        await still_serves(address)
-        assert "taken nothing" in await asyncio.wait_for(asyncio.shield(serving.lost), 60)
-        await still_serves(address)
+        for _ in range(3):
+            await still_serves(address)
+        assert not serving.lost.done()
         await connection.close()
         await asyncio.gather(*calls, return_exceptions=True)
+
+    play(scenario)
+
+
+def test_a_process_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(wire, "STALL_S", 0.5)
+
+    async def scenario(listener, address):
+        async with joined(address) as connection:
+            (serving,) = listener.connections
+            serving.tasks[0].cancel()  # reads no more
+            serving.reader._transport.pause_reading()
+            big = np.zeros(1 << 24)
+            with pytest.raises(InfraFailure, match="it has taken nothing for 0.5 s"):
+                await connection.call("double", array=big)
 
     play(scenario)
 
