@@ -70,10 +70,11 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
 
 
 def run_steps(folder: Path) -> TrlMeasured:
-    from datasets import Dataset
+    from datasets import Dataset, disable_caching
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    disable_caching()
     case = json.loads((folder / "case.json").read_text())
     is_gpu = case["device"] == "cuda"
     has_vllm = is_gpu and importlib.util.find_spec("vllm") is not None

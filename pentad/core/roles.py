@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pentad.core.types import Accumulated, Generation, Group, Loss, Request, Row, StepResult
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """(HF-on-disk name, full tensor), in layer order."""
 
 

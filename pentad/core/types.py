@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:  # rewards in processes of their own import these nouns too
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.heap import settle, unsettle
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.checks import check_request
@@ -86,6 +87,7 @@ class EmbeddedSampler:
         self.commands: list[Command] = []
         self.driver: asyncio.Task[None] | None = None
         self.is_paused = False
+        self.num_installs = 0
         self.is_closed = False
         self.failure: RunError | None = None
 
@@ -146,6 +148,8 @@ class EmbeddedSampler:
         """All tensors are held until the install is over; they are checked before the first is
         written. The iterator is read here, in the caller's thread."""
         pairs = list(weights)
+        self.num_installs += 1
+        settle(self.num_installs)
         return await self._do(partial(self.engine.install, version, pairs))
 
     async def rewind(self) -> None:
@@ -174,6 +178,7 @@ class EmbeddedSampler:
             await asyncio.wait([self.driver])
         self._fail_open(RunError("the sampler was closed"))
         self.worker.shutdown()
+        unsettle()
 
     # The driver.
 

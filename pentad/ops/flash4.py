@@ -10,7 +10,9 @@ Shapes: T packed tokens, H query heads, K key-value heads, d head width.
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,10 @@ HEAD_DIMS = frozenset({32, 64, 96, 128, 192, 256})
 
 @cache
 def kernels() -> ModuleType:
-    """Takes seconds: the package brings a compiler."""
+    """Takes seconds: the package brings a compiler. What it compiles is kept for the next run."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pentad" / "flash4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kept))
     return importlib.import_module("flash_attn.cute.interface")
 
 

@@ -108,7 +108,7 @@ def sglang_checksum(tensor: Tensor, *, on_gpu: bool) -> str:
 
 def byte_hash(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(hashlib.sha256(memoryview(flat.numpy())).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(flat.numpy().tobytes()).digest()[:8], "big")
 
 
 def tile_hash(tensor: Tensor) -> int:

@@ -23,6 +23,7 @@ from pentad.config.derived import scorers
 from pentad.config.schema import Config
 from pentad.core.errors import RunError, UserError
 from pentad.core.group_values import gather_values
+from pentad.core.heap import settle, unsettle
 from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
@@ -71,6 +72,8 @@ class EngineService:
         self.savers: dict[str, StateSaver] = {}
         self.exports: dict[str, Exporting] = {}
         self.allocated_gb: float | None = None
+        self.num_steps = 0
+        """Of this process."""
 
     # Weights
 
@@ -125,6 +128,11 @@ class EngineService:
     def fetch(self, version: int) -> Snapshot:
         """For the scheduler within the process of rank 0, which holds it from now on."""
         return self.snapshots.pop(version)
+
+    def after_step(self, step: int) -> None:
+        self.num_steps += 1
+        settle(self.num_steps)
+        self.check_replicas(step)
 
     def check_replicas(self, step: int) -> None:
         """RunError on all ranks if, after a step that is due, copies of a shard differ."""
@@ -241,6 +249,7 @@ class EngineService:
             saver.close()
         for exporting in self.exports.values():
             exporting.room.close()
+        unsettle()
 
 
 class LearnerService(EngineService):
@@ -285,7 +294,7 @@ class LearnerService(EngineService):
     def finish(self) -> None:
         """The optimizer steps."""
         self.result = self.update.finish()
-        self.check_replicas(self.batch + 1)
+        self.after_step(self.batch + 1)
 
     def train_kept(self, folder: str, step: int, number: int, digest: str) -> None:
         """All of a step from the groups that a run kept, as step `number` of this one, from 0."""

@@ -71,7 +71,7 @@ class ExampleService(EngineService, ABC):
         engine.begin_step()
         engine.accumulate(rows, self.loss)
         result = engine.end_step()
-        self.check_replicas(step + 1)
+        self.after_step(step + 1)
         return {"result": asdict(result), "lengths": [len(row.ids) for row in rows]}
 
     def evaluate(self) -> dict[str, float | int]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from pentad.core.errors import RunError
+from pentad.core.heap import settle
 from pentad.core.types import Group
 from pentad.data.ledger import PromptFunnel
 from pentad.rl.bounds import Bounds
@@ -67,12 +68,15 @@ class TrainPump:
         """Called as soon as a batch is in the weights."""
         self.after_step = after_step
         """Called on the learner's thread with the weights of the step still in place."""
+        self.num_steps = 0
         self.timer: PhaseTimer | None = None
         """Of the step to come, if it has begun."""
 
     async def run(self) -> None:
         while not self.state.is_over:
             trained = await self._step(self.state.budget.trained)
+            self.num_steps += 1
+            settle(self.num_steps)
             if trained is not None:
                 await self._publish(trained)
         self.publish.close()
