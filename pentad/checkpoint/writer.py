@@ -34,6 +34,7 @@ from pentad.checkpoint.job import (
     run_job,
 )
 from pentad.core.errors import RunError
+from pentad.runtime.awake import awake_s
 
 KINDS: dict[str, type[Job]] = {kind.__name__: kind for kind in (WriteJob, CommitJob, ExportJob)}
 NUMBER = struct.Struct("<Q")
@@ -93,7 +94,10 @@ class Pending:
 class Writer:
     """The parent's end. The process is started with the first job, and again after it was lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall_s: float | None = None) -> None:
+        """A process that has a job and neither reads nor writes for `stall_s` is ended: whoever
+        waits for the job hears why. None: it is waited for."""
+        self.stall_s = stall_s
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
@@ -105,7 +109,7 @@ class Writer:
         """Returns at once. The memory of its spans must not change until the job is done."""
         with self._lock:
             if self._process is None or not self._process.is_alive:
-                self._process = _Process()
+                self._process = _Process(self.stall_s)
             return self._process.send(job)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -117,7 +121,7 @@ class Writer:
 
 
 class _Process:
-    def __init__(self) -> None:
+    def __init__(self, stall_s: float | None = None) -> None:
         self._socket, theirs = socket.socketpair()
         environment = dict(os.environ)
         package = str(Path(__file__).parents[2])
@@ -135,6 +139,10 @@ class _Process:
         self._guard = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="checkpoint-writer", daemon=True)
         self._reader.start()
+        self._end = ""
+        """How it was ended by us, in words."""
+        if stall_s is not None:
+            threading.Thread(target=self._watch, args=(stall_s,), daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
@@ -165,6 +173,19 @@ class _Process:
             self.popen.kill()
         self._reader.join()
 
+    def _watch(self, stall_s: float) -> None:
+        """Ends it where it hangs; what it has read and written so far shows that it does not."""
+        seen, since = "", awake_s()
+        while self._reader.is_alive():
+            self._reader.join(WATCH_S)
+            done = io_of(self.popen.pid) if self._waiting else ""
+            if done != seen or not self._waiting:
+                seen, since = done, awake_s()
+            elif awake_s() - since > stall_s:
+                self._end = f"was ended: it wrote nothing for stall_abort_s = {stall_s:g} s"
+                self.popen.kill()
+                return
+
     def _read(self) -> None:
         with self._socket.makefile("rb") as lines:
             try:
@@ -182,11 +203,20 @@ class _Process:
         """It ended: jobs that it has not answered are lost."""
         code = self.popen.wait()
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        words = f"the process that writes checkpoints ended ({how}) before this one was written"
+        ended = self._end or f"ended ({how})"
+        words = f"the process that writes checkpoints {ended} before this one was written"
         with self._guard:
             lost, self._waiting = self._waiting, []
         for pending in lost:
             pending.settle({}, RunError(words))
+
+
+def io_of(pid: int) -> str:
+    """What a process has read and written so far; nothing where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return ""
 
 
 def _error_from(value: dict[str, Any] | None) -> OSError | RunError | None:

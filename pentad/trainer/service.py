@@ -67,7 +67,7 @@ class EngineService:
         self.engines: dict[str, Engine] = {}
         self.snapshots: dict[int, Snapshot] = {}
         """By version: weights that were not fetched yet, or not released."""
-        self.writer, self.export_writer = Writer(), Writer()
+        self.writer, self.export_writer = (Writer(config.stall_abort_s) for _ in range(2))
         """An export must not hold up the state of a later step."""
         self.savers: dict[str, StateSaver] = {}
         self.exports: dict[str, Exporting] = {}

@@ -84,8 +84,8 @@ def writers(monkeypatch):
     """Those of the runs, as they are made."""
     found, plain = [], Writer.__init__
 
-    def init(self):
-        plain(self)
+    def init(self, *given):
+        plain(self, *given)
         found.append(self)
 
     monkeypatch.setattr(Writer, "__init__", init)
@@ -96,8 +96,8 @@ def stop_first_writer(monkeypatch):
     """The writer process stands still before its first job."""
     plain, stopped = writer._Process.__init__, []
 
-    def init(self):
-        plain(self)
+    def init(self, *given):
+        plain(self, *given)
         if not stopped:
             stopped.append(self.popen.pid)
             self.popen.send_signal(signal.SIGSTOP)
@@ -233,6 +233,17 @@ def test_a_writer_that_is_killed_costs_one_export_and_is_replaced(
     assert 1 not in found and 5 in found and all(map(weights_of, found.values()))
     assert not list(summary.model.parent.glob(".*"))
     assert all(writer.pid is None for writer in writers), "a run leaves no process"
+
+
+def test_a_writer_that_hangs_is_ended_with_a_sentence_and_costs_one_export(
+    lab, monkeypatch, capsys
+):
+    stop_first_writer(monkeypatch)
+    summary = lab.train("saver.freq_steps=2", "total_train_steps=4", "stall_abort_s=8")
+    said = capsys.readouterr().err
+    assert "globalstep1 could not be saved: the process that writes checkpoints was ended" in said
+    assert "it wrote nothing for stall_abort_s = 8 s" in said
+    assert weights_of(summary.model)
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_the_last_good_export(lab, monkeypatch):
