@@ -34,6 +34,7 @@ from pentad.checkpoint.folders import (
     step_of,
 )
 from pentad.core.errors import RunError
+from pentad.core.faults import hit
 
 NUM_THREADS = 4
 """Each takes a piece, computes its digest and writes it."""
@@ -175,6 +176,7 @@ def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
     _refuse_committed(receipt.parent)
     try:
         result = {"files": _write_files(job.root, job.files, disk)}
+        hit("write", step=(step_of(receipt.parent.name) or 0) + 1)
         write_receipt(receipt, result, disk)
     except BaseException as error:
         _give_back(job.root, [file.path for file in job.files], disk)
@@ -209,6 +211,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         manifest = Manifest(step, entries, facts).to_bytes()
         write_aside(disk, info / MANIFEST, manifest)
         _settle_names(job.root, info, disk)
+        hit("commit", step=step + 1)
         write_aside(disk, info / COMMIT, commit_marker(manifest))
     except BaseException:
         own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}", *job.receipts]

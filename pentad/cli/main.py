@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from pentad.cli.errors import leaving, reporting
-from pentad.cli.recipe import Recipe, read_subject, takes_recipe
+from pentad.cli.recipe import Recipe, read_recipe, read_subject, takes_recipe
 from pentad.cli.runs import run_command
 
 app = typer.Typer(
@@ -446,6 +446,40 @@ def bench(
         save=save,
         json=json,
     )
+    raise typer.Exit(code)
+
+
+@app.command()
+@reporting
+def chaos(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE KEY=VALUE", help="A YAML file, then overrides (small runs of its own)."
+        ),
+    ] = None,
+    scenario: Annotated[list[str] | None, typer.Option(help="Those of this name (all).")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Name them and do nothing.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses ranks and steps.")] = 1,
+    command: Annotated[
+        Literal["train", "sft", "pretrain"], typer.Option(help="What runs the recipe.")
+    ] = "pretrain",
+    soak: Annotated[
+        int, typer.Option(min=0, help="Instead, so many faults drawn at random.", metavar="N")
+    ] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs.")] = False,
+) -> None:
+    """Break real runs on purpose and check that they end as they should.
+
+    For example: pentad chaos --scenario kill-backward --seed 7
+    """
+    from pentad.cli.chaos import list_scenarios, run_chaos
+
+    if list_:
+        list_scenarios()
+        return
+    recipe = read_recipe(words, None, {}) if words else None
+    code = run_chaos(recipe, scenario or [], command=command, seed=seed, num_soak=soak, keep=keep)
     raise typer.Exit(code)
 
 

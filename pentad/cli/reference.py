@@ -20,6 +20,7 @@ ROWS = (
     "planner samplers rewards serve",
     "rollout elastic",
     "trainer",
+    "chaos",
     "cli",
 )
 """Packages in the order of their layers, each importing only from lines above its own."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError, UserError
+from pentad.core.faults import hit
 from pentad.core.fit import balance_problems, check_fit
 from pentad.core.layout import Layout
 from pentad.core.roles import StagedFile
@@ -301,6 +302,7 @@ class Engine:
         self.onload()
         lr = compute_lr(self.settings.optimizer, self.num_steps)
         gradients = self._gradients()
+        hit("all-reduce", tensors=gradients.values())
         norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
@@ -308,6 +310,7 @@ class Engine:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings):
                 self._move(gradients, norm, step.count, lr)
+                hit("optimizer")
             for decoder in self.held.decoders:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
             self.is_half_moved = False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.faults import hit
 from pentad.core.roles import Installed
 from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes
 from pentad.core.types import FinishReason, Request, TopTokens
@@ -143,6 +144,7 @@ class InferenceEngine:
     def step(self, report: Report) -> None:
         """One step recorded. While it runs, the next one is launched if nothing speaks against it:
         rows that turn out to have ended are left out when its results come."""
+        hit("generate", step=self.version)
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             self.launch_ahead(ahead)
@@ -261,6 +263,7 @@ class InferenceEngine:
                 Problem(f"install of version {version}", f"version {self.version} is already here")
             )
         num_tensors = install_hf(self.model, weights)
+        hit("install", step=version)
         self.version = version
         self.num_installs += 1
         if self.settings.on_update == "reprefill":

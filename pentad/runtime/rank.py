@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pentad.core import faults
 from pentad.core.errors import Problem, UserError
 from pentad.runtime.awake import awake_s
 
@@ -31,6 +32,7 @@ class Rank:
         """Within, a call is made that all ranks make: the watcher compares where they stand."""
         self.num_calls += 1
         pulse.rank = self
+        faults.where.rank = self.rank
         self.moved()
         try:
             yield
@@ -50,6 +52,7 @@ class Rank:
     def report(self, step: int) -> None:
         """Says that work on `step` begins; a group that reports nothing for long is ended."""
         self.step = step
+        faults.where.rank, faults.where.step = self.rank, step
 
     def __str__(self) -> str:
         return name_rank(self.rank, self.world, self.step)

@@ -22,6 +22,7 @@ from pentad.checkpoint.writer import Pending, Writer
 from pentad.config.derived import scorers
 from pentad.config.schema import Config
 from pentad.core.errors import RunError, UserError
+from pentad.core.faults import hit
 from pentad.core.group_values import gather_values
 from pentad.core.heap import settle, unsettle
 from pentad.core.sizes import RunSize
@@ -166,6 +167,7 @@ class EngineService:
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
         """The counters of the checkpoint. It fails on all ranks or on none."""
+        hit("load", step=step + 1)
         failure: RunError | None = None
         counters: dict[str, Any] = {}
         try:

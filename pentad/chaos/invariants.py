@@ -1,0 +1,131 @@
+"""What must hold after a run was broken, whatever was done to it: each check raises a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from pentad.chaos.trial import Trial, require
+from pentad.checkpoint.folders import damage, list_steps, read_checkpoint
+from pentad.telemetry.record import comparable
+from pentad.telemetry.steps import read_lines
+
+SLACK_HANDLES = 6
+"""Open files that may come and go."""
+Check = Callable[[Trial, Trial | None], None]
+"""Of a trial and, where there is one, of the same run that nobody broke."""
+
+
+def check_once(trial: Trial, whole: Trial | None) -> None:
+    """Every step was trained exactly once, in its order."""
+    steps = [line["step"] for line in trial.lines]
+    require(steps == list(range(1, len(steps) + 1)), f"steps {steps}: one is missing or twice")
+    if whole is not None:
+        require(len(steps) == len(whole.lines), f"{len(steps)} steps, not {len(whole.lines)}")
+
+
+def check_monotone(trial: Trial, whole: Trial | None) -> None:
+    """Every start goes on from what was committed, and none trains a step that it restored."""
+    starts = json.loads((trial.records / "manifest.json").read_text())["starts"]
+    generations = [start["generation"] for start in starts]
+    require(generations == list(range(len(starts))), f"generations {generations}")
+    begun = [start["from_step"] for start in starts]
+    require(begun == sorted(begun), f"a later start went further back: {begun}")
+    last = 0
+    for line in read_lines(trial.records / "steps.jsonl", superseded=True):
+        where = f"step {line['step']} of generation {line['generation']}"
+        require(line["step"] > begun[line["generation"]], f"{where} was restored already")
+        require(line["generation"] >= last, f"{where} came after generation {last}")
+        last = line["generation"]
+
+
+def check_equal(trial: Trial, whole: Trial | None) -> None:
+    """Weights, records and trained groups are bit for bit those of the run that nobody broke."""
+    assert whole is not None, "given where it is asked for"
+    for mine, theirs in zip(trial.lines, whole.lines, strict=True):
+        one, other = comparable(mine), comparable(theirs)
+        names = [name for name in one if one[name] != other.get(name)]
+        require(not names, f"the record of step {mine['step']} differs in {names}")
+    require(weights(trial) == weights(whole), "the weights of the last step differ")
+    require(groups(trial) == groups(whole), "the groups that were trained differ")
+
+
+def weights(trial: Trial) -> dict[str, bytes]:
+    step = trial.workload.steps
+    folders = list((trial.checkpoints / "default").glob(f"epoch*globalstep{step - 1}"))
+    require(len(folders) == 1, f"{len(folders)} exports of step {step}")
+    return {file.name: file.read_bytes() for file in folders[0].glob("*.safetensors")}
+
+
+def groups(trial: Trial) -> list[tuple[int, int]]:
+    lines = read_lines(trial.records / "samples.jsonl")
+    return sorted({(line["step"], line["gid"]) for line in lines})
+
+
+def check_groups(trial: Trial, whole: Trial | None) -> None:
+    """No prompt was trained in two steps, and none of a step is missing."""
+    found = groups(trial)
+    gids = [gid for _, gid in found]
+    require(len(gids) == len(set(gids)), "a group was trained in two steps")
+    sizes = {sum(step == one for step, _ in found) for one in range(1, trial.workload.steps + 1)}
+    require(len(sizes) == 1, f"steps have different numbers of groups: {sorted(sizes)}")
+
+
+def check_whole(trial: Trial, whole: Trial | None) -> None:
+    """Every byte of every committed checkpoint is what was saved, and nothing half-made is left."""
+    root, steps = trial.checkpoints, []
+    for step in list_steps(root):
+        found = read_checkpoint(root, step)
+        require(found is not None, f"{root}: what was saved of step {step + 1} was never committed")
+        assert found is not None
+        wrong = damage(found)
+        require(not wrong, "; ".join(wrong[:1]))
+        steps.append(step + 1)
+    trained = len(trial.lines)
+    require(max(steps, default=0) == trained, f"step {trained} is trained, {steps} are committed")
+    left = [path.name for path in root.rglob(".*") if ".lock" not in path.name]
+    left = [name for name in left if not name.startswith(".metadata")]
+    require(not left, f"half-made files: {left[:3]}")
+
+
+def check_leaks(trial: Trial, whole: Trial | None) -> None:
+    """No process, no folder in shared memory, and no more open files than before."""
+    trial.wait_gone()
+    left = [str(path) for path in trial.shared - trial.killed if path.exists()]
+    require(not left, f"folders that are left: {left}")
+    for start in {start for start, _ in trial.handles}:
+        counts = [count for number, count in trial.handles if number == start]
+        grown = counts[-1] - counts[0]
+        require(grown <= SLACK_HANDLES, f"open files of the scheduler grew from {counts}")
+
+
+def check_tokens(trial: Trial, whole: Trial | None) -> None:
+    """Tokens sent to experts are the tokens times the experts each visits."""
+    load = trial.workload
+    for line in trial.lines if load.num_experts else ():
+        sent = line["kernel"]["tokens_per_expert_mean"] * load.num_experts
+        wanted = line["num_tokens"] * load.top_k
+        right = math.isclose(sent, wanted, rel_tol=1e-6)
+        require(right, f"step {line['step']}: {sent} tokens at experts, not {wanted}")
+
+
+CHECKS: dict[str, Check] = {
+    "once": check_once,
+    "monotone": check_monotone,
+    "equal": check_equal,
+    "groups": check_groups,
+    "whole": check_whole,
+    "leaks": check_leaks,
+    "tokens": check_tokens,
+}
+ALWAYS = ("once", "monotone", "whole", "leaks", "tokens")
+
+
+def newest_state(trial: Trial) -> Path:
+    """A file of the newest committed checkpoint's tensors."""
+    step = list_steps(trial.checkpoints)[0]
+    return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[
+        0
+    ]

@@ -1,0 +1,69 @@
+"""Scenarios of RL runs: samplers, weights on their way to them, rewards."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+from pentad.chaos.invariants import check_groups
+from pentad.chaos.scenarios import RECOVERED, WENT_ON, Scenario, kill_rank, kill_scheduler, says
+from pentad.chaos.trial import Trial, require
+
+NUM_BAD = 2
+"""Rows whose reward fails."""
+
+
+def kill_sampler(trial: Trial, at: str) -> None:
+    version = trial.draw.randint(1, trial.workload.steps - 2)
+    words = {"generate": "as it samples with", "install": "between weights and receipt of"}
+    trial.done = f"SIGKILL of a sampler {words[at]} version {version}"
+    fault = trial.fault(at, "kill", step=version)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    trial.wait_end()
+    says(trial, "is lost: ", "SIGKILL")
+    check_groups(trial, None)
+
+
+def kill_samplers(trial: Trial) -> None:
+    version = trial.draw.randint(1, trial.workload.steps - 2)
+    trial.done = f"SIGKILL of all samplers while one samples with version {version}"
+    fault = trial.fault("generate", "hold", step=version)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    trial.kill(trial.roles("rollout"))
+    trial.release(fault)  # or their successors would wait
+    trial.wait_end()
+    says(trial, "serves again")
+    check_groups(trial, None)
+
+
+def fail_reward(trial: Trial, how: str) -> None:
+    """Rewards of two rows fail every time; other rows take their place."""
+    folder = trial.workload.folder
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for row in trial.draw.sample(rows[: 4 * trial.workload.steps], NUM_BAD):
+        row["answer"] = "BAD"
+    data = Path(f"{trial.folder / trial.name}.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trial.done = f"the reward of {NUM_BAD} rows {how}s"
+    words = [f"train_dataset.path={data}", f"reward.fn={folder / 'rewards.py'}:{how}"]
+    trial.start(words=[*words, "train_dataset.shuffle=false", "reward.timeout_s=5"])
+    trial.wait_end()
+    dropped = trial.lines[-1]["funnel"]["dropped"]
+    require(sum(dropped.values()) >= NUM_BAD, f"dropped: {dropped}")
+    check_groups(trial, None)
+
+
+OF_ROLLOUT = (
+    Scenario("kill-sampler", partial(kill_sampler, at="generate"), RECOVERED, "rl", is_soaked=True),
+    Scenario("kill-all-samplers", kill_samplers, RECOVERED, "rl", is_soaked=True),
+    Scenario("cut-weight-sync", partial(kill_sampler, at="install"), RECOVERED, "rl"),
+    Scenario("kill-learner", partial(kill_rank, at="backward"), RECOVERED, "rl", is_soaked=True),
+    Scenario(
+        "kill-scheduler-rl", partial(kill_scheduler, at="backward"), RECOVERED, "rl", is_soaked=True
+    ),
+    Scenario("reward-hang", partial(fail_reward, how="hang"), WENT_ON, "rl", is_equal=False),
+    Scenario("reward-crash", partial(fail_reward, how="crash"), WENT_ON, "rl", is_equal=False),
+)

@@ -1,0 +1,232 @@
+"""The scenarios by name: what each does to a run, and what it promises."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pentad.chaos.trial import Trial, require
+from pentad.chaos.workloads import Kind
+
+Act = Callable[[Trial], None]
+RECOVERED = "recovered"
+STOPPED = "stopped, cause named"
+WENT_ON = "went on"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    act: Act
+    """Breaks the run and waits for its end; says in `Trial.done` what it did."""
+    outcome: str
+    kind: Kind = "ranks"
+    is_equal: bool = True
+    """Whether the run must end bit for bit as if nothing had happened."""
+    is_soaked: bool = False
+    """Whether it is one of the faults that a soak draws from."""
+
+
+# A rank is lost
+
+
+def kill_rank(trial: Trial, at: str, rank: int | None = None) -> None:
+    rank, step = trial.some_rank() if rank is None else rank, trial.some_step()
+    trial.done = f"SIGKILL of rank {rank} in {at}, step {step}"
+    fault = trial.fault(at, "kill", rank=rank, step=step)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    trial.wait_end()
+    says(trial, f"rank {rank} of {trial.workload.world}, step {step}", "signal 9 (SIGKILL)")
+    says(trial, f"it is started again after step {step - 1}")
+
+
+def kill_two(trial: Trial) -> None:
+    one, step = trial.some_rank(), trial.some_step()
+    other = trial.some_rank(but=one)
+    trial.done = f"SIGKILL of ranks {one} and {other} in backward, step {step}"
+    faults = [trial.fault("backward", "kill", rank=rank, step=step) for rank in (one, other)]
+    trial.start(*faults)
+    for fault in faults:
+        trial.wait_fault(fault)
+    trial.wait_end()
+    says(trial, f"it is started again after step {step - 1}")
+
+
+def kill_in_recovery(trial: Trial) -> None:
+    one, other, step = trial.some_rank(), trial.some_rank(), trial.some_step()
+    trial.done = f"SIGKILL of rank {one} in step {step}, then of rank {other} as it loads"
+    first = trial.fault("forward", "kill", rank=one, step=step)
+    second = trial.fault("load", "kill", rank=other)
+    trial.start(first, second)
+    trial.wait_fault(first)
+    trial.wait_fault(second)
+    trial.wait_end()
+    says(trial, "(try 2 of recover.retries = 3 without a step gained)")
+
+
+def stop_rank(trial: Trial) -> None:
+    rank, step = trial.some_rank(), trial.some_step()
+    trial.done = f"SIGSTOP of rank {rank} in forward, step {step}"
+    fault = trial.fault("forward", "stop", rank=rank, step=step)
+    trial.start(fault, words=["stall_abort_s=20"])
+    trial.wait_fault(fault)
+    trial.wait_end()
+    says(trial, f"rank {rank} of {trial.workload.world}, step {step}: does not run (it is stopped)")
+    other = trial.some_rank(but=rank)
+    stack = (trial.records / "ranks" / f"rank-{other}.log").read_text(errors="replace")
+    require("most recent call first" in stack, f"rank {other} wrote no stack")
+
+
+def slow_rank(trial: Trial) -> None:
+    rank = trial.some_rank()
+    trial.done = f"rank {rank} sleeps 1 s in every forward"
+    fault = trial.fault("forward", "sleep", rank=rank, times=0, seconds=1.0)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    trial.struck_at = None
+    trial.wait_end()
+    require(len(starts(trial)) == 1, "a slow rank was taken for a dead one")
+
+
+def starts(trial: Trial) -> list[str]:
+    """The generation of each step that was trained."""
+    return sorted({str(line["generation"]) for line in trial.lines})
+
+
+# The code fails
+
+
+def poison(trial: Trial) -> None:
+    step = trial.some_step()
+    trial.done = f"an exception in forward of step {step}, every time"
+    fault = trial.fault("forward", "raise", step=step, times=0)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    trial.wait_end(1)
+    trial.struck_at = None
+    says(trial, "asked for a failure in forward", "it is not started again")
+    require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
+
+
+def crash_loop(trial: Trial) -> None:
+    rank, step = trial.some_rank(), trial.some_step()
+    trial.done = f"SIGKILL of rank {rank} in forward of step {step}, every time"
+    fault = trial.fault("forward", "kill", rank=rank, step=step, times=0)
+    trial.start(fault, words=["recover.retries=2"])
+    trial.wait_fault(fault)
+    trial.wait_end(1)
+    trial.struck_at = None
+    says(trial, f"rank {rank} of {trial.workload.world}, step {step}", "SIGKILL")
+    require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
+
+
+def no_number(trial: Trial) -> None:
+    rank, step = trial.some_rank(), trial.some_step()
+    trial.done = f"no number in the gradient of rank {rank}, step {step}"
+    fault = trial.fault("all-reduce", "nan", rank=rank, step=step)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    trial.struck_at = None
+    trial.wait_end()
+    says(trial, f"step {step}: nothing was updated")
+    after = [line for line in trial.lines if line["step"] > step]
+    finite = [abs(line["loss"]) < 1e6 and line["grad_norm"] > 0 for line in after]
+    require(after and all(finite), "the step after it has no finite loss")
+
+
+# Whoever leads the run is lost, asked to stop, or doubled
+
+
+def preempt(trial: Trial) -> None:
+    rank, step = trial.some_rank(), trial.some_step()
+    trial.done = f"SIGTERM of the run in backward, step {step}"
+    fault = trial.fault("backward", "hold", rank=rank, step=step)
+    rare = ["recover.freq_steps=1000"]
+    trial.start(fault, words=rare)
+    trial.wait_fault(fault)
+    trial.kill([trial.pid], signal.SIGTERM)
+    trial.release(fault)
+    trial.wait_end(1)
+    says(trial, f"stopped by SIGTERM after {step} of {trial.workload.steps} steps")
+    says(trial, f"started again, the run goes on after step {step}")
+    trial.struck_at, trial.recovery_s = None, None
+    trial.start(words=rare)
+    trial.wait_end()
+    says(trial, f"resumed after step {step} from")
+
+
+def kill_scheduler(trial: Trial, at: str = "optimizer") -> None:
+    step = trial.some_step()
+    trial.done = f"SIGKILL of the scheduler while ranks are in {at}, step {step}"
+    fault = trial.fault(at, "hold", step=step)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    again(trial)
+    says(trial, f"resumed after step {step - 1} from")
+
+
+def again(trial: Trial) -> None:
+    """The run is killed; what it started ends by itself, and the same command goes on."""
+    trial.kill_run()
+    trial.start()
+    trial.wait_end()
+
+
+def two_schedulers(trial: Trial) -> None:
+    step = trial.some_step()
+    trial.done = f"a second start of the run in step {step}"
+    fault = trial.fault("forward", "hold", step=step)
+    trial.start(fault)
+    trial.wait_fault(fault)
+    second = trial.start_beside()
+    second.join()
+    code = second.exitcode
+    trial.release(fault)
+    trial.struck_at = None
+    trial.wait_end()
+    require(code == 2, f"the second start ended with {code}, not 2")
+    says(trial, "another program runs in it")
+
+
+def stale_writer(trial: Trial) -> None:
+    fault = trial.fault("commit", "hold")
+    beside = ["saver.mode=async"]
+    # Beside training, which step is saved next is not known: any after the first will do.
+    steps = range(2, trial.workload.steps + 1)
+    trial.start(*(replace(fault, step=step) for step in steps), words=beside)
+    step = trial.wait_fault(fault)["step"]
+    trial.done = f"SIGKILL of the scheduler while step {step} is just not committed"
+    trial.kill_run()
+    left = trial.checkpoints / f"recover_info/globalstep{step - 1}"
+    require(not (left / "COMMIT").exists(), "a writer of a run that is gone has committed")
+    trial.start(words=beside)
+    trial.wait_end()
+    says(trial, "resumed after step ")
+
+
+def says(trial: Trial, *sentences: str) -> None:
+    for sentence in sentences:
+        require(sentence in trial.said, f'the run does not say "{sentence}"')
+
+
+OF_RANKS = (
+    *(
+        Scenario(f"kill-{at}", partial(kill_rank, at=at), RECOVERED, is_soaked=True)
+        for at in ("forward", "backward", "all-reduce", "optimizer")
+    ),
+    Scenario("kill-rank-0", partial(kill_rank, at="backward", rank=0), RECOVERED),
+    Scenario("kill-two", kill_two, RECOVERED, is_soaked=True),
+    Scenario("kill-in-recovery", kill_in_recovery, RECOVERED, is_soaked=True),
+    Scenario("stop-rank", stop_rank, RECOVERED),
+    Scenario("slow-rank", slow_rank, WENT_ON),
+    Scenario("nan-gradient", no_number, WENT_ON, is_equal=False),
+    Scenario("poison-batch", poison, STOPPED, is_equal=False),
+    Scenario("crash-loop", crash_loop, STOPPED, is_equal=False),
+    Scenario("sigterm", preempt, RECOVERED, is_soaked=True),
+    Scenario("kill-scheduler", kill_scheduler, RECOVERED, is_soaked=True),
+    Scenario("two-schedulers", two_schedulers, WENT_ON),
+    Scenario("stale-writer", stale_writer, RECOVERED, is_soaked=True),
+)

@@ -1,0 +1,96 @@
+"""Runs scenarios one after the other, each held against the same run that nobody broke."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pentad.chaos.invariants import ALWAYS, CHECKS
+from pentad.chaos.rollout import OF_ROLLOUT
+from pentad.chaos.scenarios import OF_RANKS, Scenario
+from pentad.chaos.storage import OF_STORAGE
+from pentad.chaos.trial import Broken, Trial
+from pentad.chaos.workloads import Kind, Workload
+
+SCENARIOS = (*OF_RANKS, *OF_STORAGE, *OF_ROLLOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    scenario: Scenario
+    done: str
+    seconds: float
+    recovery_s: float | None
+    held: tuple[str, ...]
+    """The invariants that were found true."""
+    broken: str = ""
+    """What was not, in a sentence; empty: all is well."""
+
+
+@dataclass(slots=True)
+class Suite:
+    workloads: dict[Kind, Workload]
+    folder: Path
+    seed: int
+    whole: dict[str, Trial] = field(default_factory=dict)
+    """The runs that nobody broke, by workload."""
+
+    def run(self, scenario: Scenario, number: int = 0) -> Result:
+        """`number` tells repetitions apart, which choose other ranks and steps."""
+        workload = self.workloads[scenario.kind]
+        name = f"{scenario.name}-{number}" if number else scenario.name
+        draw = random.Random(f"{self.seed} {scenario.name} {number}")
+        trial = Trial(workload, self.folder, name, draw)
+        held: list[str] = []
+        begun = time.monotonic()
+        try:
+            whole = self.reference(workload)
+            begun = time.monotonic()
+            scenario.act(trial)
+            compared = whole if scenario.is_equal else None
+            for check in (*ALWAYS, *(("equal",) if scenario.is_equal else ())):
+                CHECKS[check](trial, compared)
+                held.append(check)
+        except Broken as error:
+            broken = str(error)
+        else:
+            broken = ""
+        finally:
+            trial.close()
+        seconds = time.monotonic() - begun
+        return Result(scenario, trial.done, seconds, trial.recovery_s, tuple(held), broken)
+
+    def reference(self, workload: Workload) -> Trial:
+        """The run that nobody broke, made once."""
+        if workload.name not in self.whole:
+            name = f"whole-{len(self.whole)}"
+            trial = Trial(workload, self.folder, name, random.Random(0))
+            try:
+                trial.start()
+                trial.wait_end()
+                for check in ALWAYS:
+                    CHECKS[check](trial, None)
+            finally:
+                trial.close()
+            self.whole[workload.name] = trial
+        return self.whole[workload.name]
+
+
+def fitting(workloads: dict[Kind, Workload], names: Sequence[str] = ()) -> list[Scenario]:
+    """Those that the workloads can stand; `names` choose among them."""
+    found = [one for one in SCENARIOS if one.kind in workloads]
+    return [one for one in found if not names or one.name in names]
+
+
+def soak(suite: Suite, num_faults: int, report: Callable[[Result], None]) -> list[Result]:
+    """So many faults, which the seed draws from those that a run recovers from."""
+    draw = random.Random(f"{suite.seed} soak")
+    known = [one for one in fitting(suite.workloads) if one.is_soaked]
+    results = []
+    for number in range(1, num_faults + 1):
+        results.append(suite.run(draw.choice(known), number))
+        report(results[-1])
+    return results

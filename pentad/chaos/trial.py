@@ -1,0 +1,263 @@
+"""One run of real processes under faults: started, watched, broken from outside, started again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from pentad.chaos.workloads import Workload
+from pentad.core.faults import VARIABLE, Fault
+from pentad.runtime.worker import load_target
+from pentad.telemetry.steps import read_lines
+
+MARK = "PENTAD_CHAOS"
+"""Variable by which the processes of a trial know each other, whoever their parent is."""
+LIMIT_S = 900.0
+"""A wait that takes longer is a failure; nothing else is judged by the clock."""
+POLL_S = 0.02
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pentad.cli.main", "pentad.trainer.assemble"])
+"""Runs are forked from a process that has imported torch: most of a short run is that import."""
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Broken(Exception):
+    """What a scenario found that should not be, in a sentence."""
+
+
+def require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise Broken(sentence)
+
+
+@dataclass(slots=True)
+class Trial:
+    workload: Workload
+    folder: Path
+    name: str
+    draw: random.Random
+    """The seed's choices of ranks and steps."""
+    done: str = ""
+    """What was done to the run, in words."""
+    process: ForkServerProcess | None = None
+    num_faults: int = 0
+    struck_at: float | None = None
+    """When the (last) fault happened, by the monotonic clock."""
+    recovery_s: float | None = None
+    """From then to the end of the next step."""
+    num_lines: int = 0
+    handles: list[tuple[int, int]] = field(default_factory=list)
+    """(start, open files) of the scheduler, at the end of each step."""
+    num_starts: int = 0
+    shared: set[Path] = field(default_factory=set)
+    """Folders in shared memory that the scheduler has had."""
+    killed: set[Path] = field(default_factory=set)
+    """Those of them whose owner was killed: the next start removes them."""
+
+    # What it leaves
+
+    @property
+    def records(self) -> Path:
+        return self.folder / "logs" / "me" / "default" / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints" / "me" / "default" / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def said(self) -> str:
+        """On the screen and in its log, over all starts."""
+        files = [file for file in (self.log, self.records / "log.txt") if file.exists()]
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return read_lines(self.records / "steps.jsonl")
+
+    # What the seed chooses
+
+    def some_rank(self, *, but: int | None = None) -> int:
+        ranks = [rank for rank in range(self.workload.world) if rank != but]
+        return self.draw.choice(ranks)
+
+    def some_step(self) -> int:
+        """Neither the first, before which nothing is saved, nor the last."""
+        return self.draw.randint(2, self.workload.steps - 1)
+
+    def fault(self, at: str, do: str, **more: Any) -> Fault:
+        self.num_faults += 1
+        return Fault(at, do, self.folder / f"{self.name}.fault{self.num_faults}", **more)
+
+    # Starting and ending
+
+    def start(self, *faults: Fault, words: Sequence[str] = ()) -> None:
+        require(self.process is None, "the scenario starts a run while one runs")
+        self.process = self.start_beside(*faults, words=words)
+        self.num_starts += 1
+
+    def start_beside(self, *faults: Fault, words: Sequence[str] = ()) -> ForkServerProcess:
+        """The same command, in a session of its own."""
+        given = [
+            *(self.workload.command, *self.workload.words),
+            *(f"fileroot={self.folder}", "user=me", "experiment_name=default"),
+            *(f"trial_name={self.name}", "recover.freq_steps=1", "saver.mode=sync", *words),
+        ]
+        environment = {k: v for k, v in os.environ.items() if k not in (VARIABLE, *OF_A_RANK)}
+        environment |= {MARK: str(self.folder / self.name)}
+        if faults:
+            environment[VARIABLE] = ";".join(map(str, faults))
+        process = CONTEXT.Process(target=run_command, args=(given, environment, str(self.log)))
+        process.start()
+        return process
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None and self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """RunError-like sentences where it does not come true while the run goes on."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            self.look()
+            assert self.process is not None
+            if self.process.exitcode is not None and not condition():
+                raise Broken(f"the run ended before {what}: {self.last_words}")
+            require(time.monotonic() < deadline, f"{LIMIT_S:g} s without {what}")
+            time.sleep(POLL_S)
+
+    @property
+    def last_words(self) -> str:
+        return " | ".join(self.said.strip().splitlines()[-3:])[-500:]
+
+    def wait_fault(self, fault: Fault, number: int = 0) -> dict[str, Any]:
+        note = Path(f"{fault.note}.{number}")
+        self.wait(note.exists, f"the fault at {fault.at}")
+        told: dict[str, Any] = json.loads(note.read_text())
+        self.struck_at, self.recovery_s = told["monotonic"], None
+        return told
+
+    def release(self, fault: Fault) -> None:
+        Path(f"{fault.note}.go").touch()
+
+    def wait_steps(self, number: int) -> None:
+        self.wait(lambda: len(self.lines) >= number, f"step {number}")
+
+    def wait_end(self, code: int = 0) -> None:
+        process, self.process = self.process, None
+        assert process is not None, "it was started"
+        deadline = time.monotonic() + LIMIT_S
+        while process.exitcode is None:
+            self.process = process
+            self.look()
+            self.process = None
+            require(time.monotonic() < deadline, f"the run goes on after {LIMIT_S:g} s")
+            time.sleep(POLL_S)
+        self.count_lines()
+        found = process.exitcode
+        require(found == code, f"exit status {found}, not {code}: {self.last_words}")
+
+    def kill_run(self) -> None:
+        """SIGKILL of the scheduler alone; what it started has to end by itself."""
+        assert self.process is not None
+        self.look()
+        self.killed |= self.shared
+        self.process.kill()
+        self.process.join()
+        self.struck_at, self.process = time.monotonic(), None
+        self.wait_gone()
+
+    def wait_gone(self) -> None:
+        deadline = time.monotonic() + LIMIT_S / 10
+        while left := processes_of(str(self.folder / self.name)):
+            require(time.monotonic() < deadline, f"processes that are left: {left}")
+            time.sleep(POLL_S)
+
+    def kill(self, pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> None:
+        require(pids, "there is no such process")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        self.struck_at, self.recovery_s = time.monotonic(), None
+
+    def roles(self, role: str) -> list[int]:
+        """Its processes by number, such as those of learner or rollout."""
+        found = {}
+        for pid, line in processes_of(str(self.folder / self.name)).items():
+            if known := re.search(rf"role_host {role}-(\d+)$", line):
+                found[int(known[1])] = pid
+        return [found[number] for number in sorted(found)]
+
+    def close(self) -> None:
+        """Nothing of it stays, however the scenario ended."""
+        for pid in processes_of(str(self.folder / self.name)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+
+    # Watching
+
+    def look(self) -> None:
+        assert self.process is not None
+        with suppress(OSError):
+            found = [str(link.readlink()) for link in Path(f"/proc/{self.pid}/fd").iterdir()]
+            self.shared |= {Path(name).parent for name in found if name.endswith("/owner.lock")}
+            if self.count_lines():
+                self.handles.append((self.num_starts, len(found)))
+
+    def count_lines(self) -> bool:
+        """Whether a step was recorded since it was last asked."""
+        path = self.records / "steps.jsonl"
+        number = path.read_bytes().count(b"\n") if path.exists() else 0
+        is_new, self.num_lines = number > self.num_lines, number
+        if is_new and self.struck_at is not None and self.recovery_s is None:
+            self.recovery_s = time.monotonic() - self.struck_at
+        return is_new
+
+
+def run_command(words: list[str], environment: dict[str, str], log: str) -> None:
+    """In the child: the command line, with its output in a file."""
+    os.setsid()  # a signal to its group reaches no other process
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for number in (1, 2):
+        os.dup2(output, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    sys.argv[:] = ["pentad", *words]
+    sys.orig_argv[:] = [sys.executable, "-m", "pentad.cli.main", *words]
+    main: Any = load_target("pentad.cli.main:main")
+    main()
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """The live processes of a trial and their command lines."""
+    found, wanted = {}, f"{MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError):
+            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
+                continue  # the forked run itself has the environment of who forked it
+            if (folder / "stat").read_text().rpartition(") ")[2].split()[0] != "Z":
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(folder.name)] = line.decode(errors="replace").strip()
+    return found

@@ -1,0 +1,100 @@
+"""`pentad chaos`: runs broken on purpose, and a table of what became of each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from pentad.chaos.suite import SCENARIOS, Result, Suite, fitting, soak
+from pentad.chaos.workloads import Command, Kind, Workload, built_in, of_recipe
+from pentad.cli.plan import make_console
+from pentad.cli.recipe import Recipe
+from pentad.config.derived import component_of
+from pentad.core.errors import Problem, UserError
+
+MIN_WIDTH = 150
+
+
+def run_chaos(
+    recipe: Recipe | None,
+    names: list[str],
+    *,
+    command: Command,
+    seed: int,
+    num_soak: int,
+    keep: bool,
+) -> int:
+    """0 when every invariant held in every scenario, 1 otherwise."""
+    unknown = [name for name in names if name not in {one.name for one in SCENARIOS}]
+    if unknown:
+        rule, remedy = "there is no such scenario", "pentad chaos --list names them"
+        raise UserError([Problem(f"--scenario {name}", rule, remedy) for name in unknown])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is promised for the CPU
+    folder = Path(tempfile.mkdtemp(prefix="pentad-chaos-"))
+    suite = Suite(workloads_of(recipe, command, folder), folder, seed)
+    chosen = fitting(suite.workloads, names)
+    if missing := [name for name in names if name not in {one.name for one in chosen}]:
+        rule = "the recipe has neither the ranks nor the samplers that it breaks"
+        raise UserError([Problem(f"--scenario {name}", rule) for name in missing])
+    if num_soak:
+        typer.echo(f"{num_soak} faults, seed {seed}, in {folder}")
+        results = soak(suite, num_soak, show)
+    else:
+        typer.echo(f"{len(chosen)} scenarios, seed {seed}, in {folder}")
+        results = []
+        for scenario in chosen:
+            results.append(suite.run(scenario))
+            show(results[-1])
+    failed = [one for one in results if one.broken]
+    show_table(results)
+    typer.echo(f"{len(results) - len(failed)} of {len(results)} hold, seed {seed}")
+    for one in failed:
+        typer.echo(f"{one.scenario.name}: {one.broken}")
+    if failed or keep:
+        typer.echo(f"what the runs left is in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return 1 if failed else 0
+
+
+def workloads_of(recipe: Recipe | None, command: Command, folder: Path) -> dict[Kind, Workload]:
+    if recipe is None:
+        return built_in(folder)
+    config, _ = recipe.prepare(command)
+    words = () if recipe.path is None else (str(recipe.path),)
+    return of_recipe((*words, *recipe.overrides), command, component_of(config, "actor").world)
+
+
+def show(result: Result) -> None:
+    """A line as soon as it is known: a suite takes minutes."""
+    verdict = "FAILED" if result.broken else result.scenario.outcome
+    typer.echo(f"{result.scenario.name}: {result.done}: {verdict} ({result.seconds:.0f} s)")
+    if result.broken:
+        typer.echo(f"  {result.broken}")
+
+
+def show_table(results: list[Result]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("scenario", "what was done", "outcome", "recovery s", "invariants"):
+        is_number = title == "recovery s"
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
+    for one in results:
+        outcome = "FAILED" if one.broken else one.scenario.outcome
+        took = "" if one.recovery_s is None else f"{one.recovery_s:.1f}"
+        table.add_row(one.scenario.name, one.done, outcome, took, " ".join(one.held))
+    console = make_console()
+    console.width = max(console.width, MIN_WIDTH)
+    typer.echo("")
+    console.print(table)
+
+
+def list_scenarios() -> None:
+    for one in SCENARIOS:
+        needs = {"ranks": "several ranks", "rl": "samplers", "any": "any run"}[one.kind]
+        equal = "ends bitwise the same" if one.is_equal else "invariants alone"
+        typer.echo(f"{one.name:22} {one.outcome:22} {needs:14} {equal}")

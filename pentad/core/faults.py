@@ -1,0 +1,145 @@
+"""Named fault points: a variable of the environment has a process fail at an exact place.
+
+    PENTAD_FAULT="at=backward rank=2 step=3 do=kill note=/tmp/fault"
+
+For `pentad chaos` and for whoever wants to see what a run does. Without the variable a point costs
+a look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pentad.core.errors import Problem, UserError
+
+VARIABLE = "PENTAD_FAULT"
+POINTS = (
+    *("forward", "backward", "all-reduce", "optimizer"),
+    *("load", "write", "commit", "install", "generate"),
+)
+"""Of a training step; of a restore and a save; of a sampler with new weights or at work."""
+ACTIONS = ("kill", "stop", "hold", "sleep", "raise", "full", "nan")
+"""SIGKILL and SIGSTOP to itself; wait until NOTE.go is there; sleep; an exception; a full disk; no
+number in the gradient."""
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong, `times` in all processes together."""
+
+    at: str
+    do: str
+    note: Path
+    """NOTE.0, NOTE.1, ... are written when it happens: which process, rank and step, and when."""
+    rank: int | None = None
+    step: int | None = None
+    """Counted from 1; of a sampler the version of its weights."""
+    times: int = 1
+    """0: every time."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        words = [f"at={self.at}", f"do={self.do}", f"note={self.note}", f"times={self.times}"]
+        words += [f"rank={self.rank}"] if self.rank is not None else []
+        words += [f"step={self.step}"] if self.step is not None else []
+        return " ".join([*words, f"seconds={self.seconds:g}"])
+
+    def claim(self, told: dict[str, Any]) -> bool:
+        """Whether this is one of the times, which it notes."""
+        for number in range(self.times or 1):
+            with suppress(FileExistsError):
+                aside = self.note.with_name(f"{self.note.name}.{os.getpid()}")
+                aside.write_text(json.dumps(told))
+                try:
+                    os.link(aside, f"{self.note}.{number}")  # whole, or not there
+                finally:
+                    aside.unlink()
+                return True
+        return not self.times
+
+    def happen(self, tensors: Iterable[Any]) -> None:
+        match self.do:
+            case "kill" | "stop":
+                os.kill(os.getpid(), signal.SIGKILL if self.do == "kill" else signal.SIGSTOP)
+            case "hold":
+                while not self.note.with_name(f"{self.note.name}.go").exists():
+                    time.sleep(POLL_S)
+            case "sleep":
+                time.sleep(self.seconds)
+            case "raise":
+                raise RuntimeError(f"{VARIABLE} asked for a failure in {self.at}")
+            case "full":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case "nan":
+                for tensor in tensors:
+                    tensor.fill_(float("nan"))
+
+
+@dataclass(slots=True)
+class Where:
+    """Which rank this process is, and the step it works on."""
+
+    rank: int = 0
+    step: int | None = None
+
+
+where = Where()
+
+
+def hit(at: str, *, step: int | None = None, tensors: Iterable[Any] = ()) -> None:
+    """A fault point; `step` where the process is no rank."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    step = where.step if step is None else step
+    for fault in read_faults(text):
+        is_here = fault.at == at and fault.rank in (None, where.rank)
+        if is_here and fault.step in (None, step):
+            now = {"monotonic": time.monotonic(), "time": time.time()}
+            if fault.claim({"pid": os.getpid(), "rank": where.rank, "step": step, **now}):
+                fault.happen(tensors)
+
+
+@cache
+def read_faults(text: str) -> tuple[Fault, ...]:
+    return tuple(read_fault(part) for part in text.split(";") if part.strip())
+
+
+def read_fault(text: str) -> Fault:
+    """UserError where it is not one."""
+    known = dict(word.partition("=")[::2] for word in text.split())
+
+    def number(name: str) -> int | None:
+        return int(known.pop(name)) if name in known else None
+
+    try:
+        fault = Fault(
+            known.pop("at"),
+            known.pop("do"),
+            Path(known.pop("note")),
+            number("rank"),
+            number("step"),
+            times=int(known.pop("times", "1")),
+            seconds=float(known.pop("seconds", "0")),
+        )
+    except (KeyError, ValueError) as error:
+        raise refuse(text, f"{error} is missing or no number") from error
+    if fault.at not in POINTS or fault.do not in ACTIONS or known:
+        raise refuse(text, f"at is of {', '.join(POINTS)}, do of {', '.join(ACTIONS)}")
+    return fault
+
+
+def refuse(text: str, rule: str) -> UserError:
+    remedy = 'write it as "at=backward do=kill note=/tmp/fault rank=2 step=3", or unset it'
+    return UserError(Problem(f"{VARIABLE} = {text.strip()}", rule, remedy))
