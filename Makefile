@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-transfer-queue test-kills check bench recipes docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-transfer-queue test-kills chaos soak check bench recipes docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -72,6 +72,15 @@ test-transfer-queue: $(QUEUE)/.installed
 # Runs that are killed at fifty random moments, where `make test` takes ten.
 test-kills: setup-tests
 	PENTAD_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/invariants/test_killed_runs.py $(ARGS)
+
+# Runs that are broken on purpose, one scenario after the other, and a table of what became of each; and
+# faults drawn at random.
+chaos: setup
+	OMP_NUM_THREADS=1 $(BIN)/pentad chaos $(ARGS)
+
+FAULTS := 200
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/pentad chaos --soak $(FAULTS) $(ARGS)
 
 check: setup-tests
 	$(BIN)/ruff check pentad tests

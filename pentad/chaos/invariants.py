@@ -7,18 +7,18 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from pentad.chaos.trial import Trial, require
+from pentad.chaos.broken_run import ChaosRun, require
 from pentad.checkpoint.folders import damage, list_steps, read_checkpoint
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 
 SLACK_HANDLES = 6
 """Open files that may come and go."""
-Check = Callable[[Trial, Trial | None], None]
+Check = Callable[[ChaosRun, ChaosRun | None], None]
 """Of a trial and, where there is one, of the same run that nobody broke."""
 
 
-def check_once(trial: Trial, whole: Trial | None) -> None:
+def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Every step was trained exactly once, in its order."""
     steps = [line["step"] for line in trial.lines]
     require(steps == list(range(1, len(steps) + 1)), f"steps {steps}: one is missing or twice")
@@ -26,7 +26,7 @@ def check_once(trial: Trial, whole: Trial | None) -> None:
         require(len(steps) == len(whole.lines), f"{len(steps)} steps, not {len(whole.lines)}")
 
 
-def check_monotone(trial: Trial, whole: Trial | None) -> None:
+def check_monotone(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Every start goes on from what was committed, and none trains a step that it restored."""
     starts = json.loads((trial.records / "manifest.json").read_text())["starts"]
     generations = [start["generation"] for start in starts]
@@ -41,7 +41,7 @@ def check_monotone(trial: Trial, whole: Trial | None) -> None:
         last = line["generation"]
 
 
-def check_equal(trial: Trial, whole: Trial | None) -> None:
+def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Weights, records and trained groups are bit for bit those of the run that nobody broke."""
     assert whole is not None, "given where it is asked for"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
@@ -52,19 +52,19 @@ def check_equal(trial: Trial, whole: Trial | None) -> None:
     require(groups(trial) == groups(whole), "the groups that were trained differ")
 
 
-def weights(trial: Trial) -> dict[str, bytes]:
+def weights(trial: ChaosRun) -> dict[str, bytes]:
     step = trial.workload.steps
     folders = list((trial.checkpoints / "default").glob(f"epoch*globalstep{step - 1}"))
     require(len(folders) == 1, f"{len(folders)} exports of step {step}")
     return {file.name: file.read_bytes() for file in folders[0].glob("*.safetensors")}
 
 
-def groups(trial: Trial) -> list[tuple[int, int]]:
+def groups(trial: ChaosRun) -> list[tuple[int, int]]:
     lines = read_lines(trial.records / "samples.jsonl")
     return sorted({(line["step"], line["gid"]) for line in lines})
 
 
-def check_groups(trial: Trial, whole: Trial | None) -> None:
+def check_groups(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """No prompt was trained in two steps, and none of a step is missing."""
     found = groups(trial)
     gids = [gid for _, gid in found]
@@ -73,7 +73,7 @@ def check_groups(trial: Trial, whole: Trial | None) -> None:
     require(len(sizes) == 1, f"steps have different numbers of groups: {sorted(sizes)}")
 
 
-def check_whole(trial: Trial, whole: Trial | None) -> None:
+def check_whole(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Every byte of every committed checkpoint is what was saved, and nothing half-made is left."""
     root, steps = trial.checkpoints, []
     for step in list_steps(root):
@@ -90,7 +90,7 @@ def check_whole(trial: Trial, whole: Trial | None) -> None:
     require(not left, f"half-made files: {left[:3]}")
 
 
-def check_leaks(trial: Trial, whole: Trial | None) -> None:
+def check_leaks(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """No process, no folder in shared memory, and no more open files than before."""
     trial.wait_gone()
     left = [str(path) for path in trial.shared - trial.killed if path.exists()]
@@ -101,7 +101,7 @@ def check_leaks(trial: Trial, whole: Trial | None) -> None:
         require(grown <= SLACK_HANDLES, f"open files of the scheduler grew from {counts}")
 
 
-def check_tokens(trial: Trial, whole: Trial | None) -> None:
+def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """Tokens sent to experts are the tokens times the experts each visits."""
     load = trial.workload
     for line in trial.lines if load.num_experts else ():
@@ -123,7 +123,7 @@ CHECKS: dict[str, Check] = {
 ALWAYS = ("once", "monotone", "whole", "leaks", "tokens")
 
 
-def newest_state(trial: Trial) -> Path:
+def newest_state(trial: ChaosRun) -> Path:
     """A file of the newest committed checkpoint's tensors."""
     step = list_steps(trial.checkpoints)[0]
     return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[

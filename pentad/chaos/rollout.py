@@ -6,15 +6,15 @@ import json
 from functools import partial
 from pathlib import Path
 
+from pentad.chaos.broken_run import ChaosRun, require
 from pentad.chaos.invariants import check_groups
 from pentad.chaos.scenarios import RECOVERED, WENT_ON, Scenario, kill_rank, kill_scheduler, says
-from pentad.chaos.trial import Trial, require
 
 NUM_BAD = 2
 """Rows whose reward fails."""
 
 
-def kill_sampler(trial: Trial, at: str) -> None:
+def kill_sampler(trial: ChaosRun, at: str) -> None:
     version = trial.draw.randint(1, trial.workload.steps - 2)
     words = {"generate": "as it samples with", "install": "between weights and receipt of"}
     trial.done = f"SIGKILL of a sampler {words[at]} version {version}"
@@ -26,7 +26,7 @@ def kill_sampler(trial: Trial, at: str) -> None:
     check_groups(trial, None)
 
 
-def kill_samplers(trial: Trial) -> None:
+def kill_samplers(trial: ChaosRun) -> None:
     version = trial.draw.randint(1, trial.workload.steps - 2)
     trial.done = f"SIGKILL of all samplers while one samples with version {version}"
     fault = trial.fault("generate", "hold", step=version)
@@ -39,7 +39,7 @@ def kill_samplers(trial: Trial) -> None:
     check_groups(trial, None)
 
 
-def fail_reward(trial: Trial, how: str) -> None:
+def fail_reward(trial: ChaosRun, how: str) -> None:
     """Rewards of two rows fail every time; other rows take their place."""
     folder = trial.workload.folder
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]

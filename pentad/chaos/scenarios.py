@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pentad.chaos.trial import Trial, require
+from pentad.chaos.broken_run import ChaosRun, require
 from pentad.chaos.workloads import Kind
 
-Act = Callable[[Trial], None]
+Act = Callable[[ChaosRun], None]
 RECOVERED = "recovered"
 STOPPED = "stopped, cause named"
 WENT_ON = "went on"
@@ -20,7 +21,7 @@ WENT_ON = "went on"
 class Scenario:
     name: str
     act: Act
-    """Breaks the run and waits for its end; says in `Trial.done` what it did."""
+    """Breaks the run and waits for its end; says in `ChaosRun.done` what it did."""
     outcome: str
     kind: Kind = "ranks"
     is_equal: bool = True
@@ -32,7 +33,7 @@ class Scenario:
 # A rank is lost
 
 
-def kill_rank(trial: Trial, at: str, rank: int | None = None) -> None:
+def kill_rank(trial: ChaosRun, at: str, rank: int | None = None) -> None:
     rank, step = trial.some_rank() if rank is None else rank, trial.some_step()
     trial.done = f"SIGKILL of rank {rank} in {at}, step {step}"
     fault = trial.fault(at, "kill", rank=rank, step=step)
@@ -43,7 +44,7 @@ def kill_rank(trial: Trial, at: str, rank: int | None = None) -> None:
     says(trial, f"it is started again after step {step - 1}")
 
 
-def kill_two(trial: Trial) -> None:
+def kill_two(trial: ChaosRun) -> None:
     one, step = trial.some_rank(), trial.some_step()
     other = trial.some_rank(but=one)
     trial.done = f"SIGKILL of ranks {one} and {other} in backward, step {step}"
@@ -55,7 +56,7 @@ def kill_two(trial: Trial) -> None:
     says(trial, f"it is started again after step {step - 1}")
 
 
-def kill_in_recovery(trial: Trial) -> None:
+def kill_in_recovery(trial: ChaosRun) -> None:
     one, other, step = trial.some_rank(), trial.some_rank(), trial.some_step()
     trial.done = f"SIGKILL of rank {one} in step {step}, then of rank {other} as it loads"
     first = trial.fault("forward", "kill", rank=one, step=step)
@@ -67,7 +68,7 @@ def kill_in_recovery(trial: Trial) -> None:
     says(trial, "(try 2 of recover.retries = 3 without a step gained)")
 
 
-def stop_rank(trial: Trial) -> None:
+def stop_rank(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGSTOP of rank {rank} in forward, step {step}"
     fault = trial.fault("forward", "stop", rank=rank, step=step)
@@ -80,7 +81,7 @@ def stop_rank(trial: Trial) -> None:
     require("most recent call first" in stack, f"rank {other} wrote no stack")
 
 
-def slow_rank(trial: Trial) -> None:
+def slow_rank(trial: ChaosRun) -> None:
     rank = trial.some_rank()
     trial.done = f"rank {rank} sleeps 1 s in every forward"
     fault = trial.fault("forward", "sleep", rank=rank, times=0, seconds=1.0)
@@ -91,7 +92,7 @@ def slow_rank(trial: Trial) -> None:
     require(len(starts(trial)) == 1, "a slow rank was taken for a dead one")
 
 
-def starts(trial: Trial) -> list[str]:
+def starts(trial: ChaosRun) -> list[str]:
     """The generation of each step that was trained."""
     return sorted({str(line["generation"]) for line in trial.lines})
 
@@ -99,7 +100,7 @@ def starts(trial: Trial) -> list[str]:
 # The code fails
 
 
-def poison(trial: Trial) -> None:
+def poison(trial: ChaosRun) -> None:
     step = trial.some_step()
     trial.done = f"an exception in forward of step {step}, every time"
     fault = trial.fault("forward", "raise", step=step, times=0)
@@ -111,7 +112,7 @@ def poison(trial: Trial) -> None:
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 
-def crash_loop(trial: Trial) -> None:
+def crash_loop(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGKILL of rank {rank} in forward of step {step}, every time"
     fault = trial.fault("forward", "kill", rank=rank, step=step, times=0)
@@ -123,7 +124,7 @@ def crash_loop(trial: Trial) -> None:
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 
-def no_number(trial: Trial) -> None:
+def no_number(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"no number in the gradient of rank {rank}, step {step}"
     fault = trial.fault("all-reduce", "nan", rank=rank, step=step)
@@ -140,7 +141,7 @@ def no_number(trial: Trial) -> None:
 # Whoever leads the run is lost, asked to stop, or doubled
 
 
-def preempt(trial: Trial) -> None:
+def preempt(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGTERM of the run in backward, step {step}"
     fault = trial.fault("backward", "hold", rank=rank, step=step)
@@ -152,13 +153,16 @@ def preempt(trial: Trial) -> None:
     trial.wait_end(1)
     says(trial, f"stopped by SIGTERM after {step} of {trial.workload.steps} steps")
     says(trial, f"started again, the run goes on after step {step}")
+    marker = json.loads((trial.records / "exit.json").read_text())
+    found = marker["end"], marker["saved_step"]
+    require(found == ("stopped", step), f"exit.json says {found}, not stopped after {step}")
     trial.struck_at, trial.recovery_s = None, None
     trial.start(words=rare)
     trial.wait_end()
     says(trial, f"resumed after step {step} from")
 
 
-def kill_scheduler(trial: Trial, at: str = "optimizer") -> None:
+def kill_scheduler(trial: ChaosRun, at: str = "optimizer") -> None:
     step = trial.some_step()
     trial.done = f"SIGKILL of the scheduler while ranks are in {at}, step {step}"
     fault = trial.fault(at, "hold", step=step)
@@ -168,14 +172,14 @@ def kill_scheduler(trial: Trial, at: str = "optimizer") -> None:
     says(trial, f"resumed after step {step - 1} from")
 
 
-def again(trial: Trial) -> None:
+def again(trial: ChaosRun) -> None:
     """The run is killed; what it started ends by itself, and the same command goes on."""
     trial.kill_run()
     trial.start()
     trial.wait_end()
 
 
-def two_schedulers(trial: Trial) -> None:
+def two_schedulers(trial: ChaosRun) -> None:
     step = trial.some_step()
     trial.done = f"a second start of the run in step {step}"
     fault = trial.fault("forward", "hold", step=step)
@@ -191,7 +195,7 @@ def two_schedulers(trial: Trial) -> None:
     says(trial, "another program runs in it")
 
 
-def stale_writer(trial: Trial) -> None:
+def stale_writer(trial: ChaosRun) -> None:
     fault = trial.fault("commit", "hold")
     beside = ["saver.mode=async"]
     # Beside training, which step is saved next is not known: any after the first will do.
@@ -207,7 +211,7 @@ def stale_writer(trial: Trial) -> None:
     says(trial, "resumed after step ")
 
 
-def says(trial: Trial, *sentences: str) -> None:
+def says(trial: ChaosRun, *sentences: str) -> None:
     for sentence in sentences:
         require(sentence in trial.said, f'the run does not say "{sentence}"')
 

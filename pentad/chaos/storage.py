@@ -7,16 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from pentad.chaos.broken_run import ChaosRun, require
 from pentad.chaos.invariants import newest_state
 from pentad.chaos.scenarios import RECOVERED, WENT_ON, Scenario, again, says
-from pentad.chaos.trial import Trial, require
 from pentad.checkpoint.folders import list_steps
 
 BESIDE = ("saver.mode=async", "recover.freq_steps=2")
 """Saves are written by a process beside training; the first is that of step 2."""
 
 
-def fail_save(trial: Trial, at: str, do: str, cause: str) -> None:
+def fail_save(trial: ChaosRun, at: str, do: str, cause: str) -> None:
     step = 2
     what = {"kill": "SIGKILL of the writer", "full": "a full disk"}[do]
     trial.done = f"{what} in the {at} of step {step}"
@@ -28,7 +28,7 @@ def fail_save(trial: Trial, at: str, do: str, cause: str) -> None:
     require(len({line["generation"] for line in trial.lines}) == 1, "the run was started again")
 
 
-def stall(trial: Trial) -> None:
+def stall(trial: ChaosRun) -> None:
     trial.done = "the storage stands still in the save of step 2, until step 4 is trained"
     fault = trial.fault("write", "hold", step=2)
     trial.start(fault, words=BESIDE)
@@ -39,7 +39,7 @@ def stall(trial: Trial) -> None:
     trial.wait_end()
 
 
-def kill_in_save(trial: Trial, at: str) -> None:
+def kill_in_save(trial: ChaosRun, at: str) -> None:
     """Saves are written by the training process itself."""
     step = trial.some_step()
     trial.done = f"SIGKILL of the run in the {at} of step {step}"
@@ -50,7 +50,7 @@ def kill_in_save(trial: Trial, at: str) -> None:
     says(trial, f"resumed after step {step - 1} from")
 
 
-def spoil(trial: Trial, what: str, change: Callable[[Trial], Path], sentence: str) -> None:
+def spoil(trial: ChaosRun, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> None:
     step = max(3, trial.some_step())  # two are committed
     trial.done = f"SIGKILL of the run in step {step}; the newest checkpoint {what}"
     fault = trial.fault("forward", "hold", step=step)
@@ -63,13 +63,13 @@ def spoil(trial: Trial, what: str, change: Callable[[Trial], Path], sentence: st
     says(trial, sentence, f"resumed after step {step - 2} from")
 
 
-def cut(trial: Trial) -> Path:
+def cut(trial: ChaosRun) -> Path:
     path = newest_state(trial)
     path.write_bytes(path.read_bytes()[:-7])
     return path
 
 
-def flip(trial: Trial) -> Path:
+def flip(trial: ChaosRun) -> Path:
     path = newest_state(trial)
     data = bytearray(path.read_bytes())
     data[trial.draw.randrange(len(data))] ^= 1
@@ -77,14 +77,14 @@ def flip(trial: Trial) -> Path:
     return path
 
 
-def garble(trial: Trial) -> Path:
+def garble(trial: ChaosRun) -> Path:
     step = list_steps(trial.checkpoints)[0]
     path = trial.checkpoints / f"recover_info/globalstep{step}/COMMIT"
     path.write_bytes(path.read_bytes()[:-5])
     return path
 
 
-def lose(trial: Trial) -> Path:
+def lose(trial: ChaosRun) -> Path:
     step = list_steps(trial.checkpoints)[0]
     path = trial.checkpoints / f"recover_info/globalstep{step}"
     shutil.rmtree(path)
@@ -92,11 +92,11 @@ def lose(trial: Trial) -> Path:
     return path
 
 
-def newest_state_folder(trial: Trial, step: int) -> Path:
+def newest_state_folder(trial: ChaosRun, step: int) -> Path:
     return trial.checkpoints / f"default/recover_checkpoint/globalstep{step}"
 
 
-def spoiled(name: str, what: str, change: Callable[[Trial], Path], sentence: str) -> Scenario:
+def spoiled(name: str, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> Scenario:
     act = partial(spoil, what=what, change=change, sentence=sentence)
     return Scenario(name, act, RECOVERED, "any")
 

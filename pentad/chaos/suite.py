@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pentad.chaos.broken_run import Broken, ChaosRun
 from pentad.chaos.invariants import ALWAYS, CHECKS
 from pentad.chaos.rollout import OF_ROLLOUT
 from pentad.chaos.scenarios import OF_RANKS, Scenario
 from pentad.chaos.storage import OF_STORAGE
-from pentad.chaos.trial import Broken, Trial
 from pentad.chaos.workloads import Kind, Workload
 
 SCENARIOS = (*OF_RANKS, *OF_STORAGE, *OF_ROLLOUT)
@@ -35,7 +35,7 @@ class Suite:
     workloads: dict[Kind, Workload]
     folder: Path
     seed: int
-    whole: dict[str, Trial] = field(default_factory=dict)
+    whole: dict[str, ChaosRun] = field(default_factory=dict)
     """The runs that nobody broke, by workload."""
 
     def run(self, scenario: Scenario, number: int = 0) -> Result:
@@ -43,7 +43,7 @@ class Suite:
         workload = self.workloads[scenario.kind]
         name = f"{scenario.name}-{number}" if number else scenario.name
         draw = random.Random(f"{self.seed} {scenario.name} {number}")
-        trial = Trial(workload, self.folder, name, draw)
+        trial = ChaosRun(workload, self.folder, name, draw)
         held: list[str] = []
         begun = time.monotonic()
         try:
@@ -63,11 +63,11 @@ class Suite:
         seconds = time.monotonic() - begun
         return Result(scenario, trial.done, seconds, trial.recovery_s, tuple(held), broken)
 
-    def reference(self, workload: Workload) -> Trial:
+    def reference(self, workload: Workload) -> ChaosRun:
         """The run that nobody broke, made once."""
         if workload.name not in self.whole:
             name = f"whole-{len(self.whole)}"
-            trial = Trial(workload, self.folder, name, random.Random(0))
+            trial = ChaosRun(workload, self.folder, name, random.Random(0))
             try:
                 trial.start()
                 trial.wait_end()

@@ -50,7 +50,11 @@ class Crashed(Transient):
     """An exception of the code on a rank: it may pass, but not if it comes again."""
 
 
-class Interrupted(RunError):
+class Stopped(RunError):
+    """A run that a signal asked to stop, with what became of it."""
+
+
+class Interrupted(Stopped):
     """A run that its user ended by ctrl-C, with what became of it."""
 
 

@@ -35,7 +35,7 @@ POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """One thing that goes wrong, `times` in all processes together."""
 
     at: str
@@ -112,11 +112,11 @@ def hit(at: str, *, step: int | None = None, tensors: Iterable[Any] = ()) -> Non
 
 
 @cache
-def read_faults(text: str) -> tuple[Fault, ...]:
+def read_faults(text: str) -> tuple[InjectedFault, ...]:
     return tuple(read_fault(part) for part in text.split(";") if part.strip())
 
 
-def read_fault(text: str) -> Fault:
+def read_fault(text: str) -> InjectedFault:
     """UserError where it is not one."""
     known = dict(word.partition("=")[::2] for word in text.split())
 
@@ -124,7 +124,7 @@ def read_fault(text: str) -> Fault:
         return int(known.pop(name)) if name in known else None
 
     try:
-        fault = Fault(
+        fault = InjectedFault(
             known.pop("at"),
             known.pop("do"),
             Path(known.pop("note")),

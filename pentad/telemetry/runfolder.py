@@ -40,6 +40,9 @@ FILES = {
     "telemetry.tensorboard is true: "
     "`tensorboard --logdir` on this folder.",
     "wandb/": "What Weights & Biases keeps of the run, if telemetry.wandb is set.",
+    "exit.json": "How the last start ended, for whoever supervises the run: complete, stopped (by "
+    "a signal) or failed, the reason, and the step it goes on after; not there while it runs, and "
+    "after a kill.",
     "run.lock": "Held by the running program, which it names with machine and time, so that no "
     "second one writes here; empty otherwise.",
     "earlier/": "Records of former runs of this name that were started anew with --fresh; their "

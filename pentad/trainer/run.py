@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from pentad.config.rules.resume import changed_keys, judge_changes
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, Stopped, UserError
 from pentad.core.layout import Layout
 from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
@@ -44,7 +44,7 @@ from pentad.rl.health import find_alarms
 from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, log_to
-from pentad.telemetry.manifest import describe_start
+from pentad.telemetry.manifest import describe_start, write_json
 from pentad.telemetry.recorder import FindAlarms, Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set_aside
 from pentad.telemetry.screen import Screen, open_screen
@@ -364,7 +364,7 @@ def open_run(
         folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(determinism_restored())
-        stack.enter_context(logged_end())
+        stack.enter_context(noted_end(folder, checkpoints))
         stack.enter_context(stop_early(partial(standing, config)))
         log_start(config, notes, warnings, num_steps)
         telemetry = config.telemetry
@@ -443,20 +443,36 @@ def alarms_of(config: Config) -> FindAlarms:
 
 
 @contextmanager
-def logged_end() -> Iterator[None]:
-    """How the run ended goes to its log too; a refusal of the operating system is a sentence."""
+def noted_end(folder: RunFolder, checkpoints: Path) -> Iterator[None]:
+    """How this start of the run ended goes to its log and to exit.json; a refusal of the operating
+    system is a sentence."""
+    marker = folder.file("exit.json")
+    marker.unlink(missing_ok=True)
+
+    def note(end: str, reason: str = "") -> None:
+        with suppress(OSError):  # a full disk, or a folder that is gone
+            found = find_checkpoints(checkpoints, report=log.debug)
+            saved = found[0].step + 1 if found else 0
+            write_json(
+                marker, {"end": end, "reason": reason, "saved_step": saved, "at": now_text()}
+            )
+
     try:
         yield
     except OSError as error:
         log.info("the run failed", exc_info=True)
+        note("failed", str(error))
         raise RunError(f"the operating system refused: {error}") from error
     except (UserError, RunError) as error:
         log.info("the run ended: %s", error)
+        note("stopped" if isinstance(error, Stopped) else "failed", str(error))
         raise
-    except BaseException:
+    except BaseException as error:
         log.info("the run failed", exc_info=True)
+        note("failed", repr(error))
         raise
     log.info("the run is complete")
+    note("complete")
 
 
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pentad.core.errors import Interrupted, RunError
+from pentad.core.errors import Interrupted, RunError, Stopped
 from pentad.runtime.signals import Repeats, hearing, heeded
 
 
@@ -31,7 +31,7 @@ class StopFlag:
 
 def stopped(name: str, rest: str) -> RunError:
     """The end of a run that a signal asked for."""
-    return (Interrupted if name.endswith("SIGINT") else RunError)(f"stopped by {name} {rest}")
+    return (Interrupted if name.endswith("SIGINT") else Stopped)(f"stopped by {name} {rest}")
 
 
 def what_next(model: Path | None, next_start: str = "") -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.chaos.workloads import Workload
-from pentad.core.faults import VARIABLE, Fault
+from pentad.core.faults import VARIABLE, InjectedFault
 from pentad.runtime.worker import load_target
 from pentad.telemetry.steps import read_lines
 
@@ -28,7 +28,7 @@ LIMIT_S = 900.0
 """A wait that takes longer is a failure; nothing else is judged by the clock."""
 POLL_S = 0.02
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pentad.cli.main", "pentad.trainer.assemble"])
+CONTEXT.set_forkserver_preload(["pentad.trainer.assemble"])
 """Runs are forked from a process that has imported torch: most of a short run is that import."""
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,7 +43,7 @@ def require(condition: object, sentence: str) -> None:
 
 
 @dataclass(slots=True)
-class Trial:
+class ChaosRun:
     workload: Workload
     folder: Path
     name: str
@@ -100,18 +100,18 @@ class Trial:
         """Neither the first, before which nothing is saved, nor the last."""
         return self.draw.randint(2, self.workload.steps - 1)
 
-    def fault(self, at: str, do: str, **more: Any) -> Fault:
+    def fault(self, at: str, do: str, **more: Any) -> InjectedFault:
         self.num_faults += 1
-        return Fault(at, do, self.folder / f"{self.name}.fault{self.num_faults}", **more)
+        return InjectedFault(at, do, self.folder / f"{self.name}.fault{self.num_faults}", **more)
 
     # Starting and ending
 
-    def start(self, *faults: Fault, words: Sequence[str] = ()) -> None:
+    def start(self, *faults: InjectedFault, words: Sequence[str] = ()) -> None:
         require(self.process is None, "the scenario starts a run while one runs")
         self.process = self.start_beside(*faults, words=words)
         self.num_starts += 1
 
-    def start_beside(self, *faults: Fault, words: Sequence[str] = ()) -> ForkServerProcess:
+    def start_beside(self, *faults: InjectedFault, words: Sequence[str] = ()) -> ForkServerProcess:
         """The same command, in a session of its own."""
         given = [
             *(self.workload.command, *self.workload.words),
@@ -146,14 +146,14 @@ class Trial:
     def last_words(self) -> str:
         return " | ".join(self.said.strip().splitlines()[-3:])[-500:]
 
-    def wait_fault(self, fault: Fault, number: int = 0) -> dict[str, Any]:
+    def wait_fault(self, fault: InjectedFault, number: int = 0) -> dict[str, Any]:
         note = Path(f"{fault.note}.{number}")
         self.wait(note.exists, f"the fault at {fault.at}")
         told: dict[str, Any] = json.loads(note.read_text())
         self.struck_at, self.recovery_s = told["monotonic"], None
         return told
 
-    def release(self, fault: Fault) -> None:
+    def release(self, fault: InjectedFault) -> None:
         Path(f"{fault.note}.go").touch()
 
     def wait_steps(self, number: int) -> None:
