@@ -18,10 +18,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from pentad.checkpoint.disk import REAL_DISK, make_folders
 from pentad.checkpoint.job import (
     CommitJob,
     ExportJob,
@@ -32,6 +34,7 @@ from pentad.checkpoint.job import (
     Span,
     WriteJob,
     run_job,
+    write_receipt,
 )
 from pentad.core.errors import RunError
 from pentad.runtime.awake import awake_s
@@ -135,7 +138,8 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self._waiting: list[Pending] = []
+        self._waiting: list[tuple[Pending, Path | None]] = []
+        """With the receipt that a commit waits for."""
         self._guard = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="checkpoint-writer", daemon=True)
         self._reader.start()
@@ -153,8 +157,9 @@ class _Process:
         letter, memories = encode(job)
         fds = [memory.fd for memory in (letter, *memories)]
         assert len(fds) <= MAX_FDS, "a job has few memories"
+        receipt = job.root / job.receipt if isinstance(job, WriteJob) else None
         with self._guard:
-            self._waiting.append(pending)
+            self._waiting.append((pending, receipt))
         try:
             socket.send_fds(self._socket, [NUMBER.pack(len(fds))], fds)
         except OSError:
@@ -192,7 +197,7 @@ class _Process:
                 for line in lines:
                     answer = json.loads(line)
                     with self._guard:
-                        pending = self._waiting.pop(0)
+                        pending, _ = self._waiting.pop(0)
                     pending.settle(answer.get("result", {}), _error_from(answer.get("error")))
             except (OSError, ValueError):
                 pass  # its last line was cut short
@@ -207,7 +212,11 @@ class _Process:
         words = f"the process that writes checkpoints {ended} before this one was written"
         with self._guard:
             lost, self._waiting = self._waiting, []
-        for pending in lost:
+        for pending, receipt in lost:
+            if receipt is not None and not receipt.exists():
+                with suppress(OSError):  # then the commit runs into its deadline
+                    make_folders(REAL_DISK, receipt.parent)
+                    write_receipt(receipt, {"error": words}, REAL_DISK)
             pending.settle({}, RunError(words))
 
 

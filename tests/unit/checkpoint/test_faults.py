@@ -182,12 +182,15 @@ def test_a_writer_that_is_killed_fails_its_jobs_and_the_next_one_is_new(
     assert writer.pid is not None
     first = writer.pid
     waiting = commit_job(tmp_path, 2, ["recover_info/globalstep2/.never.receipt"])
-    pendings = [writer.submit(waiting), writer.submit(write_job(tmp_path, 2, 0))]
+    lost = write_job(tmp_path, 2, 0)
+    pendings = [writer.submit(waiting), writer.submit(lost)]
     time.sleep(0.2)
     os.kill(first, signal.SIGKILL)
     for pending in pendings:
         with pytest.raises(RunError, match=r"ended \(by signal 9\) before"):
             pending.wait(240)
+    with pytest.raises(RunError, match=r"ended \(by signal 9\) before"):  # and not its deadline
+        run_job(commit_job(tmp_path, 2, [lost.receipt]))
     save(lambda job: writer.submit(job).wait(240), tmp_path, 2)
     assert writer.pid != first
     assert steps(tmp_path) == [2, 1]
