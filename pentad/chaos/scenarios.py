@@ -40,7 +40,7 @@ def kill_rank(trial: ChaosRun, at: str, rank: int | None = None) -> None:
     trial.start(fault)
     trial.wait_fault(fault)
     trial.wait_end()
-    says(trial, f"rank {rank} of {trial.workload.world}, step {step}", "signal 9 (SIGKILL)")
+    says(trial, f"rank {rank} of {trial.workload.world}, ", "signal 9 (SIGKILL)")
     says(trial, f"it is started again after step {step - 1}")
 
 
@@ -75,7 +75,7 @@ def stop_rank(trial: ChaosRun) -> None:
     trial.start(fault, words=["stall_abort_s=20"])
     trial.wait_fault(fault)
     trial.wait_end()
-    says(trial, f"rank {rank} of {trial.workload.world}, step {step}: does not run (it is stopped)")
+    says(trial, f"rank {rank} of {trial.workload.world}, ", "does not run (it is stopped)")
     other = trial.some_rank(but=rank)
     stack = (trial.records / "ranks" / f"rank-{other}.log").read_text(errors="replace")
     require("most recent call first" in stack, f"rank {other} wrote no stack")
@@ -120,7 +120,7 @@ def crash_loop(trial: ChaosRun) -> None:
     trial.wait_fault(fault)
     trial.wait_end(1)
     trial.struck_at = None
-    says(trial, f"rank {rank} of {trial.workload.world}, step {step}", "SIGKILL")
+    says(trial, f"rank {rank} of {trial.workload.world}, ", "SIGKILL")
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 
