@@ -211,7 +211,7 @@ def test_the_command_line_says_what_the_config_says(config, monkeypatch):
         "rollout.server.args=[--seed,5]",
     )
     settings = server_settings(asked, DIMS, CUDA, 0)
-    told = pairs(vllm.flags(settings, 8000))
+    told = pairs(vllm.flags(settings, 8000, (0, 32, 0)))
     assert told["--tensor-parallel-size"] == "2" and told["--max-num-seqs"] == "32"
     assert told["--max-model-len"] == "128" and told["--dtype"] == "bfloat16"
     assert told["--kv-cache-memory-bytes"] == str(2 * 2**30) and told["--seed"] == "5"
