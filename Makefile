@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-megatron test-vllm test-transfer-queue test-kills chaos soak check bench recipes docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-full test-megatron test-vllm test-transfer-queue test-kills chaos soak check bench recipes docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -31,10 +31,15 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	@status=0; trap 'exit 130' INT; export OMP_NUM_THREADS=1; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist" --ignore $(WITH_MEGATRON) || status=$$?; \
-	$(BIN)/python -m pytest -m dist || status=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and not full" --ignore $(WITH_MEGATRON) || status=$$?; \
+	$(BIN)/python -m pytest -m "dist and not full" || status=$$?; \
 	exit $$status
 endif
+
+# The rest of the tables of layouts, schedules and faults, of which `make test` runs the cases that
+# pass every pair.
+test-full: setup-tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full $(ARGS)
 
 # megatron-core has an environment of its own: it is what our folders are held against.
 MEGATRON := .venv-megatron

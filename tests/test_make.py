@@ -27,7 +27,7 @@ def run(*command, **environment):
 
 
 @pytest.mark.parametrize(
-    ("fails", "ends_well"), [("none", True), ("*'not dist'*", False), ("*' dist'", False)]
+    ("fails", "ends_well"), [("none", True), ("*'not dist'*", False), ("*' dist and'*", False)]
 )
 def test_distributed_tests_run_also_where_the_others_fail(tmp_path, fails, ends_well):
     python = program(tmp_path / "bin" / "python", fails)
@@ -35,9 +35,9 @@ def test_distributed_tests_run_also_where_the_others_fail(tmp_path, fails, ends_
         (tmp_path / stamp).touch()
     done = run("make", "test", f"VENV={tmp_path}")
     first, second = (python.parent / "python.calls").read_text().splitlines()
-    assert "-m not dist" in first and second == "-m pytest -m dist"
+    assert "-m not dist" in first and second == "-m pytest -m dist and not full"
     assert (done.returncode == 0) == ends_well
-    assert done.stdout.splitlines()[-1] == "closing line of -m pytest -m dist"
+    assert done.stdout.splitlines()[-1] == "closing line of -m pytest -m dist and not full"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import hf_cases
 import parity_cases
 import pipeline_cases
 import pytest
+from tables import table
 
 from pentad.core.layout import Layout
 
@@ -26,7 +27,7 @@ TRAINED_ONLY = ("experts, full", "experts, cut")
 """Graphs without gradients take half of the time, and the other cases have them."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", table(list(CASES), ["experts, cut"]))
 def test_compiled_layout(pool, name):
     cases, how, layout, ac_mode = CASES[name]
     true = STEPS[cases](layout=Layout(), **how)
