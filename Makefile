@@ -30,7 +30,7 @@ test: setup-tests
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	@status=0; trap 'exit 130' INT; export OMP_NUM_THREADS=1; \
+	@status=0; trap 'exit 130' INT; export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and not full" --ignore $(WITH_MEGATRON) || status=$$?; \
 	$(BIN)/python -m pytest -m "dist and not full" || status=$$?; \
 	exit $$status
