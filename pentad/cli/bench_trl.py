@@ -27,6 +27,8 @@ from pentad.cli.bench_rl import NUM_WARM, RlCase, write_recipe
 MICROBATCH_TOKENS = 32_768
 """Of a forward and backward of TRL, padded."""
 LIMIT_S = 900
+NUM_SHOWN = 20
+"""Last lines of a peer that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
             return f"TRL took longer than {LIMIT_S} s"
         except subprocess.CalledProcessError:
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            print("\n".join(lines[-NUM_SHOWN:]), file=sys.stderr)
             return f"TRL failed: {lines[-1]}"
         return TrlMeasured(**json.loads((folder / "found.json").read_text()))
 
