@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
-.PHONY: setup setup-tests setup-megatron demo test test-full test-megatron test-vllm test-transfer-queue test-kills chaos soak check bench recipes docs clean
+.PHONY: setup setup-tests setup-megatron demo test test-full test-megatron test-vllm test-servers-gpu test-transfer-queue test-kills chaos soak check bench recipes docs clean
 
 setup: $(STAMP)
 setup-tests: $(TESTS)
@@ -63,6 +63,10 @@ $(VLLM)/.installed: constraints.txt
 
 test-vllm: setup-tests $(VLLM)/.installed
 	PENTAD_TEST_VLLM=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contracts tests/vllm -k vllm $(ARGS)
+
+# Real servers on this machine's GPU; VLLM_ENV and SGLANG_ENV name the environments that hold them.
+test-servers-gpu: setup
+	$(BIN)/python benchmarks/servers_gpu.py $(if $(VLLM_ENV),--vllm $(VLLM_ENV)) $(if $(SGLANG_ENV),--sglang $(SGLANG_ENV)) $(ARGS)
 
 # TransferQueue needs an older omegaconf than constraints.txt names, so it has an environment of its own.
 QUEUE := .venv-transfer-queue

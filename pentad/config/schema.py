@@ -467,8 +467,8 @@ class RolloutConfig(Section):
     """Of a mixture of experts: the sampler tells where it sent each token, and training sends it to
     the same experts, so that rounding cannot choose others."""
     restarts: NonNegativeInt = 3
-    """How often an embedded sampler or a scorer in a process of its own is started again in a row,
-    without an answer gained in between, before the run ends."""
+    """How often an embedded sampler or a scorer in a process of its own, or a server that the run
+    started, is started again in a row, without an answer gained in between, before the run ends."""
     server: ServerConfig = ServerConfig()
     """The servers of a rollout component `vllm` or `sglang`."""
 

@@ -11,6 +11,10 @@ class InfraFailure(Exception):
     """A replica, a connection or the reward pool failed; the prompt itself is not to blame."""
 
 
+class FlawedAnswer(InfraFailure):
+    """What a replica answered is no answer, though it lives: waiting for it would not help."""
+
+
 class GivenUp(RunError):
     """A part of the machinery that was started again as often as it may be: the run ends."""
 

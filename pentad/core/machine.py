@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import shutil
@@ -57,6 +58,38 @@ def find_gpus() -> tuple[Gpu, ...]:
         said = (done.stdout + done.stderr).strip().splitlines()
         raise GpuQueryError(f"nvidia-smi: {said[-1] if said else f'exit {done.returncode}'}")
     return visible(parse_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+class NvmlMemory(ctypes.Structure):
+    """What the driver's library says of a GPU, in bytes."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+@cache
+def nvml() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == 0 else None
+
+
+def gpu_memory_used(index: int) -> int | None:
+    """Bytes in use by all processes on one of this process's GPUs; None where nobody can say.
+    Asked of the driver: torch would take memory of its own for the question."""
+    library, handle, memory = nvml(), ctypes.c_void_p(), NvmlMemory()
+    if library is None:
+        return None
+    seen = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    name = seen[index] if index < len(seen) and seen[index] else str(index)
+    if name.isdigit():
+        failed = library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
+    else:
+        failed = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+    if failed or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+        return None
+    return int(memory.used)
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:

@@ -47,7 +47,7 @@ class ServerProcess:
         self.package = tempfile.TemporaryDirectory(prefix="pentad-server-")
         own = package_path(Path(self.package.name))
         path = os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
-        with log_file.open("wb") as out:
+        with log_file.open("ab") as out:  # after what an earlier process of it wrote
             self.popen = subprocess.Popen(
                 [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else command,
                 env={**environment, "PYTHONPATH": path},
@@ -59,12 +59,19 @@ class ServerProcess:
 
     def check(self) -> None:
         """Raises RunError if it ended, with its last words."""
+        ended = self.poll()
+        if ended is not None:
+            raise RunError(f"{self.name} {ended}; the last lines of {self.log_file}: {self.tail()}")
+
+    def poll(self) -> str | None:
+        """How it ended, in words; None while it runs."""
         code = self.popen.poll()
-        if code is not None:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RunError(
-                f"{self.name} ended with {how}; the last lines of {self.log_file}: {self.tail()}"
-            )
+        if code is None:
+            return None
+        return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def stacks(self) -> None:
+        """A server writes none."""
 
     def tail(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()

@@ -13,20 +13,73 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol
 
 from pentad.core.errors import RunError, UserError
-from pentad.core.failures import GivenUp, InfraFailure
+from pentad.core.failures import FlawedAnswer, GivenUp, InfraFailure
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
-from pentad.samplers.remote import OnToken, RemoteSampler
-from pentad.sync.handoff import Handoff
+from pentad.samplers.remote import OnToken
 from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-Start = Callable[[int], Awaitable[RemoteSampler]]
+
+class ReplicaProcess(Protocol):
+    def poll(self) -> str | None: ...
+
+    def stacks(self) -> None: ...
+
+
+class Remote(Protocol):
+    """A sampler in one process of the replica; once that is lost the object is done."""
+
+    capabilities: frozenset[str]
+
+    @property
+    def process(self) -> ReplicaProcess: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def lost(self) -> asyncio.Future[str]: ...
+
+    async def generate(
+        self, request: Request, on_token: OnToken | None = None
+    ) -> list[Generation]: ...
+
+    async def pull(self, offer: Any) -> Installed: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def rewind(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def health(self) -> None: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+class Offering(Protocol):
+    """What keeps the newest weights: `sync.handoff`, or for servers `samplers.server_replica`."""
+
+    @property
+    def newest(self) -> Any: ...
+
+    async def offer(self, version: int, weights: Any) -> Any: ...
+
+
+Start = Callable[[int], Awaitable[Remote]]
 """Starts the process of a generation and connects to it."""
 LAST_WORDS_S = 0.1
 """Between a lost connection and the end of its process."""
@@ -50,7 +103,7 @@ class ReplicaSampler:
         self,
         name: str,
         start: Start,
-        handoff: Handoff,
+        handoff: Offering,
         *,
         max_restarts: int,
         is_exact: bool = False,
@@ -64,7 +117,7 @@ class ReplicaSampler:
         self.siblings: Sequence[ReplicaSampler] = ()
         """All replicas of the run, this one included."""
         self.capabilities: frozenset[str] = frozenset()
-        self.remote: RemoteSampler | None = None
+        self.remote: Remote | None = None
         """What serves; None while the replica is away."""
         self.generation = 0
         self.num_restarts = 0
@@ -123,7 +176,7 @@ class ReplicaSampler:
             if all(one.future.done() for one in self.busy.values()):
                 self.busy.clear()
 
-    def _submit(self, asked: Unanswered, remote: RemoteSampler) -> None:
+    def _submit(self, asked: Unanswered, remote: Remote) -> None:
         asked.call = asyncio.create_task(remote.generate(asked.request, asked.on_token))
         asked.call.add_done_callback(lambda call: self._settle(asked, call))
 
@@ -138,6 +191,7 @@ class ReplicaSampler:
             asked.future.set_result(call.result())
         elif (
             not isinstance(failure, InfraFailure)
+            or isinstance(failure, FlawedAnswer)
             or asked.on_token is not None
             or self.is_closed
             or self.has_siblings_serving
@@ -245,7 +299,7 @@ class ReplicaSampler:
         self.turned.set()
         self.turned = asyncio.Event()
 
-    async def _serving(self) -> RemoteSampler:
+    async def _serving(self) -> Remote:
         while self.remote is None:
             self._check_open()
             if self.has_siblings_serving:
@@ -253,7 +307,7 @@ class ReplicaSampler:
             await self.turned.wait()
         return self.remote
 
-    async def _until_away(self, remote: RemoteSampler) -> None:
+    async def _until_away(self, remote: Remote) -> None:
         while self.remote is remote:
             await asyncio.sleep(0.01)
 
@@ -273,7 +327,7 @@ class ReplicaSampler:
             self._end_open(failure)
             self._turn()
 
-    async def _recover(self, remote: RemoteSampler, why: str) -> None:
+    async def _recover(self, remote: Remote, why: str) -> None:
         began = time.monotonic()
         self.num_drawn += remote.stats().get("tokens_drawn", 0.0)
         remote.process.stacks()  # of one that hangs, into its log
@@ -305,7 +359,7 @@ class ReplicaSampler:
         self.num_restarts += 1
         self.generation += 1
 
-    async def _start_again(self) -> RemoteSampler | None:
+    async def _start_again(self) -> Remote | None:
         """A process with the newest weights; None where it did not come so far."""
         remote = None
         try:
@@ -321,7 +375,7 @@ class ReplicaSampler:
             await remote.close()
         return None
 
-    async def _bring_up_to_date(self, remote: RemoteSampler) -> None:
+    async def _bring_up_to_date(self, remote: Remote) -> None:
         """Until it has what was asked of the replica meanwhile."""
         has = (None, False, False)
         while has != (wanted := (self.handoff.newest, self.is_paused, self.is_asleep)):
@@ -332,7 +386,7 @@ class ReplicaSampler:
                 await (remote.pause() if is_paused else remote.resume())
             if is_asleep != has[2]:
                 await (remote.sleep() if is_asleep else remote.wake())
-            has = wanted  # type: ignore[assignment]
+            has = wanted
 
     def _end_open(self, error: Exception) -> None:
         for asked in self.busy.values():

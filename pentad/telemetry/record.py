@@ -59,6 +59,12 @@ class MemoryUse:
         "device memory in use after the step, less that after the step before", "GB", varies=True
     )
     host_rss_gb: float | None = about("resident host memory", "GB", varies=True)
+    turns_gb: dict[str, float] | None = about(
+        "where roles take turns on a GPU, memory in use on it by all processes: before_sleep, "
+        "asleep (the trainer's turn begins), before_wake, awake (the sampler's does)",
+        "GB",
+        varies=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from pentad.config.derived import (
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.errors import RunError
+from pentad.core.machine import gpu_memory_used
 from pentad.core.roles import Sampler
 from pentad.core.sizes import RunSize
 from pentad.core.types import SamplingParams
@@ -268,7 +269,11 @@ class Assembly:
                 samplers = list(self.samplers.values())
                 self.publisher = Publisher(samplers)
                 offload = partial(self.learner.call, "offload")
-                self.turnstile = Turnstile(self.placement, samplers, offload, self.crew.holder)
+                used = partial(gpu_memory_used, self.device.index or 0)
+                measure = used if self.device.type == "cuda" else lambda: None
+                self.turnstile = Turnstile(
+                    self.placement, samplers, offload, self.crew.holder, measure
+                )
                 stack.callback(lambda: self.crew.note_holder(self.turnstile.holder))
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
@@ -525,7 +530,8 @@ class Assembly:
             for saver in self.savers.values():
                 saver.after_step(trained.batch)
             self.recover.after_step(trained.batch, trained.progress)
-        memory = MemoryUse(**self.calls.ask("memory"))
+        turns = dict(self.turnstile.turns_gb) or None
+        memory = MemoryUse(**self.calls.ask("memory"), turns_gb=turns)
         saver = self.savers["default"]
         record = self.open.steps.rl_record(trained, memory, saver, self.recover)
         self.batches.keep(record.step, trained.groups)

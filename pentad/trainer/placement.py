@@ -54,13 +54,22 @@ class Turnstile:
         samplers: Sequence[Sampler],
         offload: Callable[[], Awaitable[None]] | None = None,
         holder: str = "rollout",
+        memory_used: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`offload` makes the trainer leave; it comes back by itself when it is used. `holder` had
-        the devices last."""
+        the devices last. `memory_used`: bytes in use on them."""
         self.samplers = samplers
         self.alternates = placement.takes_turns and placement.offload_rollout
         self.offload = offload if placement.offload_train else None
         self.holder = holder
+        self.memory_used = memory_used
+        self.turns_gb: dict[str, float] = {}
+        """Memory in use at the latest turns."""
+
+    def _note_memory(self, when: str) -> None:
+        used = self.memory_used()
+        if used is not None:
+            self.turns_gb[when] = round(used / 1e9, 3)
 
     async def enter(self, role: str) -> None:
         """Gives the shared devices to `role`: "rollout" or "actor"."""
@@ -69,10 +78,14 @@ class Turnstile:
         if role == "rollout":
             if self.offload is not None:
                 await self.offload()
+            self._note_memory("before_wake")
             for sampler in self.samplers:
                 await sampler.wake()
+            self._note_memory("awake")
             self.holder = role
             return
         self.holder = role  # also of those that sleep already, if this is cut short
+        self._note_memory("before_sleep")
         for sampler in self.samplers:
             await sampler.sleep()
+        self._note_memory("asleep")

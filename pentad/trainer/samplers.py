@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from itertools import chain
@@ -44,6 +44,7 @@ from pentad.samplers.hosted import HostedSettings
 from pentad.samplers.process import check_installed, server_python
 from pentad.samplers.remote import RemoteSampler
 from pentad.samplers.replica import ReplicaSampler
+from pentad.samplers.server_replica import KeptWeights, ServerRemote
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.settings import ServerSettings
 from pentad.sync.handoff import Handoff, Kind
@@ -82,15 +83,7 @@ async def open_samplers(
         sampler = embedded_sampler(config, dims, tokenizer, device)
         stack.push_async_callback(sampler.close)
         return {"embedded": sampler}
-    replicas = component.size("d")
-    made = await gather_servers(
-        [
-            open_server(config, server_settings(config, dims, device, index), index, log_folder)
-            for index in range(replicas)
-        ],
-        stack,
-    )
-    samplers: dict[str, Sampler] = {f"{component.backend}-{i}": s for i, s in enumerate(made)}
+    samplers = await open_servers(config, dims, device, log_folder, stack)
     problems = [
         problem
         for name, sampler in samplers.items()
@@ -101,18 +94,43 @@ async def open_samplers(
     return samplers
 
 
-async def gather_servers(
-    openings: list[Coroutine[Any, Any, ServerSampler]], stack: AsyncExitStack
-) -> list[ServerSampler]:
-    """All at once; those that came up are closed also if another did not."""
-    results = await asyncio.gather(*openings, return_exceptions=True)
-    for result in results:
-        if isinstance(result, ServerSampler):
-            stack.push_async_callback(result.close)
+async def open_servers(
+    config: Config,
+    dims: ModelDims,
+    device: torch.device,
+    log_folder: Path,
+    stack: AsyncExitStack,
+) -> dict[str, Sampler]:
+    """All at once. Those that the run starts it also starts again."""
+    component, server = component_of(config, "rollout"), config.rollout.server
+    settings = [server_settings(config, dims, device, i) for i in range(component.size("d"))]
+    names = [f"{component.backend}-{index}" for index in range(len(settings))]
+    if server.addresses:
+        attach = ATTACH[component.backend]
+        made: list[ServerSampler] = []
+        for address, wanted in zip(server.addresses, settings, strict=True):
+            made.append(await attach(address, wanted))
+            stack.push_async_callback(made[-1].close)
+        return dict(zip(names, made, strict=True))
+    kept, replicas = KeptWeights(), []
+    for name, wanted in zip(names, settings, strict=True):
+
+        async def start(
+            generation: int, name: str = name, wanted: ServerSettings = wanted
+        ) -> ServerRemote:
+            begin = START[component.backend]
+            return ServerRemote(await begin(wanted, name, log_folder / f"{name}.log"), kept)
+
+        replica = ReplicaSampler(name, start, kept, max_restarts=config.rollout.restarts)
+        stack.push_async_callback(replica.close)
+        replicas.append(replica)
+    for replica in replicas:
+        replica.siblings = replicas
+    results = await asyncio.gather(*(one.open() for one in replicas), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return [result for result in results if isinstance(result, ServerSampler)]
+    return {replica.name: replica for replica in replicas}
 
 
 def open_handoff(
@@ -246,16 +264,6 @@ def core_shares(num: int) -> list[tuple[int, ...]]:
 
 def shared_memory() -> Path:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-async def open_server(
-    config: Config, settings: ServerSettings, index: int, log_folder: Path
-) -> ServerSampler:
-    backend = component_of(config, "rollout").backend
-    if config.rollout.server.addresses:
-        return await ATTACH[backend](config.rollout.server.addresses[index], settings)
-    name = f"{backend}-{index}"
-    return await START[backend](settings, name, log_folder / f"{name}.log")
 
 
 def embedded_sampler(

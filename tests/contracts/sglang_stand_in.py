@@ -6,13 +6,16 @@ giving back memory with requests under way. As 0.5.17 it says of an answer, not 
 weights drew it, and ends no request while it is paused.
 """
 
+import argparse
 import asyncio
 import base64
 import hashlib
+import importlib.metadata
 import io
 import json
 import pickle
 import re
+import sys
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import uvicorn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file
 from starlette.applications import Starlette
@@ -36,7 +40,10 @@ from torch.distributed.distributed_c10d import (
 from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.infer.settings import SamplerSettings
 from pentad.models.exchange import iter_hf
+from pentad.models.families import dims_of
+from pentad.models.registry import create_model
 from pentad.sync.group import broadcast
 
 
@@ -368,8 +375,9 @@ class StandIn:
             fused = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
             fused = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", fused)
             held.setdefault(fused, []).append(tensor)
-        table = held["model.embed_tokens.weight"]
-        table.append(torch.zeros(-len(table[0]) % 64, table[0].shape[1]))
+        for name in {"model.embed_tokens.weight", "lm_head.weight"} & held.keys():
+            table = held[name]
+            table.append(torch.zeros(-len(table[0]) % 64, table[0].shape[1]))
         sums = {}
         for name, parts in held.items():
             data = hashlib.sha256(torch.cat(parts).contiguous().numpy().tobytes())
@@ -385,3 +393,49 @@ def spans(versions: list[int]) -> list[dict[str, Any]]:
         out.append({"version": str(version), "start": start, "end": end})
         start = end
     return out
+
+
+# The stand-in as a process that a run starts: an environment with a package `sglang`.
+
+
+def write_environment(folder: Path, version: str = "0.5.23") -> Path:
+    site, info = folder / "site" / "sglang", folder / "site" / f"sglang-{version}.dist-info"
+    for path in (folder / "bin", site, info):
+        path.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("sglang\n")
+    (site / "__init__.py").write_text("")
+    (site / "launch_server.py").write_text("from sglang_stand_in import main\n\nmain()\n")
+    here = Path(__file__).parent
+    paths = f"{site.parent}:{here}:{here.parents[1]}"
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--context-length", type=int, required=True)
+    parser.add_argument("--max-running-requests", type=int, required=True)
+    parser.add_argument("--enable-memory-saver", action="store_true")
+    given, _ = parser.parse_known_args()
+    dims = dims_of(json.loads((given.model_path / "config.json").read_text()))
+    settings = SamplerSettings(
+        max_running=given.max_running_requests,
+        max_context=given.context_length,
+        kv_cache_tokens=given.max_running_requests * given.context_length,
+    )
+
+    def make_sampler() -> EmbeddedSampler:
+        return EmbeddedSampler(create_model(dims, seed=9), settings, version=-1)
+
+    stand_in = StandIn(
+        make_sampler,
+        version=importlib.metadata.version("sglang"),
+        enable_memory_saver=given.enable_memory_saver,
+        skip_tokenizer_init=True,
+    )
+    uvicorn.run(stand_in.app(), host="127.0.0.1", port=given.port, log_level="warning")

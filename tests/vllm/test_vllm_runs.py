@@ -84,8 +84,8 @@ def test_a_run_trains_on_what_its_vllm_draws(task, tmp_path, allocation, transpo
     assert not writers_of(folder)
 
 
-def test_a_run_outlives_one_of_two_servers(task, tmp_path):
-    """Killed between two steps: its groups are drawn by the other, publishes leave it out."""
+def test_a_run_starts_one_of_two_servers_again(task, tmp_path):
+    """Killed between two steps: its groups are drawn by the other until it is back."""
     asked = command(task, tmp_path, "allocation_mode=vllm:d2+archon:d1", "total_train_steps=12")
     with subprocess.Popen(
         asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -99,7 +99,7 @@ def test_a_run_outlives_one_of_two_servers(task, tmp_path):
     steps = [r["step"] for r in read_lines(folder / "steps.jsonl") if "step" in r]
     assert steps == list(range(1, 13))
     log = (folder / "log.txt").read_text()
-    assert "is left out until it takes new weights: vllm-1 ended with signal 9" in log
+    assert "vllm-1 is lost: it ended with signal 9" in log
     assert not writers_of(folder)
 
 

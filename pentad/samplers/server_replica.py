@@ -1,0 +1,122 @@
+"""A server that the run started, as a process that `samplers.replica` starts again when it dies.
+
+The newest weights are kept for it. Where they are the learner's own tensors, which it changes with
+its next step, a server that starts after that step gets its first weights with the next publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.failures import FlawedAnswer, InfraFailure
+from pentad.core.roles import Installed
+from pentad.core.types import Generation, Request
+from pentad.ops.digest import WeightDigest, digest_of
+from pentad.samplers.process import ServerProcess
+from pentad.samplers.server_sampler import OnToken, ServerSampler
+from pentad.sync.publisher import Snapshot
+
+POLL_S = 0.1
+LAST_WORDS_S = 1.0
+"""Between a call that failed and the end of its server's process."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptOffer:
+    """Weights of one version."""
+
+    version: int
+    weights: Iterable[tuple[str, Tensor]]
+    digest: WeightDigest | None
+    """Of tensors that may change meanwhile."""
+
+    def is_whole(self) -> bool:
+        """Whether they are still those of the version."""
+        return self.digest is None or digest_of(self.weights).hex() == self.digest.hex()
+
+
+class KeptWeights:
+    """The newest weights, for all servers of a run."""
+
+    def __init__(self) -> None:
+        self.newest: KeptOffer | None = None
+
+    async def offer(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> KeptOffer:
+        if self.newest is None or self.newest.weights is not weights:
+            is_live = isinstance(weights, Snapshot) and not weights.is_copy
+            digest = weights.digest if isinstance(weights, Snapshot) and is_live else None
+            self.newest = KeptOffer(version, weights, digest)
+        return self.newest
+
+    async def settle(self, offer: KeptOffer) -> None:
+        """Copies on a GPU go to host memory once a server has them: the GPU is for other things."""
+        if offer is not self.newest or offer.digest is not None:
+            return
+        pairs = list(offer.weights)
+        if any(tensor.is_cuda for _, tensor in pairs):
+            moved = await asyncio.to_thread(lambda: [(name, t.cpu()) for name, t in pairs])
+            self.newest = KeptOffer(offer.version, moved, None)
+
+
+class ServerRemote:
+    """One process of a server; done once the process has ended."""
+
+    def __init__(self, sampler: ServerSampler, kept: KeptWeights) -> None:
+        assert sampler.process is not None, "a server that the run started"
+        self.sampler = sampler
+        self.kept = kept
+        self.process: ServerProcess = sampler.process
+        self.capabilities = sampler.capabilities
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.watching = asyncio.create_task(self._watch())
+        self.settling: asyncio.Task[None] | None = None
+        self.abort, self.pause, self.resume = sampler.abort, sampler.pause, sampler.resume
+        self.rewind, self.stats = sampler.rewind, sampler.stats
+        self.sleep, self.wake, self.health = sampler.sleep, sampler.wake, sampler.health
+
+    @property
+    def version(self) -> int:
+        return self.sampler.version
+
+    async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
+        try:
+            return await self.sampler.generate(request, on_token)
+        except InfraFailure as failure:
+            if await self._has_ended():
+                raise
+            raise FlawedAnswer(str(failure)) from failure
+        except RunError as error:
+            if await self._has_ended():
+                raise InfraFailure(str(error)) from error
+            raise
+
+    async def pull(self, offer: KeptOffer) -> Installed:
+        if self.version < 0 and not await asyncio.to_thread(offer.is_whole):
+            self.sampler.doubt = f"{self.process.name} was started again and has no weights yet"
+            return Installed(-1, 0, "")
+        try:
+            receipt = await self.sampler.install(offer.version, offer.weights)
+        except RunError as error:
+            if await self._has_ended():
+                raise InfraFailure(str(error)) from error
+            raise
+        self.settling = asyncio.create_task(self.kept.settle(offer))
+        return receipt
+
+    async def close(self) -> None:
+        self.watching.cancel()
+        await self.sampler.close()
+
+    async def _watch(self) -> None:
+        while (ended := self.process.poll()) is None:
+            await asyncio.sleep(POLL_S)
+        self.lost.set_result(f"it {ended}")
+
+    async def _has_ended(self) -> bool:
+        await asyncio.wait([self.lost], timeout=LAST_WORDS_S)
+        return self.lost.done()

@@ -1,0 +1,117 @@
+"""Runs over servers that they started: one that dies is started again with the newest weights."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sglang_stand_in import write_environment
+
+from pentad.data.toy import write_model, write_task
+from pentad.telemetry.steps import read_lines
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    write_model(folder / "model")
+    write_task(folder, seed=5, num_train=64, num_sft=64, num_valid=16)
+    write_environment(folder / "env", "0.5.17")
+    return folder
+
+
+def command(task, root, *overrides) -> list[str]:
+    words = [
+        f"fileroot={root}",
+        f"actor.path={task / 'model'}",
+        "actor.init_from_scratch=true",
+        "actor.gradient_checkpointing=false",
+        "actor.optimizer.lr=1e-3",
+        f"train_dataset.path={task / 'train.jsonl'}",
+        "train_dataset.batch_size=4",
+        "gconfig.n_samples=4",
+        "gconfig.max_new_tokens=6",
+        "rollout.max_running=16",
+        "reward.fn=sort_digits",
+        f"rollout.server.python={task / 'env'}",
+        "rollout.server.check_weights_every=1",
+        *overrides,
+    ]
+    (root / "recipe.yaml").write_text("algorithm: {name: grpo}\n")
+    return [sys.executable, "-m", "pentad.cli.main", "train", str(root / "recipe.yaml"), *words]
+
+
+@pytest.mark.parametrize("allocation", ["sglang:d1|archon:d1", "sglang:d1+archon:d1"])
+def test_a_server_that_dies_is_started_again_with_the_newest_weights(task, tmp_path, allocation):
+    asked = command(task, tmp_path, f"allocation_mode={allocation}", "total_train_steps=6")
+    with subprocess.Popen(
+        asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        folder = wait_for(lambda: next((tmp_path / "logs").glob("*/*/*"), None), run)
+        steps = folder / "steps.jsonl"
+        wait_for(lambda: steps.exists() and any("step" in r for r in read_lines(steps)), run)
+        (server,) = servers_of(run.pid)
+        os.kill(server, signal.SIGKILL)
+        told, _ = run.communicate(timeout=500)
+    assert run.returncode == 0, told
+    assert [r["step"] for r in read_lines(steps) if "step" in r] == list(range(1, 7))
+    log = (folder / "log.txt").read_text()
+    assert "sglang-0 is lost: it ended with signal 9" in log, log
+    assert "sglang-0 serves again" in log, log
+    assert not [pid for pid in servers() if str(tmp_path) in environment(pid)]
+
+
+def test_a_server_that_never_stays_ends_the_run_with_a_sentence(task, tmp_path):
+    env = write_environment(tmp_path / "env")
+    broken = env / "site" / "sglang" / "launch_server.py"
+    asked = command(
+        task, tmp_path, f"rollout.server.python={env}", "allocation_mode=sglang:d1|archon:d1"
+    )
+    broken.write_text("raise SystemExit('no GPU for me')\n")
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "sglang-0 ended with exit code 1" in done.stderr and "no GPU for me" in done.stderr
+
+
+def wait_for(found, run, timeout_s=300):
+    deadline = time.monotonic() + timeout_s
+    while not (value := found()):
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.05)
+    return value
+
+
+def servers() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"sglang.launch_server" in words:
+            found.append(int(path.parts[2]))
+    return found
+
+
+def servers_of(pid: int) -> list[int]:
+    return [one for one in servers() if f"\nPPid:\t{pid}\n" in status(one)]
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""
+
+
+def environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
