@@ -194,8 +194,11 @@ READ = {
     "training.total_steps": "total_train_steps",
     "training.max_steps": "total_train_steps",
     "training.seed": "seed",
+    "rollout.model_dir": "actor.path",
+    "runner.output_dir": "fileroot",
+    "runner.experiment_name": "experiment_name",
 }
-"""Keys of the blocks `model` and `training` -> the key here that they set, value for value."""
+"""Keys of other systems -> the key here that they set, value for value."""
 
 IN_CONFIG_JSON = ("actor.path", "the config.json of that folder says it")
 MOE_ENGINE = {
@@ -223,6 +226,51 @@ MOE_ENGINE = {
     "elastic.drop_grace_sec": ("elastic.drop_grace_s", ""),
 }
 """Key of moe-engine that means something else, or stands elsewhere -> (key here, remark)."""
+
+BY_COMPILE = ("actor.archon.enable_compile", "fuses what can be fused")
+BY_AC = ("actor.archon.ac_mode", "full, or selective with a stride in actor.archon.ac_selective")
+RLINF = {
+    "rollout.backend": ("allocation_mode", "sglang:d1|archon:d1"),
+    "rollout.rollout_backend": ("allocation_mode", "sglang:d1|archon:d1"),
+    "runner.seq_length": (
+        "train_dataset.max_length",
+        "of prompts; answers: gconfig.max_new_tokens",
+    ),
+    "actor.model.precision": ("actor.dtype", "float32 or bfloat16; fp16 is not trained in"),
+    "actor.model.tensor_model_parallel_size": ("allocation_mode", "t: archon:d1t2"),
+    "actor.model.pipeline_model_parallel_size": ("allocation_mode", "p: archon:d1p2"),
+    "actor.model.sequence_parallel": ("allocation_mode", "always with t"),
+    "actor.model.recompute_method": BY_AC,
+    "actor.model.recompute_granularity": BY_AC,
+    "actor.model.recompute_num_layers": BY_AC,
+    "actor.model.seq_length": ("train_dataset.max_length", "and gconfig.max_new_tokens"),
+    "actor.model.encoder_seq_length": ("train_dataset.max_length", "and gconfig.max_new_tokens"),
+    "actor.model.variable_seq_lengths": ("actor.pad_to_maximum", "off: rows are packed"),
+    "actor.model.moe_token_dispatcher_type": ("allocation_mode", "e; always all-to-all"),
+    **{
+        f"actor.model.{name}": IN_CONFIG_JSON
+        for name in ("add_bias_linear", "activation", "normalization", "position_embedding_type")
+    },
+    **{
+        f"actor.model.{name}": BY_COMPILE
+        for name in (
+            *("apply_rope_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
+            *("persist_layer_norm", "gradient_accumulation_fusion"),
+        )
+    },
+}
+"""Key of RLinf's Megatron recipes -> (key here, remark)."""
+
+NO_CHOICE = {
+    "actor.group_name": "processes have the names of their roles",
+    "rollout.group_name": "processes have the names of their roles",
+    "actor.mcore_gpt": "the model of actor.path is built from its config.json",
+    "actor.spec_name": "the model of actor.path is built from its config.json",
+    "actor.model.attention_softmax_in_fp32": "it always is",
+    "actor.model.batch_p2p_comm": "stages send as their schedule needs",
+    "actor.model.use_cpu_initialization": "weights are read straight into their shards",
+}
+"""Key elsewhere -> why there is nothing to choose here."""
 
 SPELLED = {
     "model": "actor",
@@ -264,20 +312,22 @@ SPELLED = {
 }
 """Key elsewhere -> key here, where the nearest name would not find it."""
 
-REMARKED = {**TRL, **VERL, **MOE_ENGINE}
+REMARKED = {**TRL, **VERL, **MOE_ENGINE, **RLINF}
 SPELLED.update(READ)
 SPELLED.update({key: here for key, (here, _) in REMARKED.items()})
 
 
 def hint(key: str) -> str:
     """Where a key of another system is found here; empty where it is not known."""
+    if reason := NO_CHOICE.get(key):
+        return f"{reason}: leave it out"
     here, remark = REMARKED.get(key, (SPELLED.get(key, ""), ""))
     return f"its name here is {here}" + (f" ({remark})" if remark else "") if here else ""
 
 
 def is_block(key: str) -> bool:
     """Whether a block of that name has keys that are known from elsewhere."""
-    return any(name.startswith(f"{key}.") for name in (*SPELLED, *NOT_BUILT))
+    return any(name.startswith(f"{key}.") for name in (*SPELLED, *NOT_BUILT, *NO_CHOICE))
 
 
 HALF = ("fp16", "float16", "half")

@@ -8,7 +8,7 @@ import yaml
 
 from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
-from pentad.config.foreign import NOT_BUILT, REMARKED, SPELLED, TRL, VERL
+from pentad.config.foreign import NO_CHOICE, NOT_BUILT, REMARKED, RLINF, SPELLED, TRL, VERL
 from pentad.config.load import read_config
 from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
@@ -38,7 +38,7 @@ def test_remarks_are_those_of_the_program():
     assert said == {key: remark for key, (_, remark) in REMARKED.items()}
 
 
-@pytest.mark.parametrize("system", [TRL, VERL], ids=["trl", "verl"])
+@pytest.mark.parametrize("system", [TRL, VERL, RLINF], ids=["trl", "verl", "rlinf"])
 def test_a_recipe_of_another_system_is_answered_key_by_key(tmp_path, system):
     """Nested blocks, as a file of theirs has them, and all at once."""
     values = {}
@@ -74,10 +74,11 @@ def test_what_is_not_built_is_what_the_program_refuses():
     assert {key for key, here in KEYS.items() if here == "not built"} == set(NOT_BUILT)
 
 
-def test_a_dash_is_a_key_without_a_better_name():
+def test_a_dash_is_a_key_with_nothing_to_choose():
     for key in [key for key, here in KEYS.items() if here == "-"]:
         (problem,) = read_config(None, [f"{key}=1"]).problems
-        assert "there is no such key; the keys of" in str(problem)
+        known = NO_CHOICE.get(key)
+        assert (f"{known}: leave it out" if known else "the keys of") in str(problem)
 
 
 def test_switches_are_those_of_the_command_line():
@@ -112,3 +113,87 @@ def test_keys_in_the_text_exist():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):
         assert (DOCS / target).is_file(), target
+
+
+RLINF_RECIPE = """
+runner: {output_dir: results, experiment_name: grpo, seq_length: 4096}
+rollout: {model_dir: Qwen/Qwen3-0.6B, group_name: RolloutGroup}
+actor:
+  group_name: ActorGroup
+  training_backend: megatron
+  mcore_gpt: True
+  spec_name: decoder_gpt
+  checkpoint_load_path: null
+  model:
+    precision: fp16
+    add_bias_linear: False
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 1
+    activation: swiglu
+    sequence_parallel: True
+    recompute_method: block
+    recompute_granularity: full
+    recompute_num_layers: 20
+    seq_length: ${runner.seq_length}
+    encoder_seq_length: ${runner.seq_length}
+    normalization: rmsnorm
+    position_embedding_type: rope
+    apply_rope_fusion: True
+    bias_dropout_fusion: False
+    persist_layer_norm: False
+    bias_activation_fusion: False
+    attention_softmax_in_fp32: True
+    batch_p2p_comm: False
+    variable_seq_lengths: True
+    gradient_accumulation_fusion: False
+    moe_token_dispatcher_type: alltoall
+    use_cpu_initialization: False
+megatron:
+  ddp_bucket_size: null
+  distributed_backend: nccl
+  distributed_timeout_minutes: 30
+  ckpt_format: torch
+  use_dist_ckpt: False
+  tp_comm_bootstrap_backend: nccl
+  tp_comm_overlap_cfg: null
+  use_hf_ckpt: True
+  ckpt_convertor:
+    model: DeepSeek-R1-Distill-Qwen-1.5B
+    model_type: null
+    hf_model_path: ${rollout.model_dir}
+    save_path: ${runner.output_dir}/${runner.experiment_name}/converted_ckpts/actor
+    use_gpu_num: 0
+    use_gpu_index: null
+    process_num: 16
+    tensor_model_parallel_size: ${actor.model.tensor_model_parallel_size}
+    pipeline_model_parallel_size: ${actor.model.pipeline_model_parallel_size}
+"""
+
+
+def test_every_key_of_an_rlinf_recipe_is_read_or_answered(tmp_path):
+    """With its interpolations; nothing is answered by a mere list of our keys."""
+    (tmp_path / "theirs.yaml").write_text(RLINF_RECIPE)
+    reading = read_config(tmp_path / "theirs.yaml")
+    config, convertor = reading.config, reading.config.megatron.ckpt_convertor
+    assert (config.actor.path, config.fileroot) == ("Qwen/Qwen3-0.6B", "results")
+    assert config.experiment_name == "grpo" and config.megatron.use_hf_ckpt
+    assert convertor.hf_model_path == "Qwen/Qwen3-0.6B"
+    assert convertor.save_path == "results/grpo/converted_ckpts/actor"
+    assert (convertor.tensor_model_parallel_size, convertor.process_num) == (2, 16)
+    answers = {str(problem.where).split(" = ")[0]: problem.remedy for problem in reading.problems}
+    assert not [key for key, remedy in answers.items() if "the keys of" in str(remedy)]
+    written = set(leaves(yaml.safe_load(RLINF_RECIPE)))
+    read = {
+        *("runner.output_dir", "runner.experiment_name", "rollout.model_dir"),
+        *("actor.checkpoint_load_path", "megatron.use_hf_ckpt"),
+    }
+    convertors = {key for key in written if key.startswith("megatron.ckpt_convertor.")}
+    assert written == set(answers) | read | convertors
+
+
+def leaves(values, at=""):
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}"
