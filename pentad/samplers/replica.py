@@ -31,7 +31,7 @@ class ReplicaProcess(Protocol):
     def stacks(self) -> None: ...
 
 
-class Remote(Protocol):
+class OneProcess(Protocol):
     """A sampler in one process of the replica; once that is lost the object is done."""
 
     capabilities: frozenset[str]
@@ -79,7 +79,7 @@ class Offering(Protocol):
     async def offer(self, version: int, weights: Any) -> Any: ...
 
 
-Start = Callable[[int], Awaitable[Remote]]
+Start = Callable[[int], Awaitable[OneProcess]]
 """Starts the process of a generation and connects to it."""
 LAST_WORDS_S = 0.1
 """Between a lost connection and the end of its process."""
@@ -117,7 +117,7 @@ class ReplicaSampler:
         self.siblings: Sequence[ReplicaSampler] = ()
         """All replicas of the run, this one included."""
         self.capabilities: frozenset[str] = frozenset()
-        self.remote: Remote | None = None
+        self.remote: OneProcess | None = None
         """What serves; None while the replica is away."""
         self.generation = 0
         self.num_restarts = 0
@@ -176,7 +176,7 @@ class ReplicaSampler:
             if all(one.future.done() for one in self.busy.values()):
                 self.busy.clear()
 
-    def _submit(self, asked: Unanswered, remote: Remote) -> None:
+    def _submit(self, asked: Unanswered, remote: OneProcess) -> None:
         asked.call = asyncio.create_task(remote.generate(asked.request, asked.on_token))
         asked.call.add_done_callback(lambda call: self._settle(asked, call))
 
@@ -299,7 +299,7 @@ class ReplicaSampler:
         self.turned.set()
         self.turned = asyncio.Event()
 
-    async def _serving(self) -> Remote:
+    async def _serving(self) -> OneProcess:
         while self.remote is None:
             self._check_open()
             if self.has_siblings_serving:
@@ -307,7 +307,7 @@ class ReplicaSampler:
             await self.turned.wait()
         return self.remote
 
-    async def _until_away(self, remote: Remote) -> None:
+    async def _until_away(self, remote: OneProcess) -> None:
         while self.remote is remote:
             await asyncio.sleep(0.01)
 
@@ -327,7 +327,7 @@ class ReplicaSampler:
             self._end_open(failure)
             self._turn()
 
-    async def _recover(self, remote: Remote, why: str) -> None:
+    async def _recover(self, remote: OneProcess, why: str) -> None:
         began = time.monotonic()
         self.num_drawn += remote.stats().get("tokens_drawn", 0.0)
         remote.process.stacks()  # of one that hangs, into its log
@@ -359,7 +359,7 @@ class ReplicaSampler:
         self.num_restarts += 1
         self.generation += 1
 
-    async def _start_again(self) -> Remote | None:
+    async def _start_again(self) -> OneProcess | None:
         """A process with the newest weights; None where it did not come so far."""
         remote = None
         try:
@@ -375,7 +375,7 @@ class ReplicaSampler:
             await remote.close()
         return None
 
-    async def _bring_up_to_date(self, remote: Remote) -> None:
+    async def _bring_up_to_date(self, remote: OneProcess) -> None:
         """Until it has what was asked of the replica meanwhile."""
         has = (None, False, False)
         while has != (wanted := (self.handoff.newest, self.is_paused, self.is_asleep)):
