@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Starts `pentad pretrain` under torchrun; run it on every machine with the recipe and overrides as words:
 #   NUM_NODES=32 GPUS_PER_NODE=8 RDZV_ENDPOINT=head:29500 RUN_ID=moe-1 scripts/launch.sh recipe.yaml
-# The machine of RDZV_ENDPOINT holds the rendezvous: when it is lost, all are. PYTHON is the interpreter,
+# NUM_NODES=MIN:MAX lets machines come and go (elastic.enabled=true, docs/elastic.md). RDZV_BACKEND is c10d or
+# etcd-v2, RDZV_CONF its settings. With c10d the machine of RDZV_ENDPOINT holds the rendezvous: when it is lost, all are. PYTHON is the interpreter,
 # COMMAND another command of pentad's that trains.
 set -euo pipefail
 
@@ -17,8 +18,9 @@ done
 exec "${PYTHON:-python}" -m torch.distributed.run \
   --nnodes "${NUM_NODES:-1}" \
   --nproc-per-node "${GPUS_PER_NODE:-8}" \
-  --rdzv-backend c10d \
+  --rdzv-backend "${RDZV_BACKEND:-c10d}" \
   --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29500}" \
   --rdzv-id "${RUN_ID:-pentad}" \
+  ${RDZV_CONF:+--rdzv-conf "$RDZV_CONF"} \
   --max-restarts "$restarts" \
   -m pentad.cli.main "${COMMAND:-pretrain}" "$@"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree, write_aside
+from pentad.checkpoint.fence import refuse_late
 from pentad.checkpoint.folders import (
     COMMIT,
     INFO,
@@ -120,6 +121,8 @@ class WriteJob:
     files: tuple[FileSpec, ...]
     receipt: str
     """In the info folder of the checkpoint; a new name for every save."""
+    generation: int | None = None
+    """Of the learners (`checkpoint.fence`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class CommitJob:
     keep_last: int = 2
     keep_steps: tuple[int, ...] = ()
     """Steps whose checkpoints are not removed, however old."""
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,7 @@ def run_job(job: Job, disk: Disk = REAL_DISK) -> dict[str, Any]:
 
 def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
     receipt = job.root / job.receipt
+    refuse_late(job.root, job.generation)
     make_folders(disk, receipt.parent)
     _refuse_committed(receipt.parent)
     try:
@@ -200,6 +205,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
     info = job.root / job.info
     step = step_of(info.name)
     assert step is not None and job.info == f"{INFO}/{info.name}", job.info
+    refuse_late(job.root, job.generation)
     make_folders(disk, info)
     _refuse_committed(info)
     files: dict[str, Any] = {}
@@ -212,6 +218,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         write_aside(disk, info / MANIFEST, manifest)
         _settle_names(job.root, info, disk)
         hit("commit", step=step + 1)
+        refuse_late(job.root, job.generation)
         write_aside(disk, info / COMMIT, commit_marker(manifest))
     except BaseException:
         own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}", *job.receipts]

@@ -127,9 +127,11 @@ class StateSaver:
         *,
         is_async: bool,
         counters: Mapping[str, Any] | None = None,
+        generation: int | None = None,
     ) -> Staged:
         """Returns when the state may change again. What the writing fails with is the pending's,
-        so that all ranks come back. `counters` are written beside the tensors."""
+        so that all ranks come back. `counters` are written beside the tensors; `generation` is that
+        of the learners."""
         self.finish()
         plan = self._plan_for(tensors)
         receipts = self._receipts(folder)
@@ -141,7 +143,7 @@ class StateSaver:
             lazily = partial(_lazily, _Bounce())
             give = self._stage(plan, parts, receipt) if is_async else lazily
             files = self._files(plan, parts, folder, give, counters)
-            job = WriteJob(Path(root), files, receipts[self.rank])
+            job = WriteJob(Path(root), files, receipts[self.rank], generation)
             if is_async:
                 assert self.writer is not None, "asynchronous saves need a writer"
                 pending = self.writer.submit(job)
@@ -222,11 +224,23 @@ Give = Callable[[int, Tensor, int, int], Segment]
 
 
 def save_learner(
-    saver: StateSaver, learner: Stateful, root: Path, folder: str, *, is_async: bool
+    saver: StateSaver,
+    learner: Stateful,
+    root: Path,
+    folder: str,
+    *,
+    is_async: bool,
+    generation: int | None = None,
 ) -> Staged:
     """All that a learner continues from; the same call on every rank."""
-    counters = learner.state_counters()
-    return saver.save(learner.state_tensors(), root, folder, is_async=is_async, counters=counters)
+    return saver.save(
+        learner.state_tensors(),
+        root,
+        folder,
+        is_async=is_async,
+        counters=learner.state_counters(),
+        generation=generation,
+    )
 
 
 def file_name(rank: int) -> str:

@@ -121,6 +121,23 @@ def doctor(
 
 @app.command()
 @reporting
+def slots(
+    folder: Annotated[str, typer.Argument(help="Folder of the records of an elastic run.")],
+    drop: Annotated[
+        list[int] | None, typer.Option(help="Take this slot away; the run goes on without it.")
+    ] = None,
+    join: Annotated[
+        list[int] | None, typer.Option(help="Give it back; it joins at the next checkpoint.")
+    ] = None,
+) -> None:
+    """Show the slots of an elastic run; take one away, or give it back."""
+    from pentad.cli.slots import run_slots
+
+    run_slots(folder, drop or [], join or [])
+
+
+@app.command()
+@reporting
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 1,
     fileroot: Annotated[str, typer.Option(help="Folder for records and the model.")] = "runs",

@@ -23,8 +23,18 @@ from pentad.core.failures import InfraFailure
 from pentad.runtime import roles
 from pentad.runtime.awake import AwakeLoop, awake_s
 from pentad.runtime.frames import revive_error
+from pentad.runtime.pace import Pace
 from pentad.runtime.rank import NO_STEP, pulse
-from pentad.runtime.report import Failure, describe_hang, explain, failure_of, tail
+from pentad.runtime.report import (
+    Failure,
+    describe_hang,
+    explain,
+    failure_of,
+    first_failure,
+    save_stacks,
+    size_of,
+    tail,
+)
 from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
 from pentad.runtime.wire import Connection
 
@@ -52,6 +62,8 @@ class GroupSettings:
     timeout_s: float = 600.0
     errors: Mapping[str, type[Exception]] = field(default_factory=dict)
     """Failures that callers know by their class, by its name."""
+    away: Callable[[int], str | None] = lambda rank: None
+    """Why the place of a rank is gone, in words; None while it is there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +129,11 @@ class RankGroup:
         """Whether the group has failed: no call can be made any more."""
         self.failure: Exception | None = None
         """What ended it."""
+        self.cause: Failure | None = None
+        """What that was of which rank."""
+        self.seen_at = self.failed_at = self.joined_at = awake_s()
+        """The last sign of that rank; when the group was given up; when all had joined."""
+        self.pace = Pace(self.world)
         self.is_leaving: Callable[[], bool] = bool
         """Whether the run was asked to stop."""
         self.loop = AwakeLoop()
@@ -141,7 +158,8 @@ class RankGroup:
             try:
                 member = Member(rank, await self.runtime.start(spec), spec.log)
             except InfraFailure as failure:
-                raise Transient(f"{spec.name} could not be started: {failure}") from failure
+                told = f"could not be started: {failure}"
+                raise self._explained([Failure(rank, None, "died", told, 0.0)]) from failure
             self.members.append(member)
             connecting[rank] = asyncio.create_task(self._connect(member))
         await self._all(lambda one: wait_for(connecting[one.rank]))
@@ -149,6 +167,7 @@ class RankGroup:
         ports = await self._all(lambda one: self._ask(one, "open_rendezvous", host=host))
         port = ports[0]["value"]
         await self._all(lambda one: self._ask(one, "join", host=host, port=port))
+        self.joined_at = awake_s()
         self.watching = asyncio.create_task(self._watch())
 
     async def _connect(self, member: Member) -> None:
@@ -174,7 +193,8 @@ class RankGroup:
             self.check()
             try:
                 self.opening.result()
-                answer, *_ = self._wait(
+                began = awake_s()
+                answers = self._wait(
                     self._all(
                         lambda one: self._ask(one, "call", method=method, arguments=arguments)
                     )
@@ -184,7 +204,9 @@ class RankGroup:
                 if self.failure is None and isinstance(error, Exception):
                     self.failure = error
                 raise
-        return self._value(answer)
+            waited = [answer.get("waited_s", 0.0) for answer in answers]
+            self.pace.take(awake_s() - began, waited, self.members[0].step)
+        return self._value(answers[0])
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """A question to rank 0 alone, beside a call under way."""
@@ -253,6 +275,8 @@ class RankGroup:
                     await asyncio.gather(*failed)  # a fault of our own
                 if failed:
                     raise await self._cause()
+                if gone := self._find_away():
+                    raise self._explained(gone)
                 if hung := self._find_hang():
                     raise await self._stuck(*hung)
             return [task.result() for task in tasks]
@@ -278,12 +302,24 @@ class RankGroup:
                 self._note_lost(member, member.connection.lost.result())
             if lost and not self.lock.locked():
                 self._fail(await self._cause())
+            elif not self.lock.locked() and (gone := self._find_away()):
+                self._fail(self._explained(gone))
             elif not self.lock.locked() and (hung := self._find_hang()):
                 self._fail(await self._stuck(*hung))
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error
         self.is_torn = True
+
+    def _find_away(self) -> list[Failure]:
+        """Ranks whose place was taken away, whatever their processes do."""
+        found = [(one, self.settings.away(one.rank)) for one in self.members]
+        now = awake_s()
+        return [
+            Failure(one.rank, one.step, "away", f"its place is gone ({why})", now)
+            for one, why in found
+            if why is not None
+        ]
 
     def _find_hang(self) -> tuple[str, list[Member]] | None:
         """How it shows that ranks hang, and which; None if none does."""
@@ -344,9 +380,11 @@ class RankGroup:
     ) -> Exception:
         """What these ranks are doing; those that lag behind come first. All write down their
         stacks, since it shows there who waits for whom."""
+        sizes = [size_of(one.log) for one in self.members]
         for one in self.members:
             one.process.stacks()
         await asyncio.sleep(DUMP_S)
+        save_stacks([(one.process.name, one.log) for one in self.members], sizes)
         now = awake_s()
         found = list(others)
         for one in members:
@@ -357,8 +395,10 @@ class RankGroup:
         return self._explained(found)
 
     def _explained(self, failures: Sequence[Failure]) -> Exception:
-        logs = [one.log for one in self.members]
-        return explain(list(failures), self.world, logs)
+        self.cause, self.failed_at = first_failure(list(failures)), awake_s()
+        if self.cause.rank < len(self.members):
+            self.seen_at = self.members[self.cause.rank].heard_at
+        return explain(list(failures), self.world, [spec.log for spec in self.specs])
 
     # Ending
 

@@ -54,8 +54,13 @@ def join_group(
 def restarted() -> str:
     """torchrun's count of restarts where it shares its own store with us; "" at the first start."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return count if is_shared and count != "0" else ""
+    return count if shares_store() and count != "0" else ""
+
+
+def shares_store() -> bool:
+    """Whether torchrun's agents keep their own store for the ranks; its count of restarts differs
+    between agents, so on several machines nothing tells one start from the next in it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def leave_group() -> None:

@@ -16,6 +16,7 @@ from pentad.runtime.process import RankProcess
 from pentad.runtime.report import describe_exit, tail
 from pentad.runtime.role_host import job_of
 from pentad.runtime.roles import RoleSpec
+from pentad.runtime.standby import StandbyPool
 
 COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
 TOLD_LINES = 6
@@ -25,21 +26,33 @@ OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 class LocalProcess:
     """One role process of this machine, and the port it was given."""
 
-    def __init__(self, spec: RoleSpec, token: str) -> None:
+    address: tuple[str, int]
+
+    def __init__(self, spec: RoleSpec, token: str, standbys: StandbyPool | None = None) -> None:
         """In the main thread: the process ends with the thread that started it."""
         self.name = spec.name
         self.generation = spec.generation
         self.token = token
         self.log = spec.log
         spec.log.parent.mkdir(parents=True, exist_ok=True)
+        job = job_of(spec, token, standing_in=own_environment(spec))
+        if standbys is not None and (taken := standbys.take(job)) is not None:
+            self.process, self.address = taken
+        else:
+            self._start(spec)
+        if spec.cores:
+            os.sched_setaffinity(self.process.pid, spec.cores)
+        self.has_ended = False
+
+    def _start(self, spec: RoleSpec) -> None:
         with (
             socket.create_server(("127.0.0.1", 0)) as listening,
             tempfile.TemporaryFile("w+") as job,
             spec.log.open("ab") as log,
         ):
-            self.address: tuple[str, int] = listening.getsockname()[:2]
+            self.address = listening.getsockname()[:2]
             more = {"parent": os.getpid(), "listen_fd": listening.fileno()}
-            json.dump(job_of(spec, token, **more), job)
+            json.dump(job_of(spec, self.token, **more), job)
             job.seek(0)
             popen = subprocess.Popen(
                 [*COMMAND, spec.name],  # for people who list processes
@@ -51,9 +64,6 @@ class LocalProcess:
                 start_new_session=True,
             )
         self.process = RankProcess(popen)
-        if spec.cores:
-            os.sched_setaffinity(self.process.pid, spec.cores)
-        self.has_ended = False
 
     @property
     def is_stopped(self) -> bool:
@@ -85,15 +95,20 @@ class LocalRuntime:
 
     is_spread = False
 
-    def __init__(self) -> None:
+    def __init__(self, standbys: StandbyPool | None = None) -> None:
+        """`standbys` take the place of processes that would have to be started."""
+        self.standbys = standbys
         self.token = secrets.token_hex(32)
         self.processes: list[LocalProcess] = []
 
     async def start(self, spec: RoleSpec) -> LocalProcess:
-        process = LocalProcess(spec, self.token)
+        process = LocalProcess(spec, self.token, self.standbys)
         self.processes = [one for one in self.processes if not one.has_ended]
         self.processes.append(process)
         return process
+
+    def lacks(self, name: str) -> str | None:
+        return None
 
     async def close(self) -> None:
         for process in self.processes:
@@ -103,5 +118,9 @@ class LocalRuntime:
 def environment_of(spec: RoleSpec) -> dict[str, str]:
     """Ours without its rank, with the GPUs of the spec and no other; prints are written at once."""
     ours = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
-    own = {"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices), "PYTHONUNBUFFERED": "1"}
-    return {**ours, **own, **spec.environment}
+    return {**ours, "PYTHONUNBUFFERED": "1", **own_environment(spec)}
+
+
+def own_environment(spec: RoleSpec) -> dict[str, str]:
+    """What a process of the spec has besides what any process of this program has."""
+    return {"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices), **spec.environment}

@@ -24,9 +24,10 @@ from pentad.runtime.calls import RankService
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.frames import describe_error
 from pentad.runtime.join import device_of, join_group, leave_group
+from pentad.runtime.pace import WaitMeter
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure
-from pentad.runtime.roles import RoleSpec
+from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.worker import load_target
 
 TARGET = f"{__name__}:make_rank"
@@ -62,25 +63,30 @@ def specs_of_ranks(
     generation: int,
     deterministic: bool,
     is_spread: bool = False,
+    slots: Sequence[int] = (),
+    beat_s: float = BEAT_S,
 ) -> list[RoleSpec]:
-    """The processes of a group, one for each of `logs`; `devices` are their GPUs, if any. A rank
-    that is alone has as many threads as this process, so that both give the same numbers."""
+    """The processes of a group, one for each of `logs`; `devices` are their GPUs, if any, and
+    `slots` the places they have, by rank. A rank that is alone has as many threads as this process,
+    so that both give the same numbers."""
     world = len(logs)
     return [
         RoleSpec(
-            name=f"{role}-{rank}",
+            name=f"{role}-{slots[rank] if slots else rank}",
             target=TARGET,
             payload={
                 "rank": rank,
                 "world": world,
                 "device": device,
                 "timeout_s": JOIN_S,
+                "generation": generation,
                 "num_threads": torch.get_num_threads() if world == 1 else 0,
                 "service": f"{make.__module__}:{make.__qualname__}",
                 "given": given,
             },
             log=log,
             generation=generation,
+            beat_s=beat_s,
             num_gpus=1 if devices else 0,
             devices=tuple(devices[rank : rank + 1]),
             environment=rank_environment(
@@ -106,6 +112,7 @@ class RankHost:
         self.thread = ThreadPoolExecutor(1, "rank")
         self.service: RankService | None = None
         self.rendezvous: dist.Store | None = None
+        self.waits = WaitMeter()
         if payload["num_threads"]:
             torch.set_num_threads(payload["num_threads"])
 
@@ -170,9 +177,13 @@ class RankHost:
             if store is None:
                 timeout = timedelta(seconds=timeout_s)
                 store = dist.TCPStore(host, port, self.rank.world, is_master=False, timeout=timeout)
+            # Whoever belongs to an earlier group finds nothing under its own name.
+            store = dist.PrefixStore(f"generation-{payload.get('generation', 0)}", store)
             join_group(self.rank, device, timeout_s=timeout_s, store=store)
         elif device.type == "cuda":
             torch.cuda.set_device(device)
+        if self.rank.world > 1:
+            self.waits.watch()
         make: Any = load_target(payload["service"])
         self.service = make(payload["given"], self.rank, device)
 
@@ -192,8 +203,11 @@ class RankHost:
     def _answer(
         self, function: Callable[..., Any], *arguments: Any, is_mild: bool = False
     ) -> dict[str, Any]:
+        waited = self.waits.waited_s
         try:
-            return {"value": function(*arguments), "step": self.rank.step}
+            value = function(*arguments)
+            waited_s = self.waits.waited_s - waited
+            return {"value": value, "step": self.rank.step, "waited_s": waited_s}
         except Exception as error:
             if is_mild and isinstance(error, OSError | RunError | UserError):
                 told = describe_error(error)

@@ -24,7 +24,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -193,6 +197,13 @@ class RayRuntime:
         process = RayProcess(spec, self.token, made, told)
         self.processes.append(process)  # from any thread
         return process
+
+    def lacks(self, name: str) -> str | None:
+        """A bundle whose node is gone waits until the cluster has room for it again."""
+        table = placement_group_table(self.group)
+        node = table["bundles_to_node_id"].get(self.names.index(name))
+        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        return None if node in alive else "the cluster has no node for it"
 
     async def close(self) -> None:
         try:

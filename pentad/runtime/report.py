@@ -35,9 +35,9 @@ class Failure:
 
     rank: int
     step: int | None
-    kind: Literal["user", "run", "bug", "died", "stuck"]
+    kind: Literal["user", "run", "bug", "died", "stuck", "away"]
     """user and run: the two errors for people; bug: any other exception; died: ended by a signal
-    or without a word; stuck: did not answer."""
+    or without a word; stuck: did not answer; away: its place was taken."""
     message: str
     at: float
     """Monotonic seconds."""
@@ -82,7 +82,7 @@ def first_failure(failures: list[Failure]) -> Failure:
     """
     assert failures, "a group fails with a reason"
 
-    weights = {"died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
+    weights = {"away": -1, "died": 0, "user": 1, "run": 1, "bug": 1, "stuck": 2}
 
     def weight(failure: Failure) -> tuple[int, float]:
         return 3 if failure.is_consequence else weights[failure.kind], failure.at
@@ -107,6 +107,27 @@ def explain(failures: list[Failure], world: int, logs: Sequence[Path]) -> Except
     if cause.kind == "run" or not shown:
         return kind(f"{sentence}\nIts log is {logs[cause.rank]}")
     return kind(f"{sentence}\n{shown}\nIts log is {logs[cause.rank]}")
+
+
+STACKS = "stacks.txt"
+"""Beside the logs of the ranks."""
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def save_stacks(logs: Sequence[tuple[str, Path]], sizes: Sequence[int]) -> None:
+    """Keeps in one file what the ranks of a group that hangs wrote of their stacks, each after its
+    size before; one that is stopped writes nothing."""
+    parts = [time.strftime("# %Y-%m-%d %H:%M:%S")]
+    for (name, log), size in zip(logs, sizes, strict=True):
+        with log.open("rb") as file:
+            file.seek(size)
+            text = file.read().decode(errors="replace").strip()
+        parts.append(f"## {name}\n{text or 'wrote nothing: it does not run'}")
+    with (logs[0][1].parent / STACKS).open("a", encoding="utf-8") as file:
+        file.write("\n".join(parts) + "\n\n")
 
 
 def describe_exit(code: int) -> str:

@@ -24,7 +24,8 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from pentad.core.errors import RunError, UserError
-from pentad.runtime.roles import BEAT_S, CONNECT_S, RoleSpec
+from pentad.runtime.roles import CONNECT_S, RoleSpec
+from pentad.runtime.standby import WAIT, wait_for_job
 from pentad.runtime.wire import Listener
 from pentad.runtime.worker import FAILED, die_with_parent, load_target
 
@@ -102,7 +103,7 @@ class RoleHost:
             for connection in self.listener.connections:
                 if not connection.is_behind:
                     connection.emit("beat", stats)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.job["beat_s"])
 
     async def _serve(self, method: str, arguments: dict[str, Any]) -> Any:
         assert self.making is not None
@@ -119,9 +120,14 @@ class RoleHost:
 
 
 def main() -> int:
-    job = json.load(sys.stdin)
-    if job.get("parent") is not None:
-        die_with_parent(job["parent"])
+    if WAIT in sys.argv:
+        words = sys.argv[sys.argv.index(WAIT) + 1 :]
+        die_with_parent(int(words[0]))
+        job = wait_for_job(words)
+    else:
+        job = json.load(sys.stdin)
+        if job.get("parent") is not None:
+            die_with_parent(job["parent"])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")

@@ -44,6 +44,8 @@ class RoleSpec:
     devices: tuple[int, ...] = ()
     """GPUs by the numbers this process has for them; a runtime that places by itself takes
     `num_gpus`."""
+    beat_s: float = BEAT_S
+    """How often it shows that it runs."""
     cores: tuple[int, ...] = ()
     """CPU cores it is kept on; none given: any."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +89,10 @@ class Runtime(Protocol):
     """Whether they may be on other machines."""
 
     async def start(self, spec: RoleSpec) -> RoleProcess: ...
+
+    def lacks(self, name: str) -> str | None:
+        """Why there is no place for a process of this name at present; None where there is."""
+        ...
 
     async def close(self) -> None: ...
 

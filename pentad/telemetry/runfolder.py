@@ -34,7 +34,12 @@ FILES = {
     "groups/": "Samples on their way to ranks of other machines, in a run over several of them.",
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
-    "says is on the screen and in log.txt.",
+    "says is on the screen and in log.txt. `stacks.txt` has the stacks of all ranks of groups that "
+    "hung.",
+    "recoveries.jsonl": "One JSON record each time that lost learners trained again: cause, "
+    "generation, ranks and layout, and the seconds by phase.",
+    "slots/": "Of an elastic run: which ranks it has (`now.json`), and a file for each that is "
+    "away (`pentad slots`).",
     "servers/": "Output of the samplers that the run started as processes or servers, a file each.",
     "tensorboard/": "The numbers of steps.jsonl as curves and samples as text, if "
     "telemetry.tensorboard is true: "

@@ -44,7 +44,7 @@ from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.trainer.budget import Budget
-from pentad.trainer.crew import Crew
+from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.evaluate import open_reward
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.learner_thread import Calls, LearnerThread
@@ -221,7 +221,7 @@ class Assembly:
             except (Exception, asyncio.CancelledError) as error:
                 if cut := self._cut_short(error):
                     raise cut from None
-                if not self.learner.is_given_up:
+                if not self.learner.is_given_up and not isinstance(error, Regroup):
                     self._rescue()
                 raise
             trained = self.trained
@@ -386,6 +386,7 @@ class Assembly:
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             await self.learner.run(self._load_tags)
             await self.learner.run(self.recover.prepare)
+            self.crew.note_loaded()
             snapshot = await self._take(trained, copy=self.placement.offload_train)
             await self.turnstile.enter("rollout")
             digest = await self.publisher.publish(snapshot)
@@ -537,6 +538,8 @@ class Assembly:
         self.batches.keep(record.step, trained.groups)
         self.open.recorder.step(record, trained.groups)
         self.recover.commit()
+        if record.step < self.num_steps:
+            self.crew.regroup_if_due(self.recover, trained.batch)
 
     def _executor(
         self,

@@ -6,6 +6,7 @@ process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runt
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,26 +23,34 @@ from pentad.config.derived import (
     known_dims,
     parsed_allocation,
 )
+from pentad.config.elastic import fit_world
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, Transient, UserError
+from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
 from pentad.runtime.group_calls import GroupSettings, RankGroup
-from pentad.runtime.join import device_of, join_group, leave_group
-from pentad.runtime.local_roles import LocalRuntime
-from pentad.runtime.rank import Rank, rank_from_environment
+from pentad.runtime.join import device_of, join_group, leave_group, shares_store
+from pentad.runtime.local_roles import COMMAND, LocalRuntime, environment_of
+from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
-from pentad.runtime.roles import RoleSpec
+from pentad.runtime.roles import BEAT_S, RoleSpec
+from pentad.runtime.slots import Slots
+from pentad.runtime.standby import StandbyPool
 from pentad.runtime.worker import load_target
-from pentad.trainer.crew import Crew
+from pentad.telemetry.log import NOTICE, log_to
+from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_thread import Calls
+from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
-from pentad.trainer.retries import Retries
+from pentad.trainer.retries import Retries, newest_step
 from pentad.trainer.run import RunSummary, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
+
+log = logging.getLogger(__name__)
 
 Run = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
 """A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
@@ -62,8 +71,10 @@ def run_over_ranks(
 
     Under torchrun every rank comes here, and rank 0 alone returns.
     """
-    world = component_of(config, "actor").world
     own = rank_from_environment()
+    if own is not None and config.elastic.enabled:
+        config, own = fit_torchrun(config, own)
+    world = component_of(config, "actor").world
     if own is not None and own.world != world:
         raise UserError(wrong_world(own.world, world))
     if own is not None and world > 1:
@@ -81,6 +92,31 @@ def wrong_world(found: int, world: int) -> Problem:
     return Problem(f"WORLD_SIZE = {found}", rule, remedy)
 
 
+def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank]:
+    """The layout for the ranks that torchrun's agents came together with, fewer than it asks for or
+    not. A rank that it has no use for ends here."""
+    if shares_store() and not is_one_machine():
+        rule = "the agents keep one store over restarts, with the addresses of ranks that are gone"
+        remedy = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines (scripts/launch.sh does)"
+        raise UserError(Problem("elastic.enabled = true under torchrun", rule, remedy))
+    fitted = fit_world(config, rank.world)
+    least = config.elastic.min_ranks
+    if fitted is None or fitted.world < least:
+        rule = (
+            f"elastic.min_ranks = {least}, and the layout can use {fitted.world if fitted else 0}"
+        )
+        remedy = "give torchrun --nnodes MIN:MAX with a larger MIN"
+        raise UserError(Problem(f"WORLD_SIZE = {rank.world}", rule, remedy))
+    if fitted.why and rank.rank == 0:
+        log.info("elastic: %s", fitted.why, extra=NOTICE)
+    if rank.rank >= fitted.world:
+        raise SystemExit(0)
+    if fitted.world < rank.world:
+        os.environ["WORLD_SIZE"] = str(fitted.world)  # torch reads it when the group is made
+        rank.world = fitted.world
+    return fitted.config, rank
+
+
 def run_beside_group(
     run: Run,
     make_service: MakeService,
@@ -91,7 +127,8 @@ def run_beside_group(
     device: str,
 ) -> RunSummary:
     """The scheduler in this process, the ranks of the learner in others. Those that are lost are
-    started again from the newest checkpoint, while samplers stay up."""
+    started again from the newest checkpoint, while samplers stay up; where some are lost for good,
+    the others go on without them."""
     world, place = component_of(config, "actor").world, pick_device(device)
     asked = Collector()
     asked.problems += rank_problems(config, world, place)
@@ -99,32 +136,86 @@ def run_beside_group(
     asked.settle()
     with take_folder(config, fresh=fresh) as taken:
         folder = taken.file("ranks/").absolute()
-    given = {
-        "service": f"{make_service.__module__}:{make_service.__qualname__}",
-        "config": with_absolute_paths(config).model_dump(mode="json"),
-    }
-    settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S, errors=FAILURES)
+    service = f"{make_service.__module__}:{make_service.__qualname__}"
+    given = with_config({"service": service}, config)
     retries = Retries.of_this_program(config)
     generation = 0
     with Crew(checked) as crew, again_restored():
         if config.scheduler.type == "ray":
             crew.runtime = open_runtime(config, place, is_apart=True)
             crew.stack.push_async_callback(crew.runtime.close)
+        members = open_membership(config, folder.parent, crew)
+        settings = GroupSettings(
+            stall_s=config.stall_abort_s,
+            timeout_s=JOIN_S,
+            errors=FAILURES,
+            away=members.why_away,
+        )
         while True:
+            with log_to(folder.parent / "log.txt"):
+                formed = members.form(generation)
+            specs = rank_specs(
+                formed,
+                with_config(given, formed.config),
+                device,
+                folder,
+                generation,
+                crew.is_spread,
+            )
+            crew.group = RankGroup(
+                crew.runtime or LocalRuntime(standbys_of(crew, specs, given)),
+                specs,
+                settings,
+                place,
+            )
+            crew.facts = {
+                "generation": generation,
+                "world": len(specs),
+                "layout": formed.config.allocation_mode,
+                "slots": list(formed.used),
+            }
             try:
-                specs = rank_specs(config, given, device, folder, generation, crew.is_spread)
-                group = RankGroup(crew.runtime or LocalRuntime(), specs, settings, place)
-                with group as calls:
-                    return run(calls, config, notes, False, crew)
+                with crew.group as calls:
+                    try:
+                        return run(calls, formed.config, notes, False, crew)
+                    except Regroup:
+                        pass
             except RunError as error:
-                crew.note_lost()
-                if isinstance(error, Transient) and retries.take(error):
-                    os.environ[AGAIN] = str(retries)
-                    generation += 1
-                    if group.failure is None:  # what stood still is something else
-                        crew.close_samplers()
-                    continue
-                raise (RunError(str(error)) if isinstance(error, Transient) else error) from error
+                crew.note_lost(error)
+                with log_to(folder.parent / "log.txt"):
+                    is_other = members.note_failure(crew.group.cause)
+                at = crew.group.cause.step if crew.group.cause and not is_other else None
+                if not isinstance(error, Transient):
+                    raise
+                if not is_other and not retries.take(error, at):
+                    raise RunError(retries.diagnosis(error)) from error
+                if crew.group.failure is None:  # what stood still is something else
+                    crew.close_samplers()
+            os.environ[AGAIN] = str(retries)
+            generation += 1
+
+
+def with_config(given: dict[str, Any], config: Config) -> dict[str, Any]:
+    return {**given, "config": with_absolute_paths(config).model_dump(mode="json")}
+
+
+def open_membership(config: Config, records: Path, crew: Crew) -> Membership:
+    def lacks(slot: int) -> str | None:
+        return crew.runtime.lacks(f"learner-{slot}") if crew.runtime else None
+
+    crew.records = records / "recoveries.jsonl"
+    members = Membership(config, Slots(records / "slots"), lambda: newest_step(config), lacks)
+    crew.has_returned = members.has_returned
+    return members
+
+
+def standbys_of(crew: Crew, specs: Sequence[RoleSpec], given: dict[str, Any]) -> StandbyPool | None:
+    """As many as the first group has ranks: a group that lost one is replaced whole."""
+    config = Config.model_validate(given["config"])
+    if crew.standbys is None and config.elastic.enabled and config.elastic.standbys:
+        modules = [rank_host.__name__, given["service"].partition(":")[0]]
+        crew.standbys = StandbyPool(COMMAND, len(specs), modules, environment_of(specs[0]))
+    return crew.standbys
 
 
 @contextmanager
@@ -141,7 +232,7 @@ def again_restored() -> Iterator[None]:
 
 
 def rank_specs(
-    config: Config,
+    formed: Formed,
     given: dict[str, Any],
     device: str,
     folder: Path,
@@ -149,8 +240,8 @@ def rank_specs(
     is_spread: bool,
 ) -> list[RoleSpec]:
     """A process for each rank of the learner, with its GPU, where there are any."""
-    world, place = component_of(config, "actor").world, pick_device(device)
-    logs = [folder / f"rank-{rank}.log" for rank in range(world)]
+    config, place = formed.config, pick_device(device)
+    logs = [folder / f"rank-{rank}.log" for rank in range(len(formed.used))]
     folder.mkdir(parents=True, exist_ok=True)
     if not generation:
         for log_file in logs:
@@ -161,10 +252,12 @@ def rank_specs(
         given,
         logs,
         device=place.type,
-        devices=tuple(range(world)) if place.type == "cuda" else (),
+        devices=formed.used if place.type == "cuda" else (),
         generation=generation,
         deterministic=config.actor.archon.use_deterministic_algorithms,
         is_spread=is_spread,
+        slots=formed.used,
+        beat_s=config.elastic.heartbeat_interval_s if config.elastic.enabled else BEAT_S,
     )
 
 

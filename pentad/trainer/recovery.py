@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from pentad.checkpoint.fence import raise_fence
 from pentad.checkpoint.folders import (
     Checkpoint,
     Damaged,
@@ -132,6 +133,8 @@ class RecoverHandler:
     retry_at: int | None = None
     is_owed: bool = False
     """Whether one was due while another was on its way."""
+    generation: int | None = None
+    """Of the learners: what an earlier one still writes does not count."""
     writer: Writer = field(default_factory=Writer)
     """Commits what the ranks have written."""
 
@@ -161,6 +164,7 @@ class RecoverHandler:
         None where there is none."""
         if not self.is_on:
             return None
+        self.generation = raise_fence(self.root)
         damaged = 0
         while (checkpoint := self.tiers.find()) is not None:
             try:
@@ -235,6 +239,7 @@ class RecoverHandler:
                 self.facts(),
                 self.timeout_s,
                 self.tiers.keep_committed,
+                generation=self.generation,
             )
             if self.is_async:
                 pending = self.writer.submit(job)
@@ -258,6 +263,12 @@ class RecoverHandler:
         self.commit()
         self._collect(step, wait=True)
 
+    def settle(self, step: int) -> bool:
+        """Whether this step is committed; waits for it where that is under way."""
+        if self.under_way is not None and self.under_way[0] == step:
+            self._collect(step, wait=True)
+        return self.last_saved == step
+
     def close(self, *, is_failed: bool) -> None:
         """Waits for what is on its way; after a failure a few seconds."""
         if self.point is not None and not is_failed:
@@ -272,7 +283,11 @@ class RecoverHandler:
             place = {"root": str(self.root.absolute()), "folder": state_folder(name, step)}
             try:
                 receipts += self.calls.call(
-                    "save_state", role=role, is_async=self.is_async, **place
+                    "save_state",
+                    role=role,
+                    is_async=self.is_async,
+                    generation=self.generation,
+                    **place,
                 )
             except Transient:  # the ranks are gone
                 raise

@@ -2,7 +2,8 @@
 
 Over several ranks the launcher starts new ones. A run in one process is started again by the
 command line, in place of the present program: what a failure leaves in a process is not known.
-An exception of the code that comes twice at the same step is not waited out: the run ends with it.
+An exception of the code that comes twice at the same step is not waited out, nor any failure that
+comes thrice there: the run ends with it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from pentad.trainer.run import checkpoint_path
 
 log = logging.getLogger(__name__)
 
+SAME_STEP = 3
+"""Failures in a row at one step that show that the step is their cause."""
+
 
 @dataclass(slots=True)
 class Retries:
@@ -37,6 +41,10 @@ class Retries:
     """The last step that was committed when the last try began."""
     crash: str = ""
     """Stands for the exception and the step that ended the try before; empty: something else."""
+    at: int | None = None
+    """The step that ranks were in when the last try failed."""
+    num_at: int = 0
+    """Tries in a row that ended there."""
 
     @classmethod
     def of_this_program(cls, config: Config) -> Retries:
@@ -48,8 +56,23 @@ class Retries:
     def __str__(self) -> str:
         return f"{self.used}:{self.step}:{self.crash}"
 
-    def take(self, error: Exception) -> bool:
-        """Whether to start again, which it says with the reason."""
+    @property
+    def is_looping(self) -> bool:
+        return self.at is not None and self.num_at >= SAME_STEP
+
+    def diagnosis(self, error: Exception) -> str:
+        """Why the run is given up, in words."""
+        if not self.is_looping:
+            return str(error)
+        return (
+            f"step {self.at} failed {self.num_at} times in a row, so its data or what it computes "
+            f"is the likely cause, and the run is not started again; the last time: {error}"
+        )
+
+    def take(self, error: Exception, at: int | None = None) -> bool:
+        """Whether to start again, which it says with the reason; `at`: the step it failed in."""
+        self.num_at = self.num_at + 1 if at is not None and at == self.at else 1
+        self.at = at
         newest, recover = newest_step(self.config), self.config.recover
         self.used, self.step = 0 if newest > self.step else self.used, newest
         if not recover.is_on or self.used >= recover.retries:
@@ -63,6 +86,8 @@ class Retries:
         )
         if is_loop := bool(self.crash) and self.crash == before:
             next_ = "the try before ended at the same step in the same way: it is not started again"
+        elif is_loop := self.is_looping:
+            next_ = f"step {at} failed {self.num_at} times in a row: it is not started again"
         with log_to(run_path_of(self.config) / "log.txt"):
             log.warning("the run failed: %s; %s", first_line(error), next_)
         return not is_loop

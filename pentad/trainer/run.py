@@ -50,6 +50,7 @@ from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.batches import BatchKeeper
+from pentad.trainer.crew import Regroup
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import is_again, kind_of
@@ -466,6 +467,8 @@ def noted_end(folder: RunFolder, checkpoints: Path) -> Iterator[None]:
     except (UserError, RunError) as error:
         log.info("the run ended: %s", error)
         note("stopped" if isinstance(error, Stopped) else "failed", str(error))
+        raise
+    except Regroup:
         raise
     except BaseException as error:
         log.info("the run failed", exc_info=True)

@@ -159,10 +159,18 @@ class EngineService:
         for role, engine in self.engines.items():
             self._saver(role).prepare(engine.state_tensors())
 
-    def save_state(self, role: str, root: str, folder: str, is_async: bool) -> list[str]:
+    def save_state(
+        self, role: str, root: str, folder: str, is_async: bool, generation: int | None = None
+    ) -> list[str]:
         """The receipts of all ranks. It fails on all ranks or on none."""
-        engine = self.engines[role]
-        staged = save_learner(self._saver(role), engine, Path(root), folder, is_async=is_async)
+        staged = save_learner(
+            self._saver(role),
+            self.engines[role],
+            Path(root),
+            folder,
+            is_async=is_async,
+            generation=generation,
+        )
         return list(staged.receipts)
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pentad.runtime.calls import RankCalls
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.crew import Crew
+from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.facts import step_from
 from pentad.trainer.frequency import Frequency
 from pentad.trainer.learner_thread import Calls
@@ -131,6 +131,7 @@ def lead_examples(
         recover.add("stats_logger_info", "bounds", bounds)
         checkpoint = run.resume(recover, lambda found: check_data(config, data, found, recover))
         recover.prepare()
+        crew.note_loaded()
         trained = 0 if checkpoint is None else checkpoint.step + 1
         run.started(
             trained,
@@ -229,8 +230,12 @@ def train(
             recover.commit()
             if sentence:
                 raise RunError(f"step {trained}: {sentence}")
+            if trained < num_steps:
+                crew.regroup_if_due(recover, step)
         recover.finish()
         folder = saver.finish(trained - 1) if trained else None
+    except Regroup:
+        raise
     except KeyboardInterrupt:
         name, next_start = stop.reason, recover.next_start
         raise cut_short(name, trained + 1, saver.good, next_start) from None

@@ -29,7 +29,7 @@ from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.batches import kept_steps, read_batch, read_head
-from pentad.trainer.crew import Crew
+from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.facts import BatchFacts
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import Collector, start_problems
@@ -147,7 +147,7 @@ def lead_train_only(
         size = RunSize(num_steps, kept.max_row_tokens)
         with announced(log, "making the model"):
             calls.call("build", **asdict(size))
-        learning = TrainOnly(calls, run, kept, size, folders)
+        learning = TrainOnly(calls, run, kept, size, folders, crew)
         trained = learning.resume()
         run.started(trained, device=str(device), layout=str(layout))
         with stop_flag() as stop, watch_alone(calls, run):
@@ -165,8 +165,10 @@ class TrainOnly:
         kept: KeptGroups,
         size: RunSize,
         folders: Sequence[str],
+        crew: Crew,
     ) -> None:
         self.calls = calls
+        self.crew = crew
         self.open = run
         self.kept = kept
         self.savers: dict[str, Saver] = {folder: run.saver(calls, folder) for folder in folders}
@@ -185,6 +187,7 @@ class TrainOnly:
         saved = self.recover.counters.get("default", {"tags": ()})["tags"]
         self.calls.call("load_tags", has=sorted(saved), step=trained)
         self.recover.prepare()
+        self.crew.note_loaded()
         self.num_groups = sum(self._num_groups(step) for step in range(trained))
         return trained
 
@@ -207,9 +210,13 @@ class TrainOnly:
                     break
                 self._step(step)
                 trained = step + 1
+                if trained < num_steps:
+                    self.crew.regroup_if_due(self.recover, step)
             self.recover.finish()
             savers = list(self.savers.values())
             folders = [saver.finish(trained - 1) for saver in savers] if trained else [None]
+        except Regroup:
+            raise
         except KeyboardInterrupt:
             saved, next_start = self.savers["default"].good, self.recover.next_start
             raise cut_short(stop.reason, trained + 1, saved, next_start) from None
@@ -231,6 +238,7 @@ class TrainOnly:
                 "train_kept", folder=str(folder), step=source, number=step, digest=digest
             )
             facts = BatchFacts.read(self.calls.ask("measure"))
+        self.crew.note_step()
         if config.ref_update_interval and (step + 1) % config.ref_update_interval == 0:
             self.calls.call("save_tag", tag="ref")
         for one in [*facts.steps, *facts.critic_steps]:

@@ -87,3 +87,18 @@ def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
     start_again(config, Transient("torchrun starts its ranks again"))
     assert len(begun) == 2
+
+
+def test_any_failure_thrice_at_one_step_is_final_and_named(config, newest, caplog):
+    more = config.recover.model_copy(update={"retries": 9})
+    tries = Retries(config.model_copy(update={"recover": more}), step=3)
+    killed = Transient("rank 1 of 4, step 5: was ended by signal 9")
+    stuck = Transient("rank 0 of 4, step 5: does not run")
+    assert [tries.take(killed, at) for at in (5, 6, 5)] == [True] * 3, "not in a row"
+    assert [tries.take(killed, at) for at in (None, None, None)] == [True] * 3, "before a step"
+    assert [tries.take(error, 5) for error in (killed, stuck, killed)] == [True, True, False]
+    assert "step 5 failed 3 times in a row: it is not started again" in caplog.messages[-1]
+    assert tries.diagnosis(killed) == (
+        "step 5 failed 3 times in a row, so its data or what it computes is the likely cause, and "
+        "the run is not started again; the last time: rank 1 of 4, step 5: was ended by signal 9"
+    )

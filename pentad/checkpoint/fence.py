@@ -1,0 +1,40 @@
+"""The fence of a trial's checkpoints: what an earlier generation still writes is refused.
+
+`.generation` in the folder of the trial holds a number that each life of the learners raises before
+it restores. Every save and commit carries the number of its own, and looks again before it counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, write_aside
+from pentad.core.errors import RunError
+
+FENCE = ".generation"
+
+
+def read_fence(root: Path) -> int:
+    """0 before the first."""
+    try:
+        text = (root / FENCE).read_text()
+    except FileNotFoundError:
+        return 0
+    return int(text) if text.strip().isdigit() else 0
+
+
+def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
+    """The next generation: those before it can commit nothing from now on."""
+    make_folders(disk, root)
+    generation = read_fence(root) + 1
+    write_aside(disk, root / FENCE, str(generation).encode())
+    return generation
+
+
+def refuse_late(root: Path, generation: int | None) -> None:
+    """RunError for a writer of an earlier generation; None: one that has no number."""
+    if generation is not None and (now := read_fence(root)) > generation:
+        raise RunError(
+            f"{root}: written by generation {generation} of the learners, and {now} has begun: "
+            "nothing of it counts"
+        )

@@ -1,0 +1,83 @@
+"""Which rank of a group is slow: the one that the others wait for.
+
+Ranks go through a step together, so each takes as long as the slowest. What differs is how long a
+rank waits for others: it is sampled from where its thread stands, on the host (a wait that a GPU
+makes by itself is not seen). The slow rank waits least.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+SAMPLE_S = 0.02
+WAITS = ("torch/distributed/", "pentad/parallel/collectives", "pentad/core/group_values")
+"""Files whose functions wait for other ranks, where they are the innermost."""
+DEPTH = 3
+RATIO = 1.5
+"""A rank that computes so much longer than the others' median is slow,"""
+STEPS = 3
+"""in so many calls in a row,"""
+LEAST_S = 0.1
+"""of which each takes so long."""
+
+
+class WaitMeter:
+    """How long a thread has waited for other ranks, by samples."""
+
+    def __init__(self) -> None:
+        self.thread_id: int | None = None
+        self.waited_s = 0.0
+        self.sampler = threading.Thread(target=self._sample, name="wait meter", daemon=True)
+
+    def watch(self) -> None:
+        """The thread that calls this, from now on."""
+        self.thread_id = threading.get_ident()
+        self.sampler.start()
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(SAMPLE_S)
+            frame = sys._current_frames().get(self.thread_id or 0)
+            for _ in range(DEPTH):
+                if frame is None:
+                    break
+                if any(place in frame.f_code.co_filename for place in WAITS):
+                    self.waited_s += SAMPLE_S
+                    break
+                frame = frame.f_back
+
+
+class Pace:
+    """Compares the ranks of a group, call by call."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.slow: int | None = None
+        self.count = 0
+
+    def take(self, seconds: float, waited: Sequence[float], step: int | None) -> None:
+        """A call of all ranks: how long it took, and how long each waited for others in it."""
+        if self.world < 2 or seconds < LEAST_S:
+            return
+        busy = [max(seconds - wait, 0.0) for wait in waited]
+        slowest = max(range(self.world), key=busy.__getitem__)
+        rest = statistics.median(busy[:slowest] + busy[slowest + 1 :])
+        if busy[slowest] < max(RATIO * rest, LEAST_S):
+            self.slow, self.count = None, 0
+            return
+        self.count = self.count + 1 if self.slow == slowest else 1
+        self.slow = slowest
+        if self.count == STEPS:
+            text = (
+                "straggler: rank %d of %d, step %s: computes %.2f s of a call of %.2f s, the "
+                "others %.2f s (median), %d calls in a row"
+            )
+            at = "?" if step is None else step
+            log.warning(text, slowest, self.world, at, busy[slowest], seconds, rest, STEPS)

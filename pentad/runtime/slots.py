@@ -1,0 +1,87 @@
+"""Slots: the places of a group's ranks (a GPU, a bundle of Ray, a share of the cores), which may go
+away and return.
+
+A slot that is away has a file in the run's folder, `slots/N.away`, with the reason: written by the
+run when the slot failed too often, or by whoever takes the device away (`pentad slots --drop N`).
+Without the file it is there again. `slots/now.json` says which ones a run has, and uses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pentad.core.errors import Problem, UserError
+
+ENDING = ".away"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNow:
+    """What a run says of its group."""
+
+    count: int
+    """Slots it was started with."""
+    used: tuple[int, ...]
+    """Slot of each rank."""
+    generation: int
+    layout: str
+
+
+class Slots:
+    def __init__(self, folder: Path) -> None:
+        """`folder`: slots/ of the run."""
+        self.folder = folder
+
+    def away(self) -> dict[int, str]:
+        """Slots that are away, with the reason."""
+        try:
+            names = [path for path in self.folder.iterdir() if path.suffix == ENDING]
+        except FileNotFoundError:
+            return {}
+        found = {}
+        for path in names:
+            if path.stem.isdigit():
+                try:
+                    found[int(path.stem)] = path.read_text(encoding="utf-8").strip() or "dropped"
+                except FileNotFoundError:  # it has just returned
+                    continue
+        return dict(sorted(found.items()))
+
+    def drop(self, slot: int, reason: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.folder / f"{slot}.draft"
+        draft.write_text(f"{reason}\n", encoding="utf-8")
+        draft.replace(self.folder / f"{slot}{ENDING}")
+
+    def join(self, slot: int) -> None:
+        (self.folder / f"{slot}{ENDING}").unlink(missing_ok=True)
+
+    def write_now(self, now: GroupNow) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.folder / "now.draft"
+        draft.write_text(json.dumps(asdict(now)), encoding="utf-8")
+        draft.replace(self.folder / "now.json")
+
+    def now(self) -> GroupNow:
+        """UserError where no elastic run has written there."""
+        path = self.folder / "now.json"
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            return GroupNow(**value | {"used": tuple(value["used"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            rule = "is no folder of a run with elastic.enabled = true over several ranks"
+            remedy = "give the folder of its records, such as runs/logs/USER/EXPERIMENT/TRIAL"
+            raise UserError(Problem(f"run folder = {self.folder.parent}", rule, remedy)) from None
+
+
+def listed(slots: Iterable[int]) -> str:
+    """Example: slots 1 and 2."""
+    *most, last = [str(slot) for slot in slots]
+    return f"slots {', '.join(most)} and {last}" if most else f"slot {last}"
+
+
+def reasons(away: Mapping[int, str]) -> str:
+    return "; ".join(f"slot {slot}: {why}" for slot, why in away.items())

@@ -1,0 +1,159 @@
+"""Standbys: processes that have imported what a rank needs, and wait to be one.
+
+Of the time to replace a lost rank most is Python's and torch's import. A pool has its own thread,
+since a process of ours ends with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pentad.runtime.process import RankProcess
+
+log = logging.getLogger(__name__)
+
+WAIT = "--standby"
+READY = b"ready\n"
+NAME = "standby-" + "." * 24
+"""Last word of the command line, with room for the name of the role it takes."""
+
+
+class Standby:
+    """One such process and the port it will listen on."""
+
+    def __init__(
+        self, command: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.address: tuple[str, int] = listening.getsockname()[:2]
+            words = [WAIT, str(os.getpid()), str(listening.fileno()), ",".join(modules), NAME]
+            self.popen = subprocess.Popen(
+                [*command, *words],
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
+        self.process = RankProcess(self.popen)
+
+    def is_ready(self) -> bool:
+        """Whether it has imported everything; waits for it."""
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline() == READY
+
+    def take(self, job: Mapping[str, Any]) -> RankProcess | None:
+        """Makes it the process of a job; None where it has died."""
+        assert self.popen.stdin is not None and self.popen.stdout is not None
+        try:
+            with self.popen.stdin as pipe:
+                pipe.write(json.dumps(job).encode())
+        except BrokenPipeError:
+            self.process.end()
+            return None
+        self.popen.stdout.close()
+        return self.process
+
+    def end(self) -> None:
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                stream.close()
+        self.process.end()
+
+
+class StandbyPool:
+    """Keeps so many ready, from the first `fill` on."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        self.command, self.modules, self.environment = command, modules, environment
+        self.count = count
+        self.ready: list[Standby] = []
+        self.lock = threading.Lock()
+        self.asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="standbys", daemon=True)
+        self.is_closed = False
+
+    def fill(self) -> None:
+        """Makes those that lack, one after the other, beside whatever runs."""
+        if not self.thread.is_alive():
+            self.thread.start()
+        self.asked.put(True)
+
+    def take(self, job: Mapping[str, Any]) -> tuple[RankProcess, tuple[str, int]] | None:
+        """The process that does this job from now on and its address; None where none is ready."""
+        while True:
+            with self.lock:
+                if not self.ready:
+                    return None
+                standby = self.ready.pop(0)
+            if (process := standby.take(job)) is not None:
+                return process, standby.address
+
+    def close(self) -> None:
+        """Ends those that wait. The thread stays until then: what it started ends with it."""
+        self.is_closed = True
+        if self.thread.is_alive():
+            self.asked.put(False)
+            self.thread.join()
+        while self.ready:
+            self.ready.pop().end()
+
+    def _work(self) -> None:
+        while self.asked.get():
+            while not self.is_closed and len(self.ready) < self.count:
+                standby = Standby(self.command, self.modules, self.environment)
+                if not standby.is_ready():
+                    standby.end()
+                    log.warning("a standby ended before it was ready; none are kept")
+                    self.count = 0
+                    return
+                with self.lock:
+                    self.ready.append(standby)
+
+
+def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
+    """In the process: imports, says so, and waits until it is needed. Returns what it is to do."""
+    *_, fd, modules, _ = words
+    for module in modules.split(","):
+        importlib.import_module(module)
+    os.write(1, READY)
+    job: dict[str, Any] = json.loads(sys.stdin.buffer.read() or b"null") or sys.exit(0)
+    with Path(job["log"]).open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.environ.update(job["standing_in"])
+    threads = job["standing_in"].get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    if "torch" in sys.modules and threads:  # it has read the variable already
+        sys.modules["torch"].set_num_threads(int(threads))
+    rename(job["name"])
+    return job | {"listen_fd": int(fd)}
+
+
+def rename(name: str) -> None:
+    """Puts the name of the role in the place of the standby's, for people who list processes."""
+    if sys.platform != "linux":
+        return
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    end = int(fields[46])  # arg_end, the 49th field in all
+    start = end - len(NAME) - 1
+    if ctypes.string_at(start, len(NAME)) == NAME.encode():
+        ctypes.memmove(start, name.encode()[: len(NAME)].ljust(len(NAME), b"\0"), len(NAME))

@@ -1,0 +1,49 @@
+"""A writer of an earlier generation is refused, whenever it comes."""
+
+import pytest
+
+from pentad.checkpoint import job as jobs
+from pentad.checkpoint.fence import raise_fence, read_fence
+from pentad.checkpoint.folders import find_checkpoints, info_folder
+from pentad.checkpoint.job import CommitJob, FileSpec, Piece, WriteJob, run_job
+from pentad.core.errors import RunError
+
+
+def write_job(root, text, generation, receipt="a"):
+    files = (FileSpec("default/recover_checkpoint/globalstep3/x", (Piece("x", (text,)),)),)
+    return WriteJob(root, files, f"{info_folder(3)}/.{receipt}.receipt", generation)
+
+
+def commit_job(root, generation, receipt="a"):
+    receipts = (f"{info_folder(3)}/.{receipt}.receipt",)
+    return CommitJob(root, info_folder(3), receipts, (), timeout_s=5, generation=generation)
+
+
+def test_a_late_writer_is_refused_and_the_next_generation_commits(tmp_path):
+    first = raise_fence(tmp_path)
+    run_job(write_job(tmp_path, b"old", first))
+    second = raise_fence(tmp_path)
+    assert (first, second, read_fence(tmp_path)) == (1, 2, 2)
+    with pytest.raises(RunError, match="written by generation 1 of the learners, and 2 has begun"):
+        run_job(commit_job(tmp_path, first))
+    with pytest.raises(RunError, match="nothing of it counts"):
+        run_job(write_job(tmp_path, b"older", first, "b"))
+    run_job(write_job(tmp_path, b"new", second, "c"))
+    run_job(commit_job(tmp_path, second, "c"))
+    (found,) = find_checkpoints(tmp_path, report=print)
+    path = tmp_path / "default/recover_checkpoint/globalstep3/x"
+    assert found.step == 3 and path.read_bytes() == b"new"
+
+
+def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, monkeypatch):
+    first, plain = raise_fence(tmp_path), jobs._settle_names
+    run_job(write_job(tmp_path, b"old", first))
+
+    def overtaken(*args):
+        plain(*args)
+        raise_fence(tmp_path)
+
+    monkeypatch.setattr(jobs, "_settle_names", overtaken)
+    with pytest.raises(RunError, match="2 has begun"):
+        run_job(commit_job(tmp_path, first))
+    assert not find_checkpoints(tmp_path, report=print)

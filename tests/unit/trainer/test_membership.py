@@ -1,0 +1,110 @@
+"""Who belongs to a group: slots that fail, go away and return."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
+from pentad.core.errors import RunError
+from pentad.runtime.report import Failure
+from pentad.runtime.slots import Slots
+from pentad.trainer import membership
+from pentad.trainer.membership import Membership
+
+
+@pytest.fixture
+def held():
+    return SimpleNamespace(step=-1, lacks={})
+
+
+@pytest.fixture
+def members(tmp_path, held):
+    def make(*words):
+        given = ["allocation_mode=archon:d4t2", "actor.path=Qwen/Qwen3-0.6B", *words]
+        config = resolve(read_config(None, ["elastic.enabled=true", *given]).config)[0]
+        slots = Slots(tmp_path / "slots")
+        return Membership(config, slots, lambda: held.step, lambda slot: held.lacks.get(slot))
+
+    return make
+
+
+def died(rank, kind="died"):
+    return Failure(rank, 5, kind, "was ended by signal 9", 0.0)
+
+
+def test_a_slot_that_fails_in_a_row_is_retired_and_its_device_too(members, held):
+    group = members()
+    assert group.form(0).used == tuple(range(8))
+    assert not group.note_failure(died(3)), "once is an accident"
+    held.step = 7
+    assert not group.note_failure(died(3)), "a checkpoint was gained in between"
+    assert not group.note_failure(died(5)) and not group.note_failure(died(3, "bug"))
+    assert group.note_failure(died(3))
+    formed = group.form(1)
+    assert formed.used == (0, 1, 2, 4, 5, 6), "and one of the others stays idle"
+    assert formed.config.allocation_mode == "archon:d3t2"
+    assert group.slots.now().layout == "archon:d3t2" and group.slots.now().generation == 1
+    # Ranks are counted anew: rank 3 has slot 4.
+    group.note_failure(died(3)), group.note_failure(died(3))
+    assert sorted(group.slots.away()) == [3, 4]
+
+
+def test_slots_return(members):
+    group = members()
+    group.form(0)
+    group.slots.drop(6, "gone")
+    assert group.why_away(6) == "gone" and group.why_away(5) is None
+    assert group.note_failure(died(6, "away")), "no try of the same group"
+    assert group.form(1).used == (0, 1, 2, 3, 4, 5)
+    assert not group.has_returned(), "seven slots are of no more use than six"
+    group.slots.join(6)
+    assert group.has_returned()
+    group.slots.drop(0, "gone")
+    assert not group.has_returned(), "the loss of one that is used comes first"
+    group.slots.join(0)
+    assert group.form(2).used == tuple(range(8)) and not group.has_returned()
+
+
+def test_what_the_runtime_lacks_is_away(members, held):
+    group = members()
+    group.form(0)
+    held.lacks[0] = "the cluster has no node for it"
+    assert group.note_failure(died(0)), "it cannot be started again"
+    assert group.form(1).used == (1, 2, 3, 4, 5, 6) and not group.slots.away()
+    held.lacks.clear()
+    assert group.has_returned()
+
+
+def test_too_few_are_waited_for_until_a_deadline(members, monkeypatch, caplog):
+    now = SimpleNamespace(s=0.0)
+    group = members("elastic.min_ranks=6", "elastic.wait_timeout_s=100")
+    for slot in (0, 1, 2):
+        group.slots.drop(slot, "gone")
+
+    def sleep(seconds):
+        now.s += 10
+
+    monkeypatch.setattr(membership.time, "monotonic", lambda: now.s)
+    monkeypatch.setattr(membership.time, "sleep", sleep)
+    with pytest.raises(RunError, match="5 of 8 slots are there, elastic.min_ranks = 6 .slot 0: go"):
+        group.form(0)
+    assert len(caplog.messages) == 4, "every 30 s of 110"
+    group.slots.join(0)
+    assert group.form(0).used == (0, 3, 4, 5, 6, 7)
+
+
+def test_grace_is_given_to_slots_that_may_return(members, monkeypatch):
+    now = SimpleNamespace(s=0.0)
+    group = members("elastic.drop_grace_s=20")
+    group.slots.drop(7, "gone")
+    monkeypatch.setattr(membership.time, "monotonic", lambda: now.s)
+    monkeypatch.setattr(membership.time, "sleep", lambda s: setattr(now, "s", now.s + 5))
+    assert group.form(0).used == tuple(range(6)) and now.s == 20
+    assert group.form(1).used == tuple(range(6)) and now.s == 20, "it is known to be away"
+
+
+def test_without_elastic_nothing_is_looked_at(members):
+    group = members("elastic.enabled=false")
+    group.slots.drop(0, "gone")
+    assert group.form(0).used == tuple(range(8)) and not group.note_failure(died(0))
