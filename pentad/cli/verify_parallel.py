@@ -72,8 +72,9 @@ def run_verify_parallel(
         rule, remedy = "verify-parallel starts its ranks itself", "start it without torchrun"
         raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
     subject = read_subject(words)
+    check_devices(world or 1, device)  # before the layouts of so many are searched
     cases = choose_cases(subject, world, layouts or [])
-    check_devices(cases, device)
+    check_devices(max(case.layout.world for case in cases), device)
     folder = Path(tempfile.mkdtemp(prefix="pentad-verify-"))
     is_kept = False  # logs of ranks that failed are
     try:
@@ -109,11 +110,10 @@ def _finite(value: Any) -> Any:
 # Running
 
 
-def check_devices(cases: list[LayoutCase], device: str) -> None:
+def check_devices(most: int, device: str) -> None:
     """Ranks on GPUs need one each, and those on a CPU a process that it can hold."""
     from pentad.core.device import pick_device
 
-    most = max(case.layout.world for case in cases)
     if pick_device(device).type == "cpu":
         if rule := too_many_ranks(most):
             raise UserError(Problem(f"--world {most}", rule, "give fewer"))

@@ -2,12 +2,14 @@
 
 import os
 import re
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
+from process_state import process_restored
+from typer.testing import CliRunner
 
+from pentad.cli.main import app
 from pentad.telemetry.steps import read_lines
 
 ROOT = Path(__file__).parents[3]
@@ -23,13 +25,11 @@ def followed(tmp_path_factory):
     """The page followed in an empty folder: the folder, and what the run printed."""
     folder = tmp_path_factory.mktemp("page")
     [python], [bash] = blocks("python"), blocks("bash")
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "USER": "me", "LOGNAME": "me"}
-    subprocess.run([sys.executable, "-c", python], cwd=folder, env=env, check=True, timeout=540)
-    command = [sys.executable, "-m", "pentad.cli.main", *bash.split()[1:]]
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=540, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    with process_restored(), chdir(folder):
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "USER": "me", "LOGNAME": "me"}
+        exec(compile(python, "sft.md", "exec"), {"__name__": "page"})
+        done = CliRunner().invoke(app, bash.split()[1:])
+    assert done.exit_code == 0, done.output
     return folder, done.stdout
 
 
