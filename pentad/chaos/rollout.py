@@ -14,26 +14,30 @@ NUM_BAD = 2
 """Rows whose reward fails."""
 
 
-def kill_sampler(trial: ChaosRun, at: str) -> None:
+def kill_sampler(trial: ChaosRun, at: str, words: tuple[str, ...] = ()) -> None:
     version = trial.draw.randint(1, trial.workload.steps - 2)
-    words = {"generate": "as it samples with", "install": "between weights and receipt of"}
-    trial.done = f"SIGKILL of a sampler {words[at]} version {version}"
+    what = {"generate": "as it samples with", "install": "between weights and receipt of"}
+    trial.done = f"SIGKILL of a sampler {what[at]} version {version}"
     fault = trial.fault(at, "kill", step=version)
-    trial.start(fault)
+    trial.start(fault, words=words)
     trial.wait_fault(fault)
     trial.wait_end()
     says(trial, "is lost: ", "SIGKILL")
     check_groups(trial, None)
 
 
+def kill_one_of_two(trial: ChaosRun) -> None:
+    """The other one takes its groups: in other company, which rounds otherwise."""
+    kill_sampler(trial, "generate", ("allocation_mode=embedded:d2|archon:d2",))
+
+
 def kill_samplers(trial: ChaosRun) -> None:
     version = trial.draw.randint(1, trial.workload.steps - 2)
-    trial.done = f"SIGKILL of all samplers while one samples with version {version}"
+    trial.done = f"SIGKILL of both samplers while one samples with version {version}"
     fault = trial.fault("generate", "hold", step=version)
-    trial.start(fault)
+    trial.start(fault, words=["allocation_mode=embedded:d2|archon:d2"])
     trial.wait_fault(fault)
     trial.kill(trial.roles("rollout"))
-    trial.release(fault)  # or their successors would wait
     trial.wait_end()
     says(trial, "serves again")
     check_groups(trial, None)
@@ -58,7 +62,8 @@ def fail_reward(trial: ChaosRun, how: str) -> None:
 
 OF_ROLLOUT = (
     Scenario("kill-sampler", partial(kill_sampler, at="generate"), RECOVERED, "rl", is_soaked=True),
-    Scenario("kill-all-samplers", kill_samplers, RECOVERED, "rl", is_soaked=True),
+    Scenario("kill-one-of-two-samplers", kill_one_of_two, RECOVERED, "rl", is_equal=False),
+    Scenario("kill-all-samplers", kill_samplers, RECOVERED, "rl", is_equal=False),
     Scenario("cut-weight-sync", partial(kill_sampler, at="install"), RECOVERED, "rl"),
     Scenario("kill-learner", partial(kill_rank, at="backward"), RECOVERED, "rl", is_soaked=True),
     Scenario(

@@ -48,7 +48,7 @@ class Workload:
 
 
 def built_in(folder: Path) -> dict[Kind, Workload]:
-    """A mixture pretrained over ranks, the same in one process, and RL with two samplers."""
+    """A mixture pretrained over ranks, the same in one process, and RL."""
     write_byte_model(folder / "mixture", num_experts=4)
     write_model(folder / "model")
     write_task(folder, seed=5, num_train=32, num_sft=4, num_valid=4)
@@ -65,14 +65,14 @@ def built_in(folder: Path) -> dict[Kind, Workload]:
         *(f"actor.path={folder / 'model'}", f"train_dataset.path={folder / 'train.jsonl'}"),
         *("train_dataset.batch_size=4", "gconfig.n_samples=2", "gconfig.max_new_tokens=8"),
         *(f"reward.fn={folder / 'rewards.py'}:score", "telemetry.samples_per_step=8"),
-        *("allocation_mode=embedded:d2|archon:d2", "actor.optimizer.lr=1e-3", *COMMON),
+        *("allocation_mode=embedded:d1|archon:d2", "actor.optimizer.lr=1e-3", *COMMON),
     )
     ranks = (*pretrain, f"allocation_mode=archon:d{WORLD}e2")
     alone = (*pretrain, "allocation_mode=archon:d1")
     return {
         "ranks": Workload("mixture over 4 ranks", "pretrain", ranks, STEPS, WORLD, 4, 2, folder),
         "any": Workload("mixture in one process", "pretrain", alone, STEPS, 1, 4, 2, folder),
-        "rl": Workload("RL, 2 samplers and 2 ranks", "train", train, STEPS, 2, folder=folder),
+        "rl": Workload("RL, a sampler and 2 ranks", "train", train, STEPS, 2, folder=folder),
     }
 
 

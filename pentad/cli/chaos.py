@@ -97,4 +97,4 @@ def list_scenarios() -> None:
     for one in SCENARIOS:
         needs = {"ranks": "several ranks", "rl": "samplers", "any": "any run"}[one.kind]
         equal = "ends bitwise the same" if one.is_equal else "invariants alone"
-        typer.echo(f"{one.name:22} {one.outcome:22} {needs:14} {equal}")
+        typer.echo(f"{one.name:25} {one.outcome:22} {needs:14} {equal}")
