@@ -134,18 +134,6 @@ def test_a_run_that_was_killed_in_its_last_evaluation_is_not_finished(rl):
     assert "the run is finished" not in rl.log("unscored").read_text()
 
 
-def test_a_checkpoint_with_a_garbled_commit_is_named(rl):
-    copy_of_whole(rl, "garbled")
-    info = rl.checkpoints("garbled") / f"recover_info/globalstep{STEPS - 1}"
-    (info / "COMMIT").write_bytes((info / "COMMIT").read_bytes()[:-5])
-    rl.run("garbled")
-    same_end(rl, "garbled")
-    said = rl.log("garbled").read_text()
-    why = "does not hold the sha256 of manifest.json beside it; the checkpoint is set aside as"
-    assert f"warning: {info / 'COMMIT'}: {why} {info}.damaged" in said
-    assert f"resumed after step {STEPS - 1} from" in said
-
-
 def test_a_run_without_its_checkpoints_starts_again_and_keeps_what_was_there(rl):
     copy_of_whole(rl, "lost")
     shutil.rmtree(rl.checkpoints("lost") / "recover_info")
@@ -166,28 +154,6 @@ def newest_file(checkpoints, name):
     committed = checkpoints.glob("recover_info/globalstep*/COMMIT")
     steps = [int(path.parent.name.removeprefix("globalstep")) for path in committed]
     return checkpoints / f"recover_info/globalstep{max(steps, default='')}" / name
-
-
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(rl):
-    process = rl.start("damaged", SYNC, hold=4)
-    rl.wait_for_steps("damaged", 4, process)
-    rl.kill(process)
-    found = sorted(
-        int(path.parent.name.removeprefix("globalstep"))
-        for path in rl.checkpoints("damaged").glob("recover_info/globalstep*/COMMIT")
-    )
-    # `recover.keep_last`, and one more where it was killed before the oldest was removed
-    assert len(found) in (2, 3)
-    state = rl.checkpoints("damaged") / f"default/recover_checkpoint/globalstep{found[-1]}"
-    data = bytearray((state / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (state / "__0_0.distcp").write_bytes(data)
-    rl.run("damaged")
-    same_end(rl, "damaged")
-    said = rl.log("damaged").read_text()
-    assert "does not have the digest it was saved with; the checkpoint is set aside as" in said
-    assert f"resumed after step {found[-2] + 1} from" in said
-    assert (rl.checkpoints("damaged") / f"recover_info/globalstep{found[-1]}.damaged").is_dir()
 
 
 def test_configs_that_differ_are_accepted_or_refused_by_key(rl):
