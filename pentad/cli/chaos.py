@@ -17,7 +17,7 @@ from pentad.cli.recipe import Recipe
 from pentad.config.derived import component_of
 from pentad.core.errors import Problem, UserError
 
-MIN_WIDTH = 150
+MIN_WIDTH = 180
 
 
 def run_chaos(
