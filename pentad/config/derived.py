@@ -12,7 +12,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
-from pentad.core.sizes import DTYPE_BYTES, DeviceKind
+from pentad.core.sizes import DTYPE_BYTES, DeviceKind, HandoffKind
 from pentad.data.rows import STREAMS, SUFFIXES
 
 
@@ -218,18 +218,25 @@ def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
     return DTYPE_BYTES[model.dtype]
 
 
-def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
-    """Whether published weights lie in host memory: those that leave the GPU before samplers wake,
-    and those that several GPUs hold, unless they go to servers straight from a GPU."""
+def handoff_kind(config: Config, kind: DeviceKind, num_devices: int | None) -> HandoffKind:
+    """How weights leave the learner, where there is room for it: within the process, through a
+    GPU that the sampler uses too, a file in shared memory, or files that all machines see."""
     allocation = allocation_of(config)
     rollout, actor = allocation.find("rollout"), allocation.find("actor")
-    if kind == "cpu" or rollout is None or actor is None:
-        return False
-    if config.offload_train:
-        return True
-    if actor.world == 1:
-        return False
-    return rollout.backend == "embedded" or config.rollout.server.weight_transport == "disk"
+    if rollout is None or actor is None or not is_learner_apart(config, num_devices):
+        return "none"
+    if config.scheduler.type == "ray" or config.cluster.n_nodes > 1:
+        return "file"
+    is_one = actor.world == rollout.world == 1 and rollout.backend == "embedded"
+    shares = as_run(config, allocation, num_devices).shares_devices(rollout, actor)
+    is_short = bool(config.offload_train)
+    return "ipc" if kind == "cuda" and is_one and shares and not is_short else "shm"
+
+
+def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
+    """Whether weights that are published within the process lie in host memory: those that leave
+    the GPU before samplers wake."""
+    return kind == "cuda" and bool(config.offload_train)
 
 
 def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:

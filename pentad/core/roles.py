@@ -23,6 +23,10 @@ class Installed:
     version: int
     num_tensors: int
     digest: str
+    install_s: float = field(default=0.0, compare=False)
+    """From the weights at hand to the receipt; 0 where it is not known."""
+    pause_s: float = field(default=0.0, compare=False)
+    """How long no token was drawn for it; 0 where it is not known."""
 
 
 class Sampler(Protocol):

@@ -9,6 +9,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.machine import GIB
 
 DeviceKind = Literal["cuda", "cpu"]
+HandoffKind = Literal["none", "ipc", "shm", "file"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES = {"cuda": int(1.5 * GIB), "cpu": int(0.4 * GIB)}
 """CUDA context, libraries' workspaces, allocator slack; on a CPU the process itself."""
@@ -17,6 +18,12 @@ OPTIMIZER_STATES = 2
 """AdamW: first and second moment, in the dtype of the master weights."""
 STAGING_HEADROOM = 1.25
 """Host memory that must be free for what saves are staged in, over its size."""
+
+PUBLISH_BUCKET_BYTES = 64 << 20
+"""The most of a shard, as float32, that a rank casts and hashes at a time for a publish."""
+DIGEST_WORDS = {"cpu": 1 << 16, "cuda": 1 << 20}
+"""Words of a block that are hashed at once, each with a work space of DIGEST_BYTES."""
+DIGEST_BYTES = 64
 
 MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
 """Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""

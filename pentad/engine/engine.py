@@ -42,7 +42,7 @@ from pentad.engine.state import present_all, read_random, sources_between, write
 from pentad.engine.step import OpenStep
 from pentad.engine.tags import WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
-from pentad.models.exchange import hf_metadata
+from pentad.models.exchange import box_of, hf_metadata
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
 from pentad.models.registry import build_face, plan_export
@@ -53,9 +53,10 @@ from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
-from pentad.weights.flow import TensorInfo
+from pentad.weights.flow import Shard, TensorInfo
 from pentad.weights.hf import FolderPlan, save_folder
-from pentad.weights.regions import Region
+from pentad.weights.map import WeightMap
+from pentad.weights.regions import Box, Region
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,8 @@ class Engine:
             for name, tensor in (*self.parameters.items(), *held.buffers.items())
         }
         """This rank's memory of all that makes up the weights, by native name."""
+        self.boxes: dict[str, Box] = {}
+        """Which part of each whole tensor that is; known with the first publish."""
         self.tags = WeightTags(self.tensors, settings.tag_memory)
         self.masters = {name: self.tensors[name] for name in self.parameters}
         self.optimizer = (
@@ -404,6 +407,21 @@ class Engine:
             # Asked anew each time: a generator may be read on while the weights are exchanged.
             self.tags.require_actor("handing out weights")
             yield name, tensor
+
+    def weight_shards(self) -> dict[str, Shard]:
+        """This rank's memory of the weights, by native name; not copies."""
+        self._require_actor("handing out weights")
+        self.held.rest()
+        if not self.boxes:
+            self.boxes = {
+                name: box_of(self.cuts[name].present(tensor) if name in self.cuts else tensor)
+                for name, tensor in self.tensors.items()
+            }
+        return {name: Shard(x.detach(), self.boxes[name]) for name, x in self.tensors.items()}
+
+    def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]:
+        """What weights are called outside: the map, and name, shape and dtype of each tensor."""
+        return self.held.face.weight_map, hf_metadata(self.held.face, self._publish_dtype)
 
     def save_hf(self, folder: str) -> None:
         """Rank 0 writes; on return, on any rank, the folder is whole."""

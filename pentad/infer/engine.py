@@ -6,6 +6,7 @@ One step is: plan, run, record, and let go of what ended.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -262,6 +263,7 @@ class InferenceEngine:
             raise UserError(
                 Problem(f"install of version {version}", f"version {self.version} is already here")
             )
+        started = time.perf_counter()
         num_tensors = install_hf(self.model, weights)
         hit("install", step=version)
         self.version = version
@@ -269,7 +271,8 @@ class InferenceEngine:
         if self.settings.on_update == "reprefill":
             self.scheduler.preempt_all()
         self.pool.forget_prefixes()
-        return Installed(version, num_tensors, digest_of(iter_hf(self.model)).hex())
+        digest = digest_of(iter_hf(self.model)).hex()
+        return Installed(version, num_tensors, digest, pause_s=time.perf_counter() - started)
 
     def rewind(self) -> None:
         self.version = -1

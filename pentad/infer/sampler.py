@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -147,10 +148,11 @@ class EmbeddedSampler:
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         """All tensors are held until the install is over; they are checked before the first is
         written. The iterator is read here, in the caller's thread."""
-        pairs = list(weights)
+        pairs, started = list(weights), time.perf_counter()
         self.num_installs += 1
         settle(self.num_installs)
-        return await self._do(partial(self.engine.install, version, pairs))
+        receipt = await self._do(partial(self.engine.install, version, pairs))
+        return replace(receipt, install_s=time.perf_counter() - started)
 
     async def rewind(self) -> None:
         await self._do(self.engine.rewind)

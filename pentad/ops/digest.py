@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from pentad.core.sizes import DIGEST_WORDS
+
+Box = Sequence[tuple[int, int]]
 BATCH_WORDS = 1 << 24
 """Words hashed at once; the work space is about 40 bytes a word."""
-
-
-FUSED_WORDS = 1 << 26
+FUSED_WORDS = 1 << 24
 """Words hashed at once by the kernel, which needs no work space."""
+MASK = 0xFFFFFFFFFFFFFFFF
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -38,25 +41,30 @@ class WeightDigest:
 
 def digest_of(weights: Iterable[tuple[str, Tensor]]) -> WeightDigest:
     """The digest of (name, tensor) pairs, in any order; every name once."""
-    headers: dict[str, str] = {}
-    hasher = _Hasher()
+    kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    hasher = Hasher()
     for name, tensor in weights:
-        assert name not in headers, f"{name} was given twice"
-        headers[name] = f"{tensor.dtype}/{'x'.join(map(str, tensor.shape))}"
+        assert name not in kinds, f"{name} was given twice"
+        kinds[name] = tensor.dtype, tensor.shape
         hasher.add(tensor)
     digest = WeightDigest()
-    for (name, header), checksum in zip(headers.items(), hasher.finish(), strict=True):
-        digest.entries[name] = f"{header}/{checksum:016x}"
+    for (name, kind), checksum in zip(kinds.items(), hasher.finish(), strict=True):
+        digest.entries[name] = entry_of(*kind, checksum)
     return digest
 
 
+def entry_of(dtype: torch.dtype, shape: Sequence[int], checksum: int) -> str:
+    """What a digest knows of one tensor."""
+    return f"{dtype}/{'x'.join(map(str, shape))}/{checksum & MASK:016x}"
+
+
 def tensor_checksum(tensor: Tensor) -> int:
-    hasher = _Hasher()
+    hasher = Hasher()
     hasher.add(tensor)
     return hasher.finish()[0]
 
 
-class _Hasher:
+class Hasher:
     """Collects pieces of tensors into batches of about BATCH_WORDS."""
 
     def __init__(self) -> None:
@@ -69,8 +77,8 @@ class _Hasher:
 
     def add(self, tensor: Tensor) -> None:
         words = words_of(tensor)
-        limit = FUSED_WORDS if _is_fused(words) else BATCH_WORDS
-        size = max(words.numel(), 1) if _is_fused(words) else BATCH_WORDS
+        limit = FUSED_WORDS if _is_fused(words) else _batch(words)
+        size = max(words.numel(), 1) if _is_fused(words) else limit
         for start in range(0, words.numel(), size):
             piece = words[start : start + size]
             if self.pieces and self.pieces[0][2].device != piece.device:
@@ -81,12 +89,31 @@ class _Hasher:
                 self._hash()
         self.num_tensors += 1
 
+    def add_block(self, block: Tensor, shape: Sequence[int], box: Box) -> None:
+        """A block, of whole words, of a tensor of that shape: the sums of all its blocks, modulo
+        2**64, are those of the tensor."""
+        if tuple(block.shape) == tuple(shape):
+            self.add(block)
+            return
+        firsts, length = _runs(block.dtype.itemsize, shape, box)
+        words, first = words_of(block), torch.tensor(firsts, device=block.device) // 4
+        length = -(-length // 4)
+        size = DIGEST_WORDS["cuda" if block.is_cuda else "cpu"]
+        for start in range(0, words.numel(), size):
+            piece = words[start : start + size]
+            at = torch.arange(start, start + piece.numel(), device=block.device)
+            position = first[at // length] + at % length + 1
+            total = _mix(piece.to(torch.int64), position).sum().view(1)
+            self.sums.append(([self.num_tensors], total))
+        self.num_tensors += 1
+
     def finish(self) -> list[int]:
+        """By order of addition."""
         self._hash()
         totals = [0] * self.num_tensors
         for owners, sums in self.sums:
             for owner, value in zip(owners, sums.tolist(), strict=True):
-                totals[owner] = (totals[owner] + value) & 0xFFFFFFFFFFFFFFFF
+                totals[owner] = (totals[owner] + value) & MASK
         return totals
 
     def _hash(self) -> None:
@@ -113,6 +140,33 @@ class _Hasher:
         running = _mix(words, position).cumsum(0)
         at_ends = running[(ends - 1).to(device)]
         self.sums.append((list(owners), torch.diff(at_ends, prepend=at_ends.new_zeros(1))))
+
+
+def _batch(words: Tensor) -> int:
+    """On a CPU the work space should stay in the cache."""
+    return min(DIGEST_WORDS["cpu"], BATCH_WORDS) if words.device.type == "cpu" else BATCH_WORDS
+
+
+def is_of_words(itemsize: int, shape: Sequence[int], box: Box) -> bool:
+    """Whether a block of a tensor begins and ends with a word wherever it does."""
+    firsts, length = _runs(itemsize, shape, box)
+    is_end = firsts[0] + length == math.prod(shape) * itemsize
+    return not any(first % 4 for first in firsts) and (length % 4 == 0 or is_end)
+
+
+def _runs(itemsize: int, shape: Sequence[int], box: Box) -> tuple[list[int], int]:
+    """The stretches of a tensor's memory that a block of it is: the first byte of each, and the
+    bytes of each."""
+    extents = [stop - start for start, stop in box]
+    inner = len(shape)
+    while inner and extents[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    firsts = [sum(start * stride for (start, _), stride in zip(box, strides, strict=True))]
+    for extent, stride in zip(extents[:inner], strides[:inner], strict=True):
+        firsts = [first + n * stride for first in firsts for n in range(extent)]
+    return firsts, math.prod(extents[inner:]) * itemsize
 
 
 def _is_fused(words: Tensor) -> bool:

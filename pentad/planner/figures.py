@@ -9,7 +9,7 @@ from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Allocation, Component
 from pentad.core.machine import GIB, host_memory
-from pentad.core.sizes import PROCESS_BYTES, DeviceKind
+from pentad.core.sizes import PROCESS_BYTES, DeviceKind, HandoffKind
 from pentad.planner.memory import Phase, Sampling, Training, kv_token_bytes
 
 TIGHT = 0.9
@@ -150,6 +150,8 @@ class RunPlan:
     """Per node and phase."""
     is_async: bool
     """Whether saves are written beside training, from copies that `host_bytes` hold."""
+    handoff: HandoffKind
+    """How weights leave the learner."""
     notes: list[str] = field(default_factory=list)
 
     @property

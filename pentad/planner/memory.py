@@ -10,13 +10,22 @@ p, c, r bytes of master, compute and reduce dtype; T tokens of a microbatch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pentad.core import sizes
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
-from pentad.core.sizes import CHUNK_BYTES, LOGIT_COPIES, OPTIMIZER_STATES, PROCESS_BYTES
+from pentad.core.sizes import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    DIGEST_WORDS,
+    LOGIT_COPIES,
+    OPTIMIZER_STATES,
+    PROCESS_BYTES,
+    PUBLISH_BUCKET_BYTES,
+    HandoffKind,
+)
 from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
 from pentad.planner.activations import (
     Checkpointing,
@@ -63,7 +72,9 @@ class Training:
     """Whether it trains on while they travel, so that what travels is a copy."""
     max_staleness: int = 0
     snapshot_on_host: bool = False
-    """Whether what travels lies in host memory (on the node of rank 0)."""
+    """Whether what travels within the process lies in host memory."""
+    handoff: HandoffKind = "none"
+    """How weights leave the learner (`config.derived.handoff_kind`)."""
 
     @property
     def compute_bytes(self) -> int:
@@ -324,11 +335,17 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     # Loading reads one tensor's region at a time, in the 2 bytes of a released checkpoint.
     put(("load",), "host", "file region", 2 * largest)
     alone = training.layout.world == 1
-    if not alone:  # every rank gathers each tensor, for a publish as for an export
+    if not alone:  # every rank gathers each tensor for an export
         put(("publish",), "device", "gathered tensor", (training.compute_bytes + p) * largest)
+    if training.publishes and training.handoff != "none":
+        put(("publish",), "device", "publish bucket", publish_bucket(training))
+        if is_staged(training):
+            share = training.compute_bytes * publish_params(training, pp_rank)
+            put(after_load, "host", "publish staging", share)
     if pp_rank == 0:
-        # A single rank hands out its weights from where they are; several gather them.
-        place = "host" if training.snapshot_on_host else where if alone else "device"
+        is_outside = training.handoff in ("shm", "file") and training.device == "cuda"
+        place = "host" if training.snapshot_on_host or is_outside else "device"
+        place = where if training.handoff == "none" and place == "device" else place
         for name, count in num_snapshots(training).items():
             size = count * snapshot_bytes(training)
             put((name,), place, "snapshot", size)
@@ -336,10 +353,45 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
     return phases
 
 
+def is_staged(training: Training) -> bool:
+    """Whether a rank's share is copied to host memory before it is written."""
+    return training.handoff == "file" or (training.handoff, training.device) == ("shm", "cuda")
+
+
+def publish_params(training: Training, pp_rank: int) -> float:
+    """What one rank writes: of copies one rank writes, and they share them evenly."""
+    layout, dims = training.layout, training.dims
+    if layout.pp == 1:
+        return dims.num_params / layout.world
+    held = held_params(replace(training, layout=Layout(pp=layout.pp)), pp_rank)
+    is_copy = dims.tie_embeddings and held.head > dims.hidden_size and pp_rank > 0
+    return (held.total - dims.embedding_params * is_copy) * layout.pp / layout.world
+
+
+def publish_bytes(training: Training, pp_rank: int) -> float:
+    """What one rank grows by in a publish: its share, in the file or staged, and a bucket."""
+    share = training.compute_bytes * publish_params(training, pp_rank)
+    return share + publish_bucket(training)
+
+
+def publish_bucket(training: Training) -> float:
+    """Work space for the digest, and blocks that are cast, or that columns are cut out of."""
+    layout = training.layout
+    space = float(DIGEST_WORDS[training.device] * DIGEST_BYTES)
+    if training.device == "cuda" and is_staged(training):
+        return space + 2 * PUBLISH_BUCKET_BYTES
+    if layout.tp == layout.etp == 1:
+        return space
+    part = largest_tensor(training.dims) * training.compute_bytes / layout.world
+    return space + min(PUBLISH_BUCKET_BYTES * training.compute_bytes / 4, part)
+
+
 def snapshot_bytes(training: Training) -> float:
-    """Weights on their way to samplers, whole on rank 0. A single rank that waits for their
-    arrival and keeps them as they are published hands out its own."""
-    is_own = training.layout.world == 1 and not training.overlaps
+    """Weights on their way to samplers, whole in a file or a buffer. Within a process a rank that
+    waits for their arrival and keeps them as they are published hands out its own."""
+    if training.handoff == "file":
+        return 0.0
+    is_own = training.handoff == "none" and not training.overlaps
     if is_own and training.compute_bytes == training.param_bytes:
         return 0.0
     return float(training.compute_bytes * training.dims.num_params)
@@ -350,9 +402,12 @@ def num_snapshots(training: Training) -> dict[str, int]:
     being taken. Training waits for data of a version that is at most `max_staleness` behind."""
     if not training.publishes:
         return {}
+    beside = min(training.max_staleness, 2) if training.overlaps else 0
+    if training.handoff != "none":  # the newest stays for samplers that are started again
+        kept = max(beside, 1)
+        return {"publish": kept + 1, **dict.fromkeys(PHASES[1:-1], kept)}
     if not training.overlaps:
         return {"publish": 1}
-    beside = min(training.max_staleness, 2)
     return {"publish": beside + 1, **dict.fromkeys(("log-prob", "backward", "optimizer"), beside)}
 
 

@@ -15,6 +15,7 @@ from pentad.config.derived import (
     compute_bytes,
     count_devices,
     frozen_models,
+    handoff_kind,
     is_recoverable,
     is_saved_within,
     num_checkpoints,
@@ -38,6 +39,7 @@ from pentad.core.sizes import (
     PROCESS_BYTES,
     SERVER_SHARE,
     STAGING_HEADROOM,
+    HandoffKind,
     default_microbatch_tokens,
     export_bytes,
     state_bytes,
@@ -85,14 +87,29 @@ def build_plan(
     config: Config, device: Device, num_rows: int | None = None, in_use_bytes: float = 0.0
 ) -> RunPlan:
     """The plan of a config that passed all checks; `num_rows` of its dataset, if known. The run's
-    own processes have `in_use_bytes` of the host's memory already."""
+    own processes have `in_use_bytes` of the host's memory already. Weights go through a GPU that
+    learner and sampler share where there is room for them."""
+    handoff = handoff_kind(config, device.kind, count_devices(config))
+    plan = _build(config, device, num_rows, in_use_bytes, handoff)
+    if handoff == "ipc" and plan.peak_bytes > device.memory_bytes:
+        return _build(config, device, num_rows, in_use_bytes, "shm")
+    return plan
+
+
+def _build(
+    config: Config,
+    device: Device,
+    num_rows: int | None,
+    in_use_bytes: float,
+    handoff: HandoffKind,
+) -> RunPlan:
     assert config.actor.path is not None, "checked before"
     dims = dims_of(config.actor.path)
     allocation = as_run(config, allocation_of(config), count_devices(config))
     batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
     found = placed_components(config, allocation, dims)
     trainers = [
-        plan_trainer(part, allocation, batch, device)
+        plan_trainer(part, allocation, batch, device, handoff)
         for part in found
         if not part.component.is_inference
     ]
@@ -116,7 +133,7 @@ def build_plan(
     if is_async := saves_async(config, staged, free):
         hosts |= {name: hosts[name] + staged for name in PHASES[1:]}
     plan = RunPlan(
-        config, allocation, dims, device, batch, trainers, samplers, files, hosts, is_async
+        config, allocation, dims, device, batch, trainers, samplers, files, hosts, is_async, handoff
     )
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
@@ -195,7 +212,9 @@ def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> 
     return number, max(budget, length) if is_padded else each * length
 
 
-def plan_trainer(part: Placed, allocation: Allocation, batch: Batch, device: Device) -> TrainPlan:
+def plan_trainer(
+    part: Placed, allocation: Allocation, batch: Batch, device: Device, handoff: HandoffKind
+) -> TrainPlan:
     config, model, component = part.config, part.model, part.component
     assert part.dims is not None, "unknown models are refused before"
     archon = model.archon
@@ -230,6 +249,7 @@ def plan_trainer(part: Placed, allocation: Allocation, batch: Batch, device: Dev
         overlaps=config.mode in ("hybrid", "async"),
         max_staleness=config.max_staleness,
         snapshot_on_host=snapshot_on_host(config, device.kind),
+        handoff=handoff,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if part.key == "critic" else component.role

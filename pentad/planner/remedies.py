@@ -115,6 +115,17 @@ def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
     return saves_async(config, 0.0, device.host_bytes)
 
 
+def shares_by_gpu(config: Config, device: Device) -> tuple[bool, str]:
+    """Whether learner and sampler of one GPU have room for published weights there, and why."""
+    if not _is_counted(config):
+        return True, "the memory of the models is not known"
+    plan = build_plan(config, device)
+    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
+    if plan.handoff == "ipc":
+        return True, f"all fits: {need:.1f} of {have:.1f} GiB"
+    return False, f"a copy on the GPU does not fit its {have:.1f} GiB"
+
+
 def _is_counted(config: Config) -> bool:
     """Whether all models of a run are known, so that its memory is."""
     allocation, dims = parsed_allocation(config), known_dims(config.actor.path)

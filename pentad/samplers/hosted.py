@@ -18,7 +18,7 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.families import register
 from pentad.models.registry import create_model
 from pentad.runtime.environment import make_deterministic
-from pentad.sync.handoff import open_ticket
+from pentad.sync.tickets import open_ticket
 
 if TYPE_CHECKING:
     from pentad.data.tokenizer import Tokenizer

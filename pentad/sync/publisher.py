@@ -2,7 +2,7 @@
 
 A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
 references; overlapped it holds copies, so that training may go on while it travels. What several
-ranks on GPUs hold is gathered in host memory. Versions only grow; a snapshot that was overtaken
+ranks hold they write themselves (`shards`). Versions only grow; a snapshot that was overtaken
 before it was sent is never sent.
 """
 
@@ -33,6 +33,8 @@ class Snapshot:
     digest: WeightDigest
     is_copy: bool = False
     """Whether nobody else writes to the tensors."""
+    gather_s: float = 0.0
+    """How long the learner was at work for it."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.weights)
@@ -59,12 +61,28 @@ def take_snapshot(
     return Snapshot(version, tuple(kept), digest, is_copy=copy)
 
 
+@dataclass(frozen=True, slots=True)
+class PublishTimes:
+    """Of one publish, in seconds; of several samplers the slowest."""
+
+    gather: float
+    """The learner's part, from the call to the snapshot."""
+    transfer: float
+    """From there until the weights are at hand in the sampler, waiting for its turn included."""
+    pause: float
+    """No token is drawn."""
+    install: float
+    """From the weights at hand to the receipt: the step under way, the pause."""
+
+
 class Publisher:
     """Installs snapshots on all samplers and checks what each says it now holds."""
 
     def __init__(self, samplers: Sequence[Sampler]) -> None:
         self.samplers = list(samplers)
         self.version = -1
+        self.times: PublishTimes | None = None
+        """Of the last publish that was confirmed."""
 
     async def publish(self, snapshot: Snapshot) -> str:
         """The digest of what all samplers now hold."""
@@ -79,7 +97,8 @@ class Publisher:
             return_exceptions=True,
         )
         expected = snapshot.digest.hex()
-        for index, receipt in answered(results):
+        receipts = answered(results)
+        for index, receipt in receipts:
             if receipt.num_tensors != len(snapshot.weights):
                 raise RunError(
                     f"sampler {index} wrote {receipt.num_tensors} of {len(snapshot.weights)} "
@@ -92,7 +111,10 @@ class Publisher:
                 )
         self.version = snapshot.version
         seconds = time.monotonic() - started
-        log.debug("published version %d in %.3f s", snapshot.version, seconds)
+        install = max(receipt.install_s for _, receipt in receipts)
+        pause = max(receipt.pause_s for _, receipt in receipts)
+        self.times = PublishTimes(snapshot.gather_s, max(seconds - install, 0.0), pause, install)
+        log.debug("published version %d: %s", snapshot.version, self.times)
         return expected
 
 

@@ -112,6 +112,23 @@ class Infra:
     uploaded_gb: float | None = about(
         "sent to the store and acknowledged, in this start of the run", "GB", varies=True
     )
+    publish_gather_ms: float | None = about(
+        "of the last publish that samplers confirmed: the learner's part, until its weights may "
+        "change again; this and the next three are null before the first",
+        "ms",
+        varies=True,
+    )
+    publish_transfer_ms: float | None = about(
+        "from there until the slowest sampler had the weights at hand", "ms", varies=True
+    )
+    publish_pause_ms: float | None = about(
+        "how long the slowest sampler drew no token; 0 of servers, which do not say it",
+        "ms",
+        varies=True,
+    )
+    publish_install_ms: float | None = about(
+        "from the weights at hand to the receipt, the pause included", "ms", varies=True
+    )
     active_nodes: int | None = about("machines at work", "nodes")
     ep_world_size: int | None = about("ranks that share the experts", "ranks")
 

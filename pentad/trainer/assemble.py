@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import is_one_machine
-from pentad.sync.handoff import snapshot_of
+from pentad.samplers.replica import ReplicaSampler
+from pentad.sync.handoff import opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
@@ -327,9 +328,12 @@ class Assembly:
 
     async def _open_samplers(self, stack: AsyncExitStack) -> dict[str, Sampler]:
         config, folder = self.config, self.open.folder.file("servers/")
-        if self.calls.is_apart:
+        if self.calls.is_apart or component_of(config, "actor").world > 1:
+            is_ray = config.scheduler.type == "ray"
+            is_spread = self.crew.is_spread if self.calls.is_apart else is_ray
+            is_spread = is_spread or not is_one_machine()
             self.crew.handoff = open_handoff(
-                config, self.device, folder, stack, is_spread=self.crew.is_spread
+                config, self.device, folder, stack, is_spread=is_spread
             )
             self.crew.handoff.release = self._release
         checked = self.checked
@@ -351,19 +355,18 @@ class Assembly:
             "copy": self.placement.copies_snapshots if copy is None else copy,
             "on_host": self.placement.snapshots_on_host,
         }
-        handoff = self.crew.handoff
+        handoff, started = self.crew.handoff, time.perf_counter()
         if handoff is None:
             await self.learner.call("snapshot", **given)
             service = own_service(self.calls)
-            assert service is not None, "it is here, or there is a handoff"
-            return service.fetch(version)
+            assert service is not None, "one rank in this process, or there is a handoff"
+            return replace(service.fetch(version), gather_s=time.perf_counter() - started)
         place = [handoff.kind, str(handoff.folder)]
         taken = await self.learner.call("snapshot", place=place, **given)
-        snapshot = snapshot_of(taken["ticket"], taken["digest"])
-        if component_of(self.config, "rollout").backend == "embedded":
-            handoff.expect(snapshot)
-        else:  # servers get what is mapped here
-            Path(snapshot.ticket.place).unlink()
+        snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
+        if not any(isinstance(sampler, ReplicaSampler) for sampler in self.samplers.values()):
+            return await opened(snapshot)  # nobody pulls: it is given what is mapped here
+        handoff.expect(snapshot)
         return snapshot
 
     async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, ScorerCalls]:
@@ -534,7 +537,8 @@ class Assembly:
         turns = dict(self.turnstile.turns_gb) or None
         memory = MemoryUse(**self.calls.ask("memory"), turns_gb=turns)
         saver = self.savers["default"]
-        record = self.open.steps.rl_record(trained, memory, saver, self.recover)
+        times = self.publisher.times
+        record = self.open.steps.rl_record(trained, memory, saver, self.recover, times)
         self.batches.keep(record.step, trained.groups)
         self.open.recorder.step(record, trained.groups)
         self.recover.commit()

@@ -14,6 +14,7 @@ from pentad.core.layout import Layout
 from pentad.core.types import Group, LayerBalance, StepResult
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import staleness_histogram
+from pentad.sync.publisher import PublishTimes
 from pentad.telemetry.record import Funnel, Infra, Kernel, MemoryUse, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.recovery import RecoverHandler
@@ -56,6 +57,7 @@ class StepRecorder:
         memory: MemoryUse,
         saver: Saver,
         recover: RecoverHandler,
+        published: PublishTimes | None = None,
     ) -> StepRecord:
         with trained.timer.phase("record"):
             rl = rl_of(trained)
@@ -69,6 +71,7 @@ class StepRecorder:
             recover=recover,
             num_groups=len(trained.groups),
             version=trained.batch + 1,
+            published=published,
             rl=rl,
             funnel=Funnel(**asdict(trained.funnel)),
         )
@@ -103,6 +106,7 @@ class StepRecorder:
         timer: PhaseTimer,
         saver: Saver,
         recover: RecoverHandler,
+        published: PublishTimes | None = None,
         **more: Any,
     ) -> StepRecord:
         phases = timer.phases_ms()
@@ -138,6 +142,7 @@ class StepRecorder:
                 recover_commit_ms=recover.commit_ms,
                 num_failed_recovers=recover.num_failed if recover.is_on else None,
                 **_uploads(recover.tiers),
+                **_publish_times(published),
             ),
             **more,
         )
@@ -198,6 +203,12 @@ def _uploads(tiers: Tiers) -> dict[str, Any]:
         "num_failed_uploads": status.num_failures,
         "uploaded_gb": status.num_bytes / 1e9,
     }
+
+
+def _publish_times(times: PublishTimes | None) -> dict[str, Any]:
+    """Fields of `Infra`; none before the first publish."""
+    found = {} if times is None else asdict(times)
+    return {f"publish_{name}_ms": 1e3 * seconds for name, seconds in found.items()}
 
 
 def loss_of(steps: Sequence[StepResult]) -> float:

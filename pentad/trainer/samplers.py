@@ -4,6 +4,7 @@ servers beside it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pentad.config.derived import (
     as_run,
     component_of,
     count_devices,
+    handoff_kind,
     is_one_process,
 )
 from pentad.config.processes import scorer_devices
@@ -35,6 +37,8 @@ from pentad.core.sizes import COLOCATED_SHARE
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
+from pentad.planner.plan import choose_device
+from pentad.planner.remedies import shares_by_gpu
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec, Runtime
@@ -47,8 +51,11 @@ from pentad.samplers.replica import ReplicaSampler
 from pentad.samplers.server_replica import KeptWeights, ServerRemote
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.settings import ServerSettings
-from pentad.sync.handoff import Handoff, Kind
+from pentad.sync.handoff import Handoff
+from pentad.sync.tickets import Kind
 from pentad.trainer.translate import compute_dtype, sampler_settings
+
+log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
@@ -72,7 +79,7 @@ async def open_samplers(
     if component.backend == "embedded":
         if not is_one_process(config, count_devices(config)):
             if runtime is None:
-                runtime = open_runtime(config, device, is_apart=handoff is not None)
+                runtime = open_runtime(config, device, is_apart=False)
                 stack.push_async_callback(runtime.close)
             handoff = handoff or open_handoff(
                 config, device, log_folder, stack, is_spread=runtime.is_spread
@@ -145,11 +152,12 @@ def open_handoff(
     log_folder.mkdir(parents=True, exist_ok=True)
     place = log_folder if is_spread else shared_memory()
     folder = stack.enter_context(scratch_folder("pentad-weights-", place))
-    is_embedded = component_of(config, "rollout").backend == "embedded"
-    is_local = is_embedded and config.scheduler.type != "ray"
-    devices = server_devices(config) if device.type == "cuda" and is_local else ()
-    on_one_gpu = bool(devices) and set(devices) == {device.index or 0}
-    kind: Kind = "file" if is_spread else "ipc" if on_one_gpu else "shm"
+    kind: Kind = "file" if is_spread else "shm"
+    on = "cuda" if device.type == "cuda" else "cpu"
+    if not is_spread and handoff_kind(config, on, count_devices(config)) == "ipc":
+        fits, why = shares_by_gpu(config, choose_device(config))
+        kind = "ipc" if fits else "shm"
+        log.info("weights reach the sampler by %s: %s", kind, why)
     return Handoff(kind, folder)
 
 

@@ -6,8 +6,7 @@ read from the store, weights and state leave by files or by the memory of this p
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,9 @@ from pentad.parallel.replicas import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
 from pentad.runtime.rank import Rank
-from pentad.sync.handoff import Kind, share_on_gpu, write_ticket
 from pentad.sync.publisher import Snapshot, take_snapshot
+from pentad.sync.shards import ShardWriter
+from pentad.sync.tickets import Kind
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.batches import read_batch
 from pentad.trainer.facts import BatchFacts
@@ -67,7 +67,10 @@ class EngineService:
         self.device = device
         self.engines: dict[str, Engine] = {}
         self.snapshots: dict[int, Snapshot] = {}
-        """By version: weights that were not fetched yet, or not released."""
+        """By version: weights that were not fetched yet."""
+        self.shared: dict[int, torch.Tensor] = {}
+        """By version: buffers on the GPU that other processes read."""
+        self.weights: ShardWriter | None = None
         self.writer, self.export_writer = (Writer(config.stall_abort_s) for _ in range(2))
         """An export must not hold up the state of a later step."""
         self.savers: dict[str, StateSaver] = {}
@@ -99,32 +102,25 @@ class EngineService:
         self, version: int, copy: bool, on_host: bool, place: list[str] | None = None
     ) -> dict[str, Any]:
         """Keeps the actor's weights as `version` for `fetch`; with a `place` (kind and folder) for
-        other processes, by ticket."""
-        weights = self.engines["actor"].iter_weights()
-        if self.rank.rank > 0:  # it takes part in every gathering
-            for _ in weights:
-                pass
-            return {}
+        other processes, by ticket: every rank writes its shards."""
+        actor = self.engines["actor"]
         if place is None:
-            self.snapshots[version] = take_snapshot(version, weights, copy=copy, on_host=on_host)
+            assert self.rank.world == 1, "several ranks hand weights over by ticket"
+            taken = take_snapshot(version, actor.iter_weights(), copy=copy, on_host=on_host)
+            self.snapshots[version] = taken
             return {}
-        kind, folder = place
-        is_shared = kind == "ipc"
-        taken = take_snapshot(version, weights, copy=is_shared, on_host=on_host and not is_shared)
-        entries = taken.digest.entries
-        if is_shared:  # kept until it is released
-            pairs = tuple((name, tensor.contiguous()) for name, tensor in taken)
-            self.snapshots[version] = replace(taken, weights=pairs)
-            ticket = share_on_gpu(version, pairs, taken.digest.hex())
-        else:
-            path = Path(folder) / f"{version}-{os.getpid()}-{self.rank.num_calls}"
-            form: Kind = "file" if kind == "file" else "shm"
-            ticket = write_ticket(version, taken.weights, taken.digest.hex(), path, form)
-        return {"ticket": asdict(ticket), "digest": entries}
+        shards = actor.weight_shards()
+        if self.weights is None:
+            self.weights = ShardWriter(shards, *actor.published(), self._saver("actor").group)
+        kind: Kind = {"ipc": "ipc", "file": "file"}.get(place[0], "shm")  # type: ignore[assignment]
+        made = self.weights.write(version, shards, kind, Path(place[1]))
+        if made.kept is not None:
+            self.shared[version] = made.kept
+        return {"ticket": asdict(made.ticket), "digest": made.digest.entries}
 
     def release(self, version: int) -> None:
         """Nobody reads the weights of this version any more."""
-        self.snapshots.pop(version, None)
+        self.shared.pop(version, None)
 
     def fetch(self, version: int) -> Snapshot:
         """For the scheduler within the process of rank 0, which holds it from now on."""
@@ -255,6 +251,8 @@ class EngineService:
         """What is worth waiting for was waited for: after a failure it ends at once."""
         for writer in (self.export_writer, self.writer):
             writer.close(0.0 if is_failed else None)
+        if self.weights is not None and not is_failed:
+            self.weights.close()
         for saver in self.savers.values():
             saver.close()
         for exporting in self.exports.values():

@@ -270,25 +270,17 @@ def weights_out(model: str, layout: Layout, folder: str) -> dict[str, Any]:
     return {"weights": given, "digests": digests, "is_same": is_same, "refusals": refusals}
 
 
-def snapshot_held(model: str, layout: Layout, copy: bool, **settings: Any) -> list[int]:
-    """Bytes that a snapshot holds besides the weights themselves, on each rank that takes one."""
+def snapshot_held(model: str, layout: Layout, copy: bool, **settings: Any) -> int:
+    """Bytes that a snapshot holds besides the weights themselves."""
     engine = make(model, layout, **settings)
     own = {_storage(local(tensor)) for tensor in state_of(engine).values()}
-    if engine.meshes.rank == 0:
-        taken = take_snapshot(1, engine.iter_weights(), copy=copy).weights
-    else:
-        for _ in engine.iter_weights():
-            pass
-        taken = ()
+    taken = take_snapshot(1, engine.iter_weights(), copy=copy).weights
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for _, tensor in taken
         if _storage(tensor) not in own
     }
-    found: list[int] = [0] * layout.world
-    if layout.world > 1:
-        dist.all_gather_object(found, sum(held.values()))
-    return found if layout.world > 1 else [sum(held.values())]
+    return sum(held.values())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -28,8 +28,9 @@ from pentad.samplers import hosted
 from pentad.samplers.hosted import HostedSampler, HostedSettings
 from pentad.samplers.remote import RemoteSampler
 from pentad.sync import handoff as handoffs
-from pentad.sync.handoff import Handoff, open_ticket
+from pentad.sync.handoff import Handoff
 from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.sync.tickets import open_ticket
 
 DIMS = ModelDims(
     family="qwen3",

@@ -1,0 +1,383 @@
+"""Weights leave a learner by its ranks: each writes the blocks of HF tensors that its shards hold.
+
+No rank gathers anything. Of copies of a shard one rank writes. The digest of a tensor is the sum of
+those of its blocks, so that it too is made without a whole tensor. Where writing would hold the
+learner up (from a GPU, or to a disk) the blocks are staged in host memory, which is the snapshot,
+and a thread writes them while training goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.core.errors import RunError
+from pentad.core.group_values import Group, gather_values
+from pentad.core.sizes import PUBLISH_BUCKET_BYTES
+from pentad.ops.digest import (
+    Hasher,
+    WeightDigest,
+    digest_of,
+    entry_of,
+    is_of_words,
+    tensor_checksum,
+)
+from pentad.sync.tickets import (
+    ALIGN,
+    WRITING,
+    Kind,
+    Ticket,
+    lay_out,
+    make_file,
+    no_room,
+    rank_file,
+    share_on_gpu,
+    views,
+)
+from pentad.weights.flow import Shard, TensorInfo, source_block, target_block
+from pentad.weights.map import WeightMap
+from pentad.weights.regions import (
+    Box,
+    Lookup,
+    Region,
+    box_shape,
+    clip_all,
+    coverage_fault,
+    slices,
+    within,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a published tensor that lies in a shard."""
+
+    shard: str
+    part: tuple[slice, ...]
+    """Of the shard's memory."""
+    region: Region
+    """Its source is the published tensor, its target that part."""
+    offset: int
+    """Where it is staged."""
+
+    @property
+    def name(self) -> str:
+        return self.region.source
+
+    @property
+    def box(self) -> Box:
+        return self.region.source_box
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTicket:
+    """What a publish ends with, on every rank."""
+
+    ticket: Ticket
+    digest: WeightDigest
+    kept: Tensor | None
+    """A buffer on the GPU that must stay until the ticket is not needed any more."""
+
+
+class ShardWriter:
+    """One per rank; all ranks make the same calls."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, Shard],
+        weight_map: WeightMap,
+        infos: Mapping[str, TensorInfo],
+        group: Group,
+    ) -> None:
+        """`infos` of all that is published; `group` None: this rank is alone."""
+        self.infos = infos
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        owners = owners_of(shards, weight_map, infos, self._gather)
+        mine = {name: shards[name].box for name, rank in owners if rank == self.rank}
+        self.blocks = list(_blocks(mine, weight_map, infos))
+        cut = {one.name for one in self.blocks if not self._is_of_words(one)}
+        self.loose = {name for names in self._gather(sorted(cut)) for name in names}
+        """Tensors with a block that ends within a word: small ones of odd widths."""
+        last = self.blocks[-1] if self.blocks else None
+        self.staged_bytes = last.offset + _size(last, infos) if last else 0
+        self.tensors, self.num_bytes = lay_out(infos.items())
+        self.staging: Tensor | None = None
+        self.thread: threading.Thread | None = None
+        self.num_written = 0
+
+    @torch.no_grad()
+    def write(
+        self, version: int, shards: Mapping[str, Shard], kind: Kind, folder: Path
+    ) -> ShardTicket:
+        """When it returns the weights may change; it fails on all ranks or on none."""
+        self.close()
+        device = next(iter(shards.values())).tensor.device
+        path = folder / f"{version}-{self._gather(os.getpid())[0]}-{self.num_written}"
+        self.num_written += 1
+        failure, sums, mark = "", [], ""
+        is_staged = kind == "file" or (kind == "shm" and device.type == "cuda")
+        try:
+            flat = self._make(kind, path, device)
+        except RunError as error:
+            failure, flat = str(error), None
+        self._agree(failure)
+        try:
+            if flat is None and kind != "file":
+                flat = torch.from_file(str(path), True, self.num_bytes, dtype=torch.uint8)
+            if is_staged:
+                sums = self._stage(shards, device)
+                mark = f"{path}-mark-{self.rank}"
+                self._begin(path, flat, Path(mark))
+            else:
+                assert flat is not None
+                sums = self._write_into(flat, shards)
+        except (OSError, RuntimeError) as error:
+            failure = f"{folder}: rank {self.rank} cannot write weights ({error})"
+        places = self._places() if kind == "file" else []
+        found = self._agree(failure, [sums, mark, self.staged_bytes, places])
+        digest = digest_from([one[0] for one in found], self.infos)
+        if kind == "ipc":
+            assert flat is not None
+            made = share_on_gpu(version, flat, self.tensors, digest.hex())
+            return ShardTicket(made, digest, flat)
+        tensors, size = self.tensors, self.num_bytes
+        if kind == "file":
+            tensors = join_places([one[3] for one in found], self.infos)
+            size = sum(one[2] for one in found)
+        marks = tuple(one[1] for one in found if one[1])
+        made = Ticket(version, kind, str(path), size, tensors, digest.hex(), marks=marks)
+        return ShardTicket(made, digest, None)
+
+    def close(self) -> None:
+        """Waits for what is being written; how it ended is in its mark."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def _make(self, kind: Kind, path: Path, device: torch.device) -> Tensor | None:
+        """The bytes all tensors go to; of a file that all ranks share rank 0 makes it."""
+        if kind == "ipc":
+            assert self.group is None, "several ranks have a GPU each"
+            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if kind == "file":
+            if self.blocks:
+                make_file(Path(rank_file(str(path), self.rank)), self.staged_bytes)
+            return None
+        return make_file(path, self.num_bytes) if self.rank == 0 else None
+
+    def _source(self, block: Block, shards: Mapping[str, Shard]) -> Tensor:
+        return target_block(shards[block.shard].tensor[block.part], block.region)
+
+    def _write_into(self, flat: Tensor, shards: Mapping[str, Shard]) -> list[Any]:
+        """Straight to where they are read."""
+        whole = dict(views(flat, self.tensors))
+        targets = [source_block(whole[block.name], block.region) for block in self.blocks]
+        sources = [self._source(block, shards) for block in self.blocks]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if self.group is None:
+            hashed = digest_of(whole.items()).entries
+            return [[name, [], int(entry.rpartition("/")[2], 16)] for name, entry in hashed.items()]
+        return self._sums((block, whole[block.name][slices(block.box)]) for block in self.blocks)
+
+    def _stage(self, shards: Mapping[str, Shard], device: torch.device) -> list[Any]:
+        pins = device.type == "cuda"
+        if self.staging is None:
+            size = max(self.staged_bytes, 1)
+            self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
+
+        def passing() -> Iterator[tuple[Block, Tensor]]:
+            for block in self.blocks:
+                staged = self._staged(block)
+                piece = torch.empty_like(staged, device=device) if pins else staged
+                source_block(piece, block.region.alone).copy_(self._source(block, shards))
+                if pins:
+                    staged.copy_(piece, non_blocking=True)
+                yield block, piece
+
+        sums = self._sums(passing())
+        if pins:
+            torch.cuda.synchronize(device)
+        return sums
+
+    def _staged(self, block: Block) -> Tensor:
+        assert self.staging is not None
+        room = self.staging[block.offset : block.offset + _size(block, self.infos)]
+        return room.view(self.infos[block.name].dtype).view(box_shape(block.box))
+
+    def _is_of_words(self, block: Block) -> bool:
+        info = self.infos[block.name]
+        return is_of_words(info.dtype.itemsize, info.shape, block.box)
+
+    def _sums(self, pieces: Iterator[tuple[Block, Tensor]]) -> list[Any]:
+        """[name, box, part of the checksum; of a loose tensor the bytes]."""
+        hasher, known, out = Hasher(), [], []
+        for block, piece in pieces:
+            if block.name in self.loose:
+                raw = piece.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+                out.append([block.name, block.box, base64.b64encode(raw).decode()])
+            else:
+                hasher.add_block(piece, self.infos[block.name].shape, block.box)
+                known.append(block)
+        sums = zip(known, hasher.finish(), strict=True)
+        return out + [[block.name, block.box, value] for block, value in sums]
+
+    def _begin(self, path: Path, flat: Tensor | None, mark: Path) -> None:
+        """A thread writes what is staged. Files that are gone by then were not wanted any more."""
+        mark.write_text(WRITING, encoding="utf-8")
+
+        def write() -> None:
+            told = ""
+            try:
+                if flat is None:
+                    self._write_file(Path(rank_file(str(path), self.rank)))
+                else:
+                    whole = dict(views(flat, self.tensors))
+                    for block in self.blocks:
+                        whole[block.name][slices(block.box)].copy_(self._staged(block))
+            except OSError as error:
+                told = no_room(path, self.staged_bytes, error)
+            except Exception as error:
+                told = f"{path}: rank {self.rank} cannot write weights ({error!r})"
+            if mark.exists():
+                draft = mark.with_name(f"{mark.name}.draft")
+                draft.write_text(told, encoding="utf-8")
+                draft.replace(mark)
+
+        self.thread = threading.Thread(target=write, name="weights", daemon=True)
+        self.thread.start()
+
+    def _write_file(self, path: Path) -> None:
+        assert self.staging is not None
+        try:
+            file = os.open(path, os.O_WRONLY)
+        except FileNotFoundError:
+            return
+        try:
+            data, done = memoryview(self.staging.numpy()), 0
+            while done < self.staged_bytes:
+                done += os.write(file, data[done : done + PUBLISH_BUCKET_BYTES])
+        finally:
+            os.close(file)
+
+    def _places(self) -> list[Any]:
+        """[name, offset in this rank's file, box] of its blocks."""
+        return [[block.name, block.offset, block.box] for block in self.blocks]
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] if self.group is None else gather_values(value, self.group)
+
+    def _agree(self, failure: str, value: Any = None) -> list[Any]:
+        """The values of all ranks; RunError on all if one failed."""
+        found = self._gather([failure, value])
+        if told := [one for one, _ in found if one]:
+            raise RunError(told[0])
+        return [one for _, one in found]
+
+
+def owners_of(
+    shards: Mapping[str, Shard],
+    weight_map: WeightMap,
+    infos: Mapping[str, TensorInfo],
+    gather: Callable[[Any], list[Any]],
+) -> list[tuple[str, int]]:
+    """(shard, rank that writes it) of all ranks: of the ranks with a copy the one with the least
+    to write. RunError unless every element of every tensor is written once."""
+    entries = weight_map.entries
+    mine = [
+        [name, shard.box]
+        for name, shard in shards.items()
+        if math.prod(box_shape(shard.box)) and name in entries and not entries[name].is_copy
+    ]
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, held in enumerate(gather(mine)):
+        for name, box in held:
+            key = name, tuple((start, stop) for start, stop in box)
+            holders.setdefault(key, []).append(rank)
+    load: dict[int, int] = {}
+    owners: list[tuple[str, int]] = []
+    boxes: dict[str, list[Box]] = {}
+    for (name, box), ranks in holders.items():
+        rank = min(ranks, key=lambda one: (load.get(one, 0), one))
+        load[rank] = load.get(rank, 0) + math.prod(box_shape(box))
+        owners.append((name, rank))
+        boxes.setdefault(name, []).append(box)
+    for info in infos:
+        for region in weight_map.sources[info].regions:
+            fault = coverage_fault(boxes.get(region.source, []), entries[region.source].shape)
+            if fault:
+                raise RunError(f"publishing {info}: of {region.source} {fault}")
+    return owners
+
+
+def _blocks(
+    mine: Mapping[str, Box], weight_map: WeightMap, infos: Mapping[str, TensorInfo]
+) -> Iterator[Block]:
+    end = 0
+    for name, box in mine.items():
+        near = Lookup(weight_map.entries[name].regions).near
+        size = math.prod(box_shape(box)) * 4
+        for part in _parts(box, -(-size // PUBLISH_BUCKET_BYTES)):
+            for region in clip_all(near(part), part):
+                if region.source not in infos:
+                    continue
+                block = Block(name, within(part, box), region, end)
+                yield block
+                end += _size(block, infos)
+                end += -end % ALIGN
+
+
+def _parts(box: Box, num: int) -> list[Box]:
+    """The box in about so many parts, along its longest dim."""
+    if num <= 1 or not box:
+        return [box]
+    dim = max(range(len(box)), key=lambda one: box[one][1] - box[one][0])
+    start, stop = box[dim]
+    step = -(-(stop - start) // num)
+    step += -step % 2  # a word of 16-bit numbers stays whole
+    ends = [(at, min(at + step, stop)) for at in range(start, stop, step)]
+    return [(*box[:dim], one, *box[dim + 1 :]) for one in ends]
+
+
+def _size(block: Block, infos: Mapping[str, TensorInfo]) -> int:
+    return math.prod(box_shape(block.box)) * infos[block.name].dtype.itemsize
+
+
+def digest_from(sums: Sequence[list[Any]], infos: Mapping[str, TensorInfo]) -> WeightDigest:
+    """Of the tensors, from what all ranks know of their blocks."""
+    totals = dict.fromkeys(infos, 0)
+    loose: dict[str, Tensor] = {}
+    for name, box, value in (one for of_rank in sums for one in of_rank):
+        if isinstance(value, int):
+            totals[name] += value
+            continue
+        info = infos[name]
+        whole = loose.setdefault(name, torch.empty(info.shape, dtype=info.dtype))
+        block = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=info.dtype)
+        room = whole[slices(box)]
+        room.copy_(block.view(room.shape))
+    totals |= {name: tensor_checksum(whole) for name, whole in loose.items()}
+    digest = WeightDigest()
+    for name, info in infos.items():
+        digest.entries[name] = entry_of(info.dtype, info.shape, totals[name])
+    return digest
+
+
+def join_places(places: Sequence[list[Any]], infos: Mapping[str, TensorInfo]) -> list[list[Any]]:
+    """The tensors of a ticket whose blocks lie in the files of ranks."""
+    blocks: dict[str, list[Any]] = {name: [] for name in infos}
+    for rank, held in enumerate(places):
+        for name, offset, box in held:
+            blocks[name].append([rank, offset, box])
+    return [[name, str(i.dtype)[6:], list(i.shape), blocks[name]] for name, i in infos.items()]

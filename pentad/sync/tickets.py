@@ -1,0 +1,228 @@
+"""Tickets: where the weights of one version lie between processes, and how they are read there.
+
+Kinds: `shm` (a file in shared memory), `file` (files in a folder that all machines see, one of each
+rank that writes), `ipc` (one buffer on a GPU that both processes use). Reading gives whole tensors:
+views where a tensor lies in one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from pentad.core.errors import RunError
+from pentad.core.failures import InfraFailure
+from pentad.weights.flow import TensorInfo
+from pentad.weights.regions import box_shape, coverage_fault, slices
+
+Kind = Literal["shm", "file", "ipc"]
+Pairs = Sequence[tuple[str, Tensor]]
+ALIGN = 64
+WRITING = "writing"
+WAIT_S = 0.001, 0.05
+"""How often it is looked whether a file is whole, at first and at last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where the weights of one version lie; a JSON value by `asdict`.
+
+    Example: Ticket(3, "shm", "/dev/shm/x/3-0", 64, [["a", "float32", [4, 4], 0]], "5f0c...")
+    """
+
+    version: int
+    kind: Kind
+    place: str
+    """The file, how the names of the files begin, or the UUID of the GPU."""
+    num_bytes: int
+    """Of the file or the buffer, of all files together."""
+    tensors: list[list[Any]]
+    """Name, dtype, shape, and where: the offset in the file or the buffer, or of several files the
+    blocks, each [rank, offset in its file, box]."""
+    digest: str
+    """Of all tensors by their names; "" where a name stands twice, which no receiver takes."""
+    handle: tuple[Any, ...] = ()
+    """Of the buffer on the GPU."""
+    marks: tuple[str, ...] = ()
+    """Files, one of each rank: WRITING, then nothing, or the reason why it failed."""
+
+    @property
+    def files(self) -> list[str]:
+        """To be removed with the ticket."""
+        if self.kind == "ipc":
+            return []
+        return [*(self.parts.values() or [self.place]), *self.marks]
+
+    @property
+    def parts(self) -> dict[int, str]:
+        """The files of ranks; none where one file holds all."""
+        blocks = [block for *_, where in self.tensors if isinstance(where, list) for block in where]
+        return {rank: rank_file(self.place, rank) for rank in sorted({rank for rank, *_ in blocks})}
+
+
+def rank_file(place: str, rank: int) -> str:
+    return f"{place}-rank-{rank}"
+
+
+def lay_out(infos: Iterable[tuple[str, TensorInfo]]) -> tuple[list[list[Any]], int]:
+    """The tensors of a ticket one after the other, and the bytes of all."""
+    tensors: list[list[Any]] = []
+    end = 0
+    for name, info in infos:
+        tensors.append([name, str(info.dtype)[6:], list(info.shape), end])
+        end += info.size_bytes + -info.size_bytes % ALIGN
+    return tensors, max(end, 1)
+
+
+def views(flat: Tensor, tensors: list[list[Any]]) -> list[tuple[str, Tensor]]:
+    """Tensors that lie one after the other in bytes."""
+    pairs = []
+    for name, kind, shape, offset in tensors:
+        dtype = getattr(torch, kind)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if offset + num_bytes > flat.numel():
+            raise RunError(f"{name} reaches beyond the end of the weights it is part of")
+        pairs.append((name, flat[offset : offset + num_bytes].view(dtype).view(shape)))
+    return pairs
+
+
+def pairs_on_meta(ticket: Ticket) -> list[tuple[str, Tensor]]:
+    return [
+        (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
+        for name, kind, shape, _ in ticket.tensors
+    ]
+
+
+async def wait_written(ticket: Ticket) -> None:
+    """Until every rank has written its part; RunError with the reason of one that could not."""
+    pause, longest = WAIT_S
+    for mark in map(Path, ticket.marks):
+        while (said := mark.read_text(encoding="utf-8")) == WRITING:
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, longest)
+        if said:
+            raise RunError(said)
+
+
+# Files.
+
+
+def make_file(path: Path, size: int) -> Tensor:
+    """The bytes of a new file in memory."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:  # room first: a page of shared memory that cannot be had ends the process
+            os.posix_fallocate(file, 0, size)
+        finally:
+            os.close(file)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise RunError(no_room(path, size, error)) from error
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def no_room(path: Path, size: int, error: OSError) -> str:
+    told = f"{path.parent}: weights of {size} bytes cannot be written ({error.strerror})"
+    return f"{told}; make room in it"
+
+
+def write_ticket(version: int, pairs: Pairs, digest: str, path: Path, kind: Kind) -> Ticket:
+    """Whole tensors of this process, in one file."""
+    tensors, size = lay_out((n, TensorInfo(tuple(x.shape), x.dtype)) for n, x in pairs)
+    mapped = make_file(path, size)
+    copy_pairs(views(mapped, tensors), pairs)
+    return Ticket(version, kind, str(path), size, tensors, digest)
+
+
+def copy_pairs(into: Pairs, pairs: Pairs) -> None:
+    torch._foreach_copy_([x for _, x in into], [x for _, x in pairs])
+
+
+def read_file(ticket: Ticket) -> list[tuple[str, Tensor]]:
+    """Views of the file, which need not outlast the name; what lies in several is put together."""
+    what = f"weights of version {ticket.version}"
+    parts = ticket.parts
+    flats = {rank: map_file(Path(file), what) for rank, file in parts.items()}
+    if not parts:
+        flats[0] = map_file(Path(ticket.place), what)
+    size = sum(flat.numel() for flat in flats.values())
+    if size != ticket.num_bytes:
+        rule = f"has {size} bytes where its ticket says {ticket.num_bytes}"
+        raise RunError(f"{ticket.place}: {what}: the file {rule}")
+    return views(flats[0], ticket.tensors) if not parts else joined(flats, ticket.tensors)
+
+
+def map_file(path: Path, what: str) -> Tensor:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise InfraFailure(f"{path}: {what} cannot be read ({error.strerror})") from error
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def joined(flats: Mapping[int, Tensor], tensors: list[list[Any]]) -> list[tuple[str, Tensor]]:
+    pairs = []
+    for name, kind, shape, blocks in tensors:
+        boxes = [tuple((start, stop) for start, stop in box) for *_, box in blocks]
+        if fault := coverage_fault(boxes, tuple(shape)):
+            raise RunError(f"{name}: {fault}")
+        found = [
+            views(flats[rank], [[name, kind, box_shape(box), offset]])[0][1]
+            for (rank, offset, _), box in zip(blocks, boxes, strict=True)
+        ]
+        whole = found[0]
+        if len(found) > 1:
+            whole = torch.empty(shape, dtype=whole.dtype)
+            for box, block in zip(boxes, found, strict=True):
+                whole[slices(box)].copy_(block)
+        pairs.append((name, whole))
+    return pairs
+
+
+# A buffer on a GPU.
+
+
+def gpu_uuid(device: torch.device | int) -> str:
+    """By which two processes know one GPU, however they number it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def share_on_gpu(version: int, flat: Tensor, tensors: list[list[Any]], digest: str) -> Ticket:
+    """The buffer must stay until all receipts are here."""
+    assert flat.is_cuda and flat.is_contiguous(), "what is shared lies in one piece on a GPU"
+    _, arguments = reduce_tensor(flat)
+    handle = [
+        base64.b64encode(value).decode() if isinstance(value, bytes) else value
+        for value in arguments[7:]
+    ]
+    torch.cuda.synchronize(flat.device)
+    place = gpu_uuid(flat.device)
+    shared = (arguments[3], *handle)
+    return Ticket(version, "ipc", place, flat.numel(), tensors, digest, handle=shared)
+
+
+def open_on_gpu(ticket: Ticket) -> list[tuple[str, Tensor]]:
+    """The giver's own memory: to be read before the receipt, and written never."""
+    found = [n for n in range(torch.cuda.device_count()) if gpu_uuid(n) == ticket.place]
+    if not found:
+        raise RunError(f"weights of version {ticket.version} lie on {ticket.place}, not on our GPU")
+    offset, *packed = ticket.handle
+    handle = [base64.b64decode(v) if isinstance(v, str) else v for v in packed]
+    shape, dtype, storage = torch.Size([ticket.num_bytes]), torch.uint8, torch.storage.TypedStorage
+    flat = rebuild_cuda_tensor(Tensor, shape, (1,), offset, storage, dtype, found[0], *handle)
+    return views(flat, ticket.tensors)
+
+
+def open_ticket(value: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """The weights behind a ticket that came as a JSON value."""
+    ticket = Ticket(**value)
+    return open_on_gpu(ticket) if ticket.kind == "ipc" else read_file(ticket)

@@ -1,0 +1,62 @@
+"""What the workers of a publish from ranks run: each writes its shards, and all that is read back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hf_cases
+import parity_cases
+import pipeline_cases
+import torch
+import torch.distributed as dist
+
+from pentad.core.layout import Layout
+from pentad.engine.engine import Engine
+from pentad.ops.digest import digest_of
+from pentad.sync import shards as sharding
+from pentad.sync.shards import ShardWriter
+from pentad.sync.tickets import Kind, open_ticket, wait_written
+
+MAKERS = {"parity": parity_cases.make, "pipeline": pipeline_cases.make, "hf": hf_cases.make}
+
+
+def group() -> Any:
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def published(
+    source: str, model: str, layout: Layout, kind: Kind, folder: str, bucket: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Two versions, the weights moved in between and right after each; what the tickets give."""
+    engine: Engine = MAKERS[source](model, layout, **settings)
+    if bucket:
+        sharding.PUBLISH_BUCKET_BYTES = bucket
+    writer = ShardWriter(engine.weight_shards(), *engine.published(), group())
+    seen = []
+    for version in (1, 2):
+        true = {name: x.clone() for name, x in engine.iter_weights()}
+        made = writer.write(version, engine.weight_shards(), kind, Path(folder))
+        with torch.no_grad():  # the learner moves on at once
+            for tensor in engine.tensors.values():
+                tensor.mul_(1.5)
+        asyncio.run(wait_written(made.ticket))
+        got = open_ticket(asdict(made.ticket))
+        seen.append(
+            {
+                "names": [name for name, _ in got] == list(true),
+                "equal": all(
+                    x.dtype == true[name].dtype and torch.equal(x, true[name]) for name, x in got
+                ),
+                "digest": made.ticket.digest == digest_of(true.items()).hex() == made.digest.hex(),
+            }
+        )
+        writer.close()
+    loads: list[Any] = [writer.staged_bytes]
+    if dist.is_initialized():
+        loads = [None] * layout.world
+        dist.all_gather_object(loads, writer.staged_bytes)
+    sharding.PUBLISH_BUCKET_BYTES = 64 << 20
+    return {"seen": seen, "loads": loads, "num_bytes": writer.num_bytes, "loose": writer.loose}

@@ -1,0 +1,56 @@
+"""Ranks publish by shards: what is read is what a gather gives, bit for bit, and no rank has it all."""
+
+import pytest
+from parity_cases import CONFIGS
+
+from pentad.core.layout import Layout
+from pentad.models.families import dims_of
+from pentad.planner.activations import Checkpointing
+from pentad.planner.memory import Training, publish_params
+
+pytestmark = pytest.mark.dist
+
+CASES = [
+    ("parity", "dense", Layout(dp_shard=2), "shm", {}),
+    ("parity", "dense", Layout(tp=2), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "moe", Layout(dp_shard=2, ep=2), "file", {"compute_dtype": "bfloat16"}),
+    ("hf", "qwen3", Layout(dp_shard=2), "file", {}),
+    ("pipeline", "tied8", Layout(pp=2), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "dense", Layout(dp_shard=3), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "dense", Layout(dp_shard=2, cp=2), "file", {}),
+    ("parity", "moe", Layout(dp_shard=2, tp=2, ep=2), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "glm", Layout(pp=2, dp_shard=2, ep=2), "shm", {"pp_schedule": "1F1B"}),
+    ("hf", "qwen3", Layout(dp_shard=2, tp=2), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"compute_dtype": "bfloat16"}),
+]
+
+
+@pytest.mark.parametrize(("source", "model", "layout", "kind", "settings"), CASES, ids=str)
+def test_the_files_of_all_ranks_are_the_weights(
+    pool, tmp_path, source, model, layout, kind, settings
+):
+    out = pool.run(
+        layout.world,
+        "publish_cases",
+        "published",
+        source=source,
+        model=model,
+        layout=layout,
+        kind=kind,
+        folder=str(tmp_path),
+        bucket=512 if "compute_dtype" in settings else 0,
+        **settings,
+    )
+    for version in out["seen"]:
+        assert version == {"names": True, "equal": True, "digest": True}
+    share = out["num_bytes"] / layout.world
+    assert max(out["loads"]) < 1.6 * share, "each rank writes about its share"
+    if source == "parity":
+        training = Training(
+            dims=dims_of(CONFIGS[model]),
+            layout=layout,
+            keeping=Checkpointing(compute_bytes=2 if settings.get("compute_dtype") else 4),
+            microbatch_tokens=8,
+        )
+        planned = training.compute_bytes * publish_params(training, 0)
+        assert out["loads"][0] == pytest.approx(planned, rel=0.35), "small tensors are not cut"
