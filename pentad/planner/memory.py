@@ -75,6 +75,8 @@ class Training:
     """Whether what travels within the process lies in host memory."""
     handoff: HandoffKind = "none"
     """How weights leave the learner (`config.derived.handoff_kind`)."""
+    keeps_newest: bool = False
+    """Whether the newest stay where they lie, for samplers that are started again."""
 
     @property
     def compute_bytes(self) -> int:
@@ -349,7 +351,7 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
         for name, count in num_snapshots(training).items():
             size = count * snapshot_bytes(training)
             put((name,), place, "snapshot", size)
-            phases[name].lead_bytes += 0.0 if alone else size
+            phases[name].lead_bytes += 0.0 if alone or place == "host" else size
     return phases
 
 
@@ -403,7 +405,7 @@ def num_snapshots(training: Training) -> dict[str, int]:
     if not training.publishes:
         return {}
     beside = min(training.max_staleness, 2) if training.overlaps else 0
-    if training.handoff != "none":  # the newest stays for samplers that are started again
+    if training.handoff != "none" and training.keeps_newest:
         kept = max(beside, 1)
         return {"publish": kept + 1, **dict.fromkeys(PHASES[1:-1], kept)}
     if not training.overlaps:

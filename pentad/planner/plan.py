@@ -222,7 +222,8 @@ def plan_trainer(
     number, tokens = microbatches(part, layout, batch, device)
     compiles = archon.enable_compile is True or archon.enable_compile == "auto"
     trains = part.key == "critic" or component.role in ("actor", "critic")
-    has_sampler = allocation.find("rollout") is not None
+    rollout = allocation.find("rollout")
+    has_embedded = rollout is not None and rollout.backend == "embedded"
     training = Training(
         dims=part.dims,
         layout=layout,
@@ -245,11 +246,12 @@ def plan_trainer(
         tags_on_host=device.kind == "cuda" and model.gradient_checkpointing,
         device=device.kind,
         with_optimizer=trains,
-        publishes=component.role == "actor" and part.key == "actor" and has_sampler,
+        publishes=component.role == "actor" and part.key == "actor" and rollout is not None,
         overlaps=config.mode in ("hybrid", "async"),
         max_staleness=config.max_staleness,
         snapshot_on_host=snapshot_on_host(config, device.kind),
         handoff=handoff,
+        keeps_newest=has_embedded,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if part.key == "critic" else component.role
