@@ -45,7 +45,7 @@ from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
 from pentad.samplers.settings import ServerSettings
 from pentad.samplers.wire import Wire
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
-from pentad.sync.handoff import gpu_uuid
+from pentad.sync.tickets import gpu_uuid
 from pentad.sync.transport import own_host, together, write_weights
 
 log = logging.getLogger(__name__)
