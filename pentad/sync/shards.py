@@ -59,7 +59,7 @@ from pentad.weights.regions import (
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ShardBlock:
     """A part of a published tensor that lies in a shard."""
 
     shard: str
@@ -176,7 +176,7 @@ class ShardWriter:
             return None
         return make_file(path, self.num_bytes) if self.rank == 0 else None
 
-    def _source(self, block: Block, shards: Mapping[str, Shard]) -> Tensor:
+    def _source(self, block: ShardBlock, shards: Mapping[str, Shard]) -> Tensor:
         return target_block(shards[block.shard].tensor[block.part], block.region)
 
     def _write_into(self, flat: Tensor, shards: Mapping[str, Shard]) -> list[Any]:
@@ -197,7 +197,7 @@ class ShardWriter:
             size = max(self.staged_bytes, 1)
             self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
 
-        def passing() -> Iterator[tuple[Block, Tensor]]:
+        def passing() -> Iterator[tuple[ShardBlock, Tensor]]:
             for block in self.blocks:
                 staged = self._staged(block)
                 piece = torch.empty_like(staged, device=device) if pins else staged
@@ -211,16 +211,16 @@ class ShardWriter:
             torch.cuda.synchronize(device)
         return sums
 
-    def _staged(self, block: Block) -> Tensor:
+    def _staged(self, block: ShardBlock) -> Tensor:
         assert self.staging is not None
         room = self.staging[block.offset : block.offset + _size(block, self.infos)]
         return room.view(self.infos[block.name].dtype).view(box_shape(block.box))
 
-    def _is_of_words(self, block: Block) -> bool:
+    def _is_of_words(self, block: ShardBlock) -> bool:
         info = self.infos[block.name]
         return is_of_words(info.dtype.itemsize, info.shape, block.box)
 
-    def _sums(self, pieces: Iterator[tuple[Block, Tensor]]) -> list[Any]:
+    def _sums(self, pieces: Iterator[tuple[ShardBlock, Tensor]]) -> list[Any]:
         """[name, box, part of the checksum; of a loose tensor the bytes]."""
         hasher, known, out = Hasher(), [], []
         for block, piece in pieces:
@@ -323,7 +323,7 @@ def owners_of(
 
 def _blocks(
     mine: Mapping[str, Box], weight_map: WeightMap, infos: Mapping[str, TensorInfo]
-) -> Iterator[Block]:
+) -> Iterator[ShardBlock]:
     end = 0
     for name, box in mine.items():
         near = Lookup(weight_map.entries[name].regions).near
@@ -332,7 +332,7 @@ def _blocks(
             for region in clip_all(near(part), part):
                 if region.source not in infos:
                     continue
-                block = Block(name, within(part, box), region, end)
+                block = ShardBlock(name, within(part, box), region, end)
                 yield block
                 end += _size(block, infos)
                 end += -end % ALIGN
@@ -350,7 +350,7 @@ def _parts(box: Box, num: int) -> list[Box]:
     return [(*box[:dim], one, *box[dim + 1 :]) for one in ends]
 
 
-def _size(block: Block, infos: Mapping[str, TensorInfo]) -> int:
+def _size(block: ShardBlock, infos: Mapping[str, TensorInfo]) -> int:
     return math.prod(box_shape(block.box)) * infos[block.name].dtype.itemsize
 
 
