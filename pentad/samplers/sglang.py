@@ -15,6 +15,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -30,6 +31,7 @@ from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
+from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
 from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
@@ -41,7 +43,7 @@ from pentad.samplers.process import (
     server_environment,
     server_python,
 )
-from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
+from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler, joined
 from pentad.samplers.settings import ServerSettings
 from pentad.samplers.wire import Wire
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
@@ -63,6 +65,8 @@ Pairs = Sequence[tuple[str, Tensor]]
 
 class Reason(BaseModel):
     type: str
+    matched: int | str | None = None
+    """The id or the text that ended the answer."""
 
 
 class Meta(BaseModel):
@@ -124,6 +128,8 @@ class Sglang:
         self.group: BroadcastGroup | None = None
         self.group_name = ""
         self.num_loads = 0
+        self.ended_by: dict[str, int] = {}
+        """Calls that ended at an id that ends no answer."""
         can = {"pause", "abort"}
         can |= {"sleep"} if about.enable_memory_saver else set()
         can |= {"seeds"} if about.enable_deterministic_inference else set()
@@ -134,6 +140,22 @@ class Sglang:
         """SGLang's log-probs are those after temperature, before top-k and top-p, as ours."""
 
     async def generate(self, call: Call) -> Generation:
+        """With ids that end an answer SGLang ends it at the model's own end of text too: the rest
+        is then asked for."""
+        parts = [await self._generate(call)]
+        while parts[-1].finish == "stop" and self.ended_by.pop(call.id, None) is not None:
+            drawn = joined(*parts)
+            left = call.max_new_tokens - len(drawn.ids)
+            if left == 0:
+                drawn.finish = "length"
+                return drawn
+            seed = derive_seed(call.seed, "after", len(drawn.ids))
+            prompt = (*call.prompt_ids, *drawn.ids)
+            rest = replace(call, prompt_ids=prompt, max_new_tokens=left, seed=seed)
+            parts.append(await self._generate(rest))
+        return joined(*parts)
+
+    async def _generate(self, call: Call) -> Generation:
         body = {
             "rid": call.id,
             "input_ids": call.prompt_ids,
@@ -155,6 +177,9 @@ class Sglang:
                     meta = self._read(event, ids, logprobs)
                     call.on_piece(ids[known:], logprobs[known:])
         finish = finish_of(self.where, meta.finish_reason.type if meta.finish_reason else None)
+        matched = meta.finish_reason.matched if meta.finish_reason else None
+        if finish == "stop" and isinstance(matched, int) and matched not in call.params.stop_ids:
+            self.ended_by[call.id] = matched
         if finish == "abort" and not ids:
             return Generation([], [], [], finish)
         versions = [call.version] * len(ids)
@@ -313,7 +338,7 @@ def sampling_params(call: Call) -> dict[str, Any]:
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
         "sampling_seed": call.seed % 2**31,
-        "ignore_eos": True,
+        "ignore_eos": not params.stop_ids,  # which it would ignore too
         "stop_token_ids": params.stop_ids,
         "stop": params.stop_strings,
         "no_stop_trim": True,

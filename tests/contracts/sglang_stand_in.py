@@ -139,8 +139,10 @@ def as_sent(pairs):
 
 
 class StandIn:
-    def __init__(self, make_sampler, damage=as_sent, **info: Any) -> None:
-        """`damage` makes other weights of those that arrive."""
+    def __init__(self, make_sampler, damage=as_sent, eos_ids=(), **info: Any) -> None:
+        """`damage` makes other weights of those that arrive. `eos_ids` are those of its model,
+        which end answers unless it is asked to ignore all ids that do."""
+        self.eos_ids = eos_ids
         self.make_sampler = make_sampler
         self.damage = damage
         self.info = {
@@ -217,10 +219,10 @@ class StandIn:
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=max(wanted.top_k, 0),
-            stop_ids=tuple(wanted.stop_token_ids or ()),
+            stop_ids=() if wanted.ignore_eos else (*(wanted.stop_token_ids or ()), *self.eos_ids),
             stop_strings=tuple(wanted.stop or ()),
         )
-        assert wanted.ignore_eos and body.return_logprob and wanted.sampling_seed is not None
+        assert body.return_logprob and wanted.sampling_seed is not None
         request = Request(
             id=body.rid,
             prompt_ids=tuple(body.input_ids),
@@ -261,7 +263,7 @@ class StandIn:
             "id": request.id,
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(part.ids),
-            "finish_reason": {"type": part.finish} if final else None,
+            "finish_reason": self.reason(part, request) if final else None,
             "weight_version": self.label,
             "output_token_logprobs": [
                 [logprob, token, None]
@@ -271,6 +273,11 @@ class StandIn:
         if final and self.tells_versions:
             meta["weight_versions"] = spans(part.versions)
         return {"text": "", "output_ids": part.ids, "meta_info": meta}
+
+    def reason(self, part: Generation, request: Request) -> dict[str, Any]:
+        matched = part.ids[-1] if part.finish == "stop" else None
+        is_id = matched in request.params.stop_ids
+        return {"type": part.finish, "matched": matched if is_id else "text"}
 
     async def pause(self, body: Pause) -> Response:
         assert body.mode != "abort", "requests under way must stay"

@@ -484,3 +484,24 @@ def test_sglang_prefixes_are_kept_apart_by_version(model_folder):
     with served(stand_in.app()) as address:
         asyncio.run(main())
     assert stand_in.extra_keys == ["pentad-0", "pentad-1"]
+
+
+def test_sglang_ends_at_the_ids_it_was_given_and_at_no_other(model_folder):
+    """Its model's own end of text is none of them: the answer goes on there."""
+
+    async def main():
+        async with attached(sglang.attach, address, server_settings(model_folder)) as sampler:
+            ending = SamplingParams(max_new_tokens=60, stop_ids=(40,))
+            request = replace(ASKED, params=ending, seeds=tuple(range(8)))
+            return await sampler.generate(request)
+
+    stand_in = StandIn(lambda: embedded(9, -1), eos_ids=tuple(range(0, 40, 5)))
+    with served(stand_in.app()) as address:
+        answers = asyncio.run(main())
+    assert len(stand_in.extra_keys) > len(answers), "no answer met an end of text"
+    for answer in answers:
+        assert 40 not in answer.ids[:-1]
+        is_end = answer.ids[-1] == 40
+        assert answer.finish == ("stop" if is_end else "length") and (
+            is_end or len(answer.ids) == 60
+        )
