@@ -98,7 +98,7 @@ def newest_state_folder(trial: ChaosRun, step: int) -> Path:
 
 def spoiled(name: str, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> Scenario:
     act = partial(spoil, what=what, change=change, sentence=sentence)
-    return Scenario(name, act, RECOVERED, "any")
+    return Scenario(name, act, RECOVERED, "any", is_soaked=True)
 
 
 OF_STORAGE = (
@@ -111,8 +111,10 @@ OF_STORAGE = (
         )
     ),
     Scenario("storage-stall", stall, WENT_ON, "any"),
-    Scenario("kill-in-write", partial(kill_in_save, at="write"), RECOVERED, "any"),
-    Scenario("kill-before-commit", partial(kill_in_save, at="commit"), RECOVERED, "any"),
+    *(
+        Scenario(name, partial(kill_in_save, at=at), RECOVERED, "any", is_soaked=True)
+        for name, at in (("kill-in-write", "write"), ("kill-before-commit", "commit"))
+    ),
     spoiled("torn-checkpoint", "is cut short", cut, "the checkpoint is set aside as"),
     spoiled("flipped-bit", "has a flipped bit", flip, "does not have the digest"),
     spoiled("garbled-commit", "has a broken COMMIT", garble, "the checkpoint is set aside as"),
