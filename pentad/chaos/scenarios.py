@@ -10,6 +10,7 @@ from functools import partial
 
 from pentad.chaos.broken_run import ChaosRun, require
 from pentad.chaos.workloads import Kind
+from pentad.runtime.slots import Slots
 
 Act = Callable[[ChaosRun], None]
 RECOVERED = "recovered"
@@ -26,6 +27,8 @@ class Scenario:
     kind: Kind = "ranks"
     is_equal: bool = True
     """Whether the run must end bit for bit as if nothing had happened."""
+    is_near: bool = False
+    """Whether losses must be those of that run but for rounding: the number of ranks changes."""
     is_soaked: bool = False
     """Whether it is one of the faults that a soak draws from."""
 
@@ -95,6 +98,26 @@ def slow_rank(trial: ChaosRun) -> None:
 def starts(trial: ChaosRun) -> list[str]:
     """The generation of each step that was trained."""
     return sorted({str(line["generation"]) for line in trial.lines})
+
+
+def shrink(trial: ChaosRun, *, grows: bool) -> None:
+    slot, slots = trial.some_rank(), Slots(trial.records / "slots")
+    first, second = (trial.fault("forward", "hold", step=step) for step in (2, 4))
+    trial.done = f"the place of rank {slot} is gone in step 2"
+    words = ["elastic.enabled=true", "elastic.standbys=false", "elastic.drop_grace_s=0"]
+    trial.start(*((first, second) if grows else (first,)), words=words)
+    trial.wait_fault(first)
+    slots.drop(slot, "its device is gone")
+    trial.release(first)
+    if grows:
+        trial.done += ", and back in step 4"
+        trial.wait_fault(second)
+        slots.join(slot)
+        trial.release(second)
+    trial.wait_end()
+    says(trial, f"elastic: slot {slot} is lost", f"has {trial.workload.world - 1} ranks")
+    if grows:
+        says(trial, "ranks have returned, the group is formed anew after step")
 
 
 # The code fails
@@ -226,6 +249,10 @@ OF_RANKS = (
     Scenario("kill-in-recovery", kill_in_recovery, RECOVERED, is_soaked=True),
     Scenario("stop-rank", stop_rank, RECOVERED),
     Scenario("slow-rank", slow_rank, WENT_ON),
+    *(
+        Scenario(name, partial(shrink, grows=grows), RECOVERED, is_equal=False, is_near=True)
+        for name, grows in (("shrink", False), ("shrink-and-grow", True))
+    ),
     Scenario("nan-gradient", no_number, WENT_ON, is_equal=False),
     Scenario("poison-batch", poison, STOPPED, is_equal=False),
     Scenario("crash-loop", crash_loop, STOPPED, is_equal=False),

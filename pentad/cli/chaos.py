@@ -96,5 +96,6 @@ def show_table(results: list[Result]) -> None:
 def list_scenarios() -> None:
     for one in SCENARIOS:
         needs = {"ranks": "several ranks", "rl": "samplers", "any": "any run"}[one.kind]
-        equal = "ends bitwise the same" if one.is_equal else "invariants alone"
+        equal = "losses the same" if one.is_near else "invariants alone"
+        equal = "ends bitwise the same" if one.is_equal else equal
         typer.echo(f"{one.name:25} {one.outcome:22} {needs:14} {equal}")
