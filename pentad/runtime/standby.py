@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 WAIT = "--standby"
 READY = b"ready\n"
 NAME = "standby-" + "." * 24
-"""Last word of the command line, with room for the name of the role it takes."""
+"""In the command line, with room for the name of the role it takes."""
 
 
 class Standby:
@@ -38,7 +38,7 @@ class Standby:
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.address: tuple[str, int] = listening.getsockname()[:2]
-            words = [WAIT, str(os.getpid()), str(listening.fileno()), ",".join(modules), NAME]
+            words = [NAME, WAIT, str(os.getpid()), str(listening.fileno()), ",".join(modules)]
             self.popen = subprocess.Popen(
                 [*command, *words],
                 env=dict(environment),
@@ -132,7 +132,7 @@ class StandbyPool:
 
 def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
     """In the process: imports, says so, and waits until it is needed. Returns what it is to do."""
-    *_, fd, modules, _ = words
+    _, fd, modules = words
     for module in modules.split(","):
         importlib.import_module(module)
     os.write(1, READY)
@@ -149,11 +149,14 @@ def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
 
 
 def rename(name: str) -> None:
-    """Puts the name of the role in the place of the standby's, for people who list processes."""
+    """Puts the name of the role in the place of the standby's and of what follows in the command
+    line, for people who list processes."""
     if sys.platform != "linux":
         return
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
-    end = int(fields[46])  # arg_end, the 49th field in all
-    start = end - len(NAME) - 1
-    if ctypes.string_at(start, len(NAME)) == NAME.encode():
-        ctypes.memmove(start, name.encode()[: len(NAME)].ljust(len(NAME), b"\0"), len(NAME))
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end
+    words = ctypes.string_at(start, end - start)
+    place = words.find(NAME.encode())
+    if place >= 0:
+        rest = len(words) - place
+        ctypes.memmove(start + place, name.encode()[: len(NAME)].ljust(rest, b"\0"), rest)

@@ -55,6 +55,11 @@ log = logging.getLogger(__name__)
 Run = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
 """A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
 what outlives them."""
+IMPORTED_LATE = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    "transformers.models.auto.tokenization_auto",
+)
+"""What making a model and reading its tokenizer import besides, seconds of a core."""
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
@@ -213,7 +218,7 @@ def standbys_of(crew: Crew, specs: Sequence[RoleSpec], given: dict[str, Any]) ->
     """As many as the first group has ranks: a group that lost one is replaced whole."""
     config = Config.model_validate(given["config"])
     if crew.standbys is None and config.elastic.enabled and config.elastic.standbys:
-        modules = [rank_host.__name__, given["service"].partition(":")[0]]
+        modules = [rank_host.__name__, given["service"].partition(":")[0], *IMPORTED_LATE]
         crew.standbys = StandbyPool(COMMAND, len(specs), modules, environment_of(specs[0]))
     return crew.standbys
 
