@@ -265,7 +265,7 @@ class ShardWriter:
         except FileNotFoundError:
             return
         try:
-            data, done = memoryview(self.staging.numpy()), 0
+            data, done = self.staging.numpy().data, 0
             while done < self.staged_bytes:
                 done += os.write(file, data[done : done + PUBLISH_BUCKET_BYTES])
         finally:

@@ -1,0 +1,171 @@
+"""One contract for all ways weights travel: a receiver of other weights ends with those published,
+proven by its receipt; a tensor that is dropped, transposed, given twice or stale raises."""
+
+import asyncio
+import json
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import RunError, UserError
+from pentad.core.roles import Installed
+from pentad.models.exchange import hf_metadata, install_hf, iter_hf, native_shards
+from pentad.models.registry import create_model
+from pentad.ops.digest import digest_of
+from pentad.sync.group import broadcast, send_all, weight_group
+from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.sync.shards import ShardWriter
+from pentad.sync.tickets import open_ticket, wait_written
+
+DIMS = ModelDims(
+    family="qwen3",
+    vocab_size=41,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    qk_norm=True,
+    max_position=256,
+)
+SQUARE = "model.layers.0.self_attn.q_proj.weight"
+
+
+def policy(seed, device="cpu"):
+    """Every tensor random, norms too."""
+    model = create_model(DIMS, seed=seed, device=torch.device(device))
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def by_ticket(kind, device="cpu"):
+    def carry(folder, version=1, seed=1):
+        model = policy(seed, device)
+        shards = native_shards(model)
+        writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
+        made = writer.write(version, shards, kind, folder)
+        expected = digest_of(iter_hf(model)).hex()
+        for parameter in model.parameters():  # the learner goes on
+            parameter.data.zero_()
+        asyncio.run(wait_written(made.ticket))
+        assert made.ticket.digest == expected
+        return open_ticket(json.loads(json.dumps(asdict(made.ticket))))
+
+    return carry
+
+
+def in_process(folder, seed=1):
+    return list(take_snapshot(1, iter_hf(policy(seed)), copy=True))
+
+
+def by_broadcast(folder, seed=1):
+    sent = [(name, tensor.detach()) for name, tensor in iter_hf(policy(seed))]
+    got = [(name, torch.empty_like(tensor)) for name, tensor in sent]
+
+    def join(rank):
+        store = dist.FileStore(str(folder / "store"), 2)
+        return weight_group(store, rank, 2, "gloo", timedelta(seconds=120))
+
+    def receive():
+        group = join(1)
+        for _, tensor in got:
+            broadcast(group, tensor)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    send_all(join(0), sent)
+    thread.join()
+    return got
+
+
+TRANSPORTS = {
+    "in process": in_process,
+    "shared memory": by_ticket("shm"),
+    "files of ranks": by_ticket("file"),
+    "gloo broadcast": by_broadcast,
+}
+FAULTS = {
+    "dropped": (lambda pairs, old: pairs[:3] + pairs[4:], UserError, "missing"),
+    "duplicated": (lambda pairs, old: [*pairs, pairs[3]], UserError, "given twice"),
+    "transposed": (
+        lambda pairs, old: [(n, x.T.contiguous() if n == SQUARE else x) for n, x in pairs],
+        RunError,
+        "holds version 1, digest",
+    ),
+    "stale": (
+        lambda pairs, old: [(n, old[n] if n == SQUARE else x) for n, x in pairs],
+        RunError,
+        "holds version 1, digest",
+    ),
+}
+
+
+class Replica:
+    """Installs what arrived in a model of other weights, and answers with what it then holds."""
+
+    def __init__(self, arrived):
+        self.model, self.arrived = policy(9), arrived
+
+    async def install(self, version, weights):
+        num = install_hf(self.model, self.arrived)
+        return Installed(version, num, digest_of(iter_hf(self.model)).hex())
+
+
+def publish(arrived):
+    replica = Replica(arrived)
+    snapshot = take_snapshot(1, iter_hf(policy(1)), copy=False)
+    asyncio.run(Publisher([replica]).publish(snapshot))
+    return dict(iter_hf(replica.model))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_receiver_ends_with_what_was_published(tmp_path, name):
+    held = publish(TRANSPORTS[name](tmp_path))
+    true = dict(iter_hf(policy(1)))
+    assert held.keys() == true.keys()
+    assert all(torch.equal(held[key], true[key]) for key in true)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_what_is_not_the_weights_raises(tmp_path, name, fault):
+    spoil, error, said = FAULTS[fault]
+    arrived = spoil(TRANSPORTS[name](tmp_path), dict(iter_hf(policy(5))))
+    with pytest.raises(error, match=said):
+        publish(arrived)
+
+
+@pytest.mark.gpu
+def test_one_buffer_on_the_gpu_holds_all():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = policy(1, "cuda")
+    shards = native_shards(model)
+    made = ShardWriter(shards, model.weight_map, hf_metadata(model), None).write(
+        1, shards, "ipc", None
+    )
+    assert made.kept is not None and made.kept.numel() == made.ticket.num_bytes
+    assert made.ticket.digest == digest_of(iter_hf(model)).hex()
+
+
+def test_a_disk_that_is_full_is_said_by_the_mark(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    model = policy(1)
+    shards = native_shards(model)
+    writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
+    monkeypatch.setattr("os.write", full)
+    made = writer.write(1, shards, "file", tmp_path)
+    writer.close()
+    with pytest.raises(RunError, match="cannot be written .No space left on device.; make room"):
+        asyncio.run(wait_written(made.ticket))
