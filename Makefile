@@ -78,7 +78,7 @@ $(QUEUE)/.installed: pyproject.toml
 test-transfer-queue: $(QUEUE)/.installed
 	OMP_NUM_THREADS=1 $(QUEUE)/bin/python -m pytest tests/contracts/test_store_contract.py tests/invariants/test_ray_runs.py -k transfer_queue $(ARGS)
 
-# Runs that are killed at fifty random moments, where `make test` takes ten.
+# Runs that are killed at fifty random moments, where `make test` takes six.
 test-kills: setup-tests
 	PENTAD_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/invariants/test_killed_runs.py $(ARGS)
 

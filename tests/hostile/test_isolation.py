@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tables import table
 
 from pentad.cli.doctor import check_isolation
 from pentad.core.errors import UserError
@@ -21,7 +22,6 @@ from pentad.rewards.breakout import AMOUNTS
 from pentad.rewards.sandbox import Sandbox, SandboxSettings, what_is_missing
 
 HERE = Path(__file__).parent
-NUM_RANDOM = 200
 USERS = ["root", "ordinary"] if os.getuid() == 0 else ["ordinary"]
 
 
@@ -64,8 +64,9 @@ def test_without_namespaces_only_amounts_are_not_held():
 
 
 @needs_namespaces
-def test_random_hostile_jobs_harm_nobody_and_the_pool_stays_whole():
-    found = attack_as_all("random", "11", str(NUM_RANDOM))
+@pytest.mark.parametrize("num_jobs", table([60, 200], [200]))
+def test_random_hostile_jobs_harm_nobody_and_the_pool_stays_whole(num_jobs):
+    found = attack_as_all("random", "11", str(num_jobs))
     assert found == {user: {} for user in USERS}
 
 

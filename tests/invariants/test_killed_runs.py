@@ -1,6 +1,6 @@
 """A run that is killed at any moment and started again ends as if nothing had happened.
 
-PENTAD_KILLS sets how many moments are tried (10).
+PENTAD_KILLS sets how many moments are tried (6).
 """
 
 import json
@@ -16,7 +16,8 @@ from role_processes import role_processes
 
 from pentad.telemetry.steps import read_lines
 
-NUM_KILLS = int(os.environ.get("PENTAD_KILLS", "10"))
+NUM_KILLS = int(os.environ.get("PENTAD_KILLS", "6"))
+KILLS_PER_RUN = max(1, min(5, NUM_KILLS // 2))
 STEPS = 6
 SYNC = "saver.mode=sync"
 RL = (
@@ -63,8 +64,8 @@ def same_end(lab, trial, whole="whole"):
 def test_killed_at_random_moments_a_run_ends_bitwise_as_if_nothing_had_happened(rl):
     """In turn with commits beside the steps and with one after each: these are short."""
     draw = random.Random(13)
-    for part in range(0, NUM_KILLS, 5):
-        delays = [draw.uniform(0.05, 1.0) * rl.seconds for _ in range(min(5, NUM_KILLS - part))]
+    for part in range(NUM_KILLS // KILLS_PER_RUN):
+        delays = [draw.uniform(0.05, 1.0) * rl.seconds for _ in range(KILLS_PER_RUN)]
         trial = f"killed{part}"
         rl.run_killed(trial, delays, *([SYNC] if part % 2 else []))
         same_end(rl, trial)
