@@ -248,20 +248,20 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
 
     async def under_way() -> str:
         heard = asyncio.Event()
-        request = ask("cut", 2, new=600)
+        request = ask("cut", 2, new=3000)
         task = asyncio.create_task(sampler.generate(request, lambda *_: heard.set()))
         await heard.wait()
         await sampler.install(1, two.pairs[1])
         answers = await task
         old = [g.versions.count(0) for g in answers]
-        assert all(set(g.versions) == {0, 1} and len(g.ids) == 600 for g in answers), old
+        assert all(set(g.versions) == {0, 1} and len(g.ids) == 3000 for g in answers), old
         gaps = [
             two.difference(which, request, g, part)
             for g, n in zip(answers, old, strict=True)
             for which, part in ((0, slice(0, n)), (1, slice(n, None)))
         ]
         assert max(gaps) < NEAR, gaps
-        return f"{old} of 600 tokens are old; differences old, new {[f'{x:.3f}' for x in gaps]}"
+        return f"{old} of 3000 tokens are old; differences old, new {[f'{x:.3f}' for x in gaps]}"
 
     async def sleep() -> str:
         figures = [used_gib()]

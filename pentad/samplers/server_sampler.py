@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -169,6 +169,7 @@ class ServerSampler:
         self.interrupted: dict[str, bool] = {}
         """Those of them that it was made to drop, and whether what they drew is kept."""
         self.num_drawn = self.num_installs = self.num_heard = 0
+        self.expected: tuple[Any, Any] | None = None
 
     @property
     def version(self) -> int:
@@ -241,7 +242,7 @@ class ServerSampler:
             rule = f"version {self.version} is already here"
             raise UserError(Problem(f"install of version {version}", rule))
         pairs = list(weights)
-        check_weights(self.dims, pairs)
+        self._check_weights(pairs)
         async with self.updating:
             self.is_installing = True
             self._gate()
@@ -467,6 +468,16 @@ class ServerSampler:
             heard = self.num_heard
             await asyncio.sleep(QUIET_S)
 
+    def _check_weights(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Raises UserError unless these are all weights of the model, each once, of its shape."""
+        given = flow.PairsReader(pairs)
+        if not self.dims.is_whole:
+            return  # no model file: what its tensors are only the trainer's own map knows
+        if self.expected is None:  # its tensors, and the map to them: slow to make
+            skeleton = create_model(self.dims, device="meta")
+            self.expected = native_shards(skeleton), map_of(self.dims)
+        flow.check(*self.expected, given)
+
     def _check_open(self) -> None:
         if self.is_closed:
             raise RunError("the sampler is closed")
@@ -481,19 +492,9 @@ class ServerSampler:
 
 def joined(*parts: Generation) -> Generation:
     """Parts of one continuation, as one; it ended as the last part did."""
-    finish = parts[-1].finish if parts else "length"
-    whole = Generation([], [], [], finish)
+    whole = Generation([], [], [], parts[-1].finish if parts else "length")
     for part in parts:
         whole.ids += part.ids
         whole.logprobs += part.logprobs
         whole.versions += part.versions
     return whole
-
-
-def check_weights(dims: ModelDims, pairs: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises UserError unless these are all weights of the model, each once, of its shape."""
-    given = flow.PairsReader(pairs)
-    if not dims.is_whole:
-        return  # no model file: what its tensors are only the trainer's own map knows
-    skeleton = create_model(dims, device="meta")
-    flow.check(native_shards(skeleton), map_of(dims), given)

@@ -459,6 +459,10 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
         words["--device"] = "cpu"
     if settings.memory_share is not None:
         words["--mem-fraction-static"] = settings.memory_share
-    switches = ["--enable-memory-saver"] if settings.can_sleep else []
+    # Its warm-up asks for a text, which says nothing of weights to come, and ends a server whose
+    # tokenizer makes no token of it.
+    switches = ["--skip-server-warmup"]
+    if settings.can_sleep:
+        switches.append("--enable-memory-saver")
     pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
     return [*pairs, *switches, *settings.arguments]
