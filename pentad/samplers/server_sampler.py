@@ -476,7 +476,7 @@ class ServerSampler:
         if self.expected is None:  # its tensors, and the map to them: slow to make
             skeleton = create_model(self.dims, device="meta")
             self.expected = native_shards(skeleton), map_of(self.dims)
-        flow.check(*self.expected, given)
+        flow.check(self.expected[0], self.expected[1], given)
 
     def _check_open(self) -> None:
         if self.is_closed:
