@@ -166,6 +166,10 @@ def billions(count: float) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
+def side_of(component: Component) -> str:
+    return "rollout" if component.is_inference else "train"
+
+
 class Page:
     """One plan on paper."""
 
@@ -178,11 +182,13 @@ class Page:
         self.heading_line()
         self.places()
         self.processes()
-        for trainer in self.plan.trainers:
+        only = self.plan.config.only
+        trainers = self.plan.trainers if only != "rollout" else ()
+        for trainer in trainers:
             self.ranks(trainer)
-        for trainer in self.plan.trainers:
+        for trainer in trainers:
             self.memory(trainer)
-        for sampler in self.plan.samplers:
+        for sampler in self.plan.samplers if only != "train" else ():
             self.say(describe_sampler(sampler))
         self.batch()
         files = self.plan.files
@@ -233,7 +239,9 @@ class Page:
         shown = one if count == 1 and not limit else many
         mode = plan.config.mode or "training only"
         self.section(f"Who stands where: {count}{total} {shown}, mode {mode}")
-        self.table((many, "role", "component", "cut"), map(self.place, plan.allocation))
+        only = plan.config.only
+        shown_parts = [one for one in plan.allocation if only in (None, side_of(one))]
+        self.table((many, "role", "component", "cut"), map(self.place, shown_parts))
 
     def processes(self) -> None:
         found = run_processes(self.plan.config, self.plan.device.kind)

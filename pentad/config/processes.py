@@ -46,10 +46,14 @@ def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
         trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
     else:
         trainers = [replace(learners[0], runs=("scheduler", *learners[0].runs)), *learners[1:]]
-    if allocation_of(config).find("rollout") is None:
+    if config.only == "train" or allocation_of(config).find("rollout") is None:
         return trainers if is_alone else learners
+    if config.only == "rollout":
+        trainers = [RunProcess(name="scheduler", runs=("scheduler",))]
     pool = [RunProcess(name="rewards", runs=("reward pool",))] if config.reward.functions else []
-    threads = [] if samplers else [RunProcess(name="rollout", runs=("rollout",))]
+    has_gpu = config.only == "rollout" and kind == "cuda"  # else those of its learner
+    own = {"devices": (0,), "num_gpus": 1} if has_gpu else {}
+    threads = [] if samplers else [RunProcess(name="rollout", runs=("rollout",), **own)]
     if not is_alone:
         threads, judges = [*threads, *judges], []
     trainers[0] = _holding(trainers[0], threads)
@@ -157,6 +161,7 @@ def _scorers(
     """One for each rank: on the first GPUs that the others leave, or where all share on theirs."""
     actor = component_of(config, "actor")
     taken = max((device for one in others if one.node == 0 for device in one.devices), default=-1)
+    is_placed = config.scheduler.type == "ray"
     found: list[RunProcess] = []
     for role in scorers(config):
         part = component_of(config, role)
@@ -167,8 +172,10 @@ def _scorers(
                 RunProcess(
                     name=f"{role}-{rank}",
                     runs=(f"{role} {rank}" if part.world > 1 else role,),
-                    devices=(device,) if kind == "cuda" else (),
+                    node=None if is_placed else 0,
+                    devices=(device,) if kind == "cuda" and not is_placed else (),
                     num_gpus=int(kind == "cuda"),
+                    started_by="ray" if is_placed else "pentad",
                 )
             )
     return found

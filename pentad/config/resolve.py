@@ -25,6 +25,7 @@ from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.algorithms import SWITCHES
 from pentad.core.layout import Allocation, Component
+from pentad.core.specs import absolute
 from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
@@ -100,6 +101,14 @@ def with_absolute_paths(config: Config) -> Config:
         path = value_at(config, key)
         if path is not None:
             config = replaced(config, key.split("."), os.path.abspath(path))  # noqa: PTH100
+    config = replaced(config, ["model_files"], tuple(map(absolute, config.model_files)))
+    fn = config.reward.fn
+    if fn is not None:
+        fn = absolute(fn) if isinstance(fn, str) else tuple(map(absolute, fn))
+        config = replaced(config, ["reward", "fn"], fn)
+    for key in ("workflow", "agent"):
+        if spec := getattr(config.rollout, key):
+            config = replaced(config, ["rollout", key], absolute(spec))
     return config
 
 

@@ -379,6 +379,7 @@ class Assembly:
             self.device,
             stack,
             log_folder=self.open.folder.file("ranks/") if self.calls.is_apart else None,
+            runtime=self.crew.runtime,
         )
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
@@ -471,6 +472,7 @@ class Assembly:
             self.placement,
             self.turnstile,
             self._prober(),
+            self.calls.check if self.calls.is_apart else None,
         )
         train = TrainPump(
             state,

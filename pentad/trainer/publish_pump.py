@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
+from pentad.core.errors import RunError
+from pentad.core.failures import InfraFailure
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.probing import Prober
 from pentad.trainer.state import RunState
+
+CAUSE_S, LOOK_S = 5.0, 0.1
+"""How long after a failed publish the loss of the learner may take to be known."""
 
 
 class PublishPump:
@@ -24,13 +32,16 @@ class PublishPump:
         placement: Placement,
         turnstile: Turnstile,
         prober: Prober | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        """`check` raises what ended the learner, where that is other processes."""
         self.state = state
         self.publisher = publisher
         self.evaluator = evaluator
         self.admit_after_eval = placement.is_on_policy
         self.turnstile = turnstile
         self.prober = prober
+        self.check = check
         self.is_probing = False
         """Samplers are to be compared with the version on its way, or just are."""
         self.pending: Snapshot | None = None
@@ -61,7 +72,11 @@ class PublishPump:
     async def _publish(self, snapshot: Snapshot) -> None:
         await self.turnstile.enter("rollout")
         with self.state.doing(f"publishing version {snapshot.version}"):
-            await self.publisher.publish(snapshot)
+            try:
+                await self.publisher.publish(snapshot)
+            except (RunError, InfraFailure):
+                await self._look_at_learner()
+                raise
         if not self.admit_after_eval:
             self._count(snapshot.version)
         if self.prober is not None and self.is_probing:
@@ -73,6 +88,12 @@ class PublishPump:
                 await self.evaluator.evaluate(snapshot.version)
         if self.admit_after_eval:
             self._count(snapshot.version)
+
+    async def _look_at_learner(self) -> None:
+        """One that died while samplers read its weights is the cause of what they say."""
+        for _ in range(round(CAUSE_S / LOOK_S) if self.check else 0):
+            self.check()  # type: ignore[misc]
+            await asyncio.sleep(LOOK_S)
 
     def _count(self, version: int) -> None:
         self.state.budget.count_published(version)

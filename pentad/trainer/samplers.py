@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from pentad.config.derived import (
     count_devices,
     handoff_kind,
     is_one_process,
+    scorers,
 )
-from pentad.config.processes import scorer_devices
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.dtypes import DTYPES
@@ -34,6 +33,7 @@ from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.settings import into
 from pentad.core.sizes import COLOCATED_SHARE
+from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.registry import create_model
@@ -224,7 +224,7 @@ def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Run
 
 def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[str, Any]:
     """What Ray is asked for: `bundles` by role, and `held`, the GPUs of this machine it must leave
-    to processes that it does not place: scorers, and torchrun's ranks."""
+    to processes that it does not place: torchrun's ranks."""
     allocation, actor = allocation_of(config), component_of(config, "actor")
     if config.only == "train":
         allocation = allocation.without("rollout")
@@ -234,10 +234,15 @@ def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[
     if rollout is not None and rollout.backend == "embedded":
         names += [f"rollout-{index}" for index in range(rollout.size("d"))]
         is_shared = is_apart and allocation.shares_devices(rollout, actor)
-    gpus = {"GPU": 0.5 if is_shared else 1.0} if has_gpus else {}
-    held = chain(*scorer_devices(config).values()) if is_apart else range(actor.world)
-    bundles = {name: {"CPU": 1.0, **gpus} for name in names}
-    return {"bundles": bundles, "held": tuple(held) if has_gpus else ()}
+    shares = dict.fromkeys(names, 0.5 if is_shared else 1.0)
+    for role in scorers(config) if is_apart else ():
+        shares |= {f"{role}-{rank}": 1.0 for rank in range(component_of(config, role).world)}
+    bundles = {
+        name: {"CPU": 1.0, "GPU": share} if has_gpus else {"CPU": 1.0}
+        for name, share in shares.items()
+    }
+    held = tuple(range(actor.world)) if has_gpus and not is_apart else ()
+    return {"bundles": bundles, "held": held}
 
 
 def hosted_settings(
@@ -252,7 +257,7 @@ def hosted_settings(
         dtype=compute_dtype(config.actor, device),
         seed=derive_seed(config.seed, "unpublished"),
         tokenizer=str(tokenizer.folder.resolve()),
-        model_files=tuple(str(Path(path).resolve()) for path in config.model_files),
+        model_files=tuple(map(absolute, config.model_files)),
         deterministic=is_deterministic(config),
         num_threads=min(threads, num_cores or threads),
     )

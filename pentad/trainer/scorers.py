@@ -18,6 +18,7 @@ import torch
 from pentad.config.catalog import register_models
 from pentad.config.derived import component_of, scorers
 from pentad.config.processes import scorer_devices
+from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, Transient, UserError, first_cause
 from pentad.core.failures import GivenUp
@@ -27,7 +28,7 @@ from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
-from pentad.runtime.roles import RoleSpec
+from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.scorer_service import ScorerService
@@ -47,11 +48,14 @@ async def open_scorers(
     stack: AsyncExitStack,
     *,
     log_folder: Path | None,
+    runtime: Runtime | None = None,
 ) -> dict[str, ScorerCalls]:
     """By role, each with its weights and the store; closed with `stack`. Processes where there is a
-    folder for their logs."""
+    folder for their logs: of this machine, or of the learner's `runtime`, which has places for
+    them."""
     found: dict[str, ScorerCalls] = {}
-    devices = scorer_devices(config) if device.type == "cuda" else {}
+    is_placed = runtime is not None  # it says which GPUs they get
+    devices = scorer_devices(config) if device.type == "cuda" and not is_placed else {}
     steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
     if store.address["kind"] != "memory":
         steps["open_store"] = {"address": store.address}
@@ -62,8 +66,10 @@ async def open_scorers(
             found[role] = thread = scorer_thread(config, role, own, store, stack)
             opening.append(prepare(thread, steps))
         else:
-            specs = scorer_specs(config, role, device.type, devices, log_folder)
-            found[role] = scorer = ScorerProcesses(config, role, specs, steps)
+            is_spread = runtime is not None and runtime.is_spread
+            specs = scorer_specs(config, role, device.type, devices, log_folder, is_spread)
+            scorer = ScorerProcesses(config, role, specs, steps, runtime or LocalRuntime())
+            found[role] = scorer
             stack.push_async_callback(scorer.close)
             opening.append(scorer.open())
     with announced(log, f"making the models of {' and '.join(scorers(config))}"):
@@ -97,15 +103,20 @@ def scorer_thread(
 
 
 def scorer_specs(
-    config: Config, role: str, kind: str, devices: dict[str, tuple[int, ...]], log_folder: Path
+    config: Config,
+    role: str,
+    kind: str,
+    devices: dict[str, tuple[int, ...]],
+    log_folder: Path,
+    is_spread: bool,
 ) -> Callable[[int], list[RoleSpec]]:
     """The processes of a generation, one for each rank."""
     world = component_of(config, role).world
     log_folder.mkdir(parents=True, exist_ok=True)
-    given = {"config": config.model_dump(mode="json"), "role": role}
+    given = {"config": with_absolute_paths(config).model_dump(mode="json"), "role": role}
     deterministic = config.actor.archon.use_deterministic_algorithms
 
-    logs = [log_folder / f"{role}-{rank}.log" for rank in range(world)]
+    logs = [log_folder.absolute() / f"{role}-{rank}.log" for rank in range(world)]
 
     def specs(generation: int) -> list[RoleSpec]:
         return specs_of_ranks(
@@ -117,6 +128,7 @@ def scorer_specs(
             devices=devices.get(role, ()),
             generation=generation,
             deterministic=deterministic,
+            is_spread=is_spread,
         )
 
     return specs
@@ -139,8 +151,10 @@ class ScorerProcesses:
         role: str,
         specs: Callable[[int], list[RoleSpec]],
         steps: dict[str, dict[str, Any]],
+        runtime: Runtime,
     ) -> None:
         self.role = role
+        self.runtime = runtime
         self.specs = specs
         self.steps = steps
         """Calls that prepare it, with their arguments."""
@@ -169,9 +183,8 @@ class ScorerProcesses:
         while True:
             try:
                 if self.thread is None:
-                    self.group = RankGroup(
-                        LocalRuntime(), self.specs(self.generation), self.settings
-                    )
+                    specs = self.specs(self.generation)
+                    self.group = RankGroup(self.runtime, specs, self.settings)
                     self.thread = LearnerThread(self.group.__enter__(), self.role)
                     await prepare(self.thread, self.steps)
                 return None if call is None else await self.thread.call(call[0], **call[1])

@@ -50,6 +50,17 @@ def test_learner_ranks_are_actors_and_a_lost_one_is_started_again(lab, tmp_path,
     assert values_of(alone) == values_of(on_ray)
 
 
+def test_a_scorer_is_an_actor_too_and_a_lost_one_is_started_again(lab, tmp_path, monkeypatch):
+    started = note_started(monkeypatch)
+    words = ("mode=async", "algorithm.kl_coef=0.1", "gconfig.n_samples=2", "total_train_steps=6")
+    alone = lab.train(*words)
+    kill_after_a_step(tmp_path, lambda: started["ref-0"][0])
+    on_ray = lab.train(*words, "scheduler.type=ray", trial="killed")
+    assert [process.generation for process in started["ref-0"]] == [0, 1]
+    assert_same_weights(alone, on_ray)
+    assert values_of(alone) == values_of(on_ray)
+
+
 def test_sft_trains_on_ray(lab):
     one, on_ray = (
         lab.sft("total_train_steps=2"),

@@ -87,6 +87,39 @@ SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
         ),
         (
             [
+                *("scheduler.type=ray", "algorithm.kl_coef=0.1"),
+                "allocation_mode=archon[ref]:d1+embedded[rollout]:d1+archon[actor]:d1",
+            ],
+            {
+                **SCHEDULER,
+                "learner-0": ("actor", None, (), (), "ray"),
+                "rollout-0": ("rollout", None, (), (), "ray"),
+                "ref-0": ("ref", None, (), (), "ray"),
+            },
+        ),
+        (
+            ["only=rollout", "cluster.n_gpus_per_node=1", "reward.fn=gsm8k"],
+            {
+                "scheduler": ("scheduler", "rollout", 0, (0,), (), "pentad"),
+                "rewards": ("reward pool", 0, (), (), "pentad"),
+            },
+        ),
+        (
+            [
+                *("only=rollout", "cluster.n_gpus_per_node=2"),
+                "allocation_mode=embedded:d1+archon:d1",
+            ],
+            {**SCHEDULER, "rollout-0": ("rollout", 0, (1,), (), "pentad")},
+        ),
+        (
+            [
+                *("only=train", "groups_from=x", "cluster.n_gpus_per_node=2"),
+                *("allocation_mode=embedded:d1+archon:d1", "reward.fn=gsm8k"),
+            ],
+            {**SCHEDULER, "learner-0": ("actor", 0, (0,), (), "pentad")},
+        ),
+        (
+            [
                 *("cluster.n_gpus_per_node=3", "allocation_mode=vllm:d1t2+archon:d1"),
                 "rollout.server.addresses=[http://n7:8000]",
             ],

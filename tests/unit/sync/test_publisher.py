@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, Transient
 from pentad.core.roles import Installed
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.trainer import publish_pump
 from pentad.trainer.budget import Budget
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.publish_pump import PublishPump
@@ -125,3 +126,29 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
         return found
 
     assert asyncio.run(publish_one()) == [False, False]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies):
+    """They read its memory, and its end is known a moment later than their failure."""
+    monkeypatch.setattr(publish_pump, "CAUSE_S", 0.3)
+    looks = []
+
+    def check():
+        looks.append(1)
+        if dies and len(looks) > 2:
+            raise Transient("rank 0 of 1, step 3: was ended by signal 9")
+
+    def spoil(weights):
+        raise RunError("rollout-0: CUDA error: invalid resource handle")
+
+    async def publish_one():
+        state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=1, num_batches=9))
+        placement = Placement(is_shared=False, max_staleness=1)
+        publisher, turnstile = Publisher([Receiver(spoil)]), Turnstile(placement, [])
+        pump = PublishPump(state, publisher, None, placement, turnstile, check=check)
+        pump.submit(take_snapshot(1, weights(), copy=False))
+        await pump.run()
+
+    with pytest.raises(RunError, match="ended by signal 9" if dies else "invalid resource"):
+        asyncio.run(publish_one())

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.layout import layout_notes
+from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
 from pentad.data.toy import write_model
@@ -145,12 +147,13 @@ def test_training_has_the_first_gpus_and_servers_those_after(config, allocation,
     assert {settings.memory_share for settings in made} == {share}
 
 
-def test_ray_leaves_their_gpus_to_the_scorers(config):
+def test_ray_has_a_place_for_each_rank_of_a_scorer(config):
     layout = "archon[ref]:d2+embedded[rollout]:d1+archon[actor]:d1"
     given = [f"allocation_mode={layout}", "mode=async", "algorithm.kl_coef=0.1"]
     places = ray_places(config(*given, "scheduler.type=ray"), CUDA, is_apart=True)
-    assert places["held"] == (0, 1)
-    assert list(places["bundles"]) == ["learner-0", "rollout-0"]
+    bundle = {"CPU": 1.0, "GPU": 1.0}
+    assert places["held"] == ()
+    assert places["bundles"] == dict.fromkeys(["learner-0", "rollout-0", "ref-0", "ref-1"], bundle)
 
 
 def test_a_run_that_only_trains_asks_ray_for_no_sampler(config, tmp_path):
@@ -190,6 +193,18 @@ def test_ranks_may_work_in_another_folder(config, tmp_path, monkeypatch):
         assert found["train_dataset"]["path"] == str(tmp_path / "data.jsonl")
         assert found["ref"]["path"] is None
     assert asked.fileroot == "runs" and asked.actor.path == "model"
+
+
+def test_functions_in_files_are_found_from_another_folder(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = config().model_dump(mode="json")
+    values["model_files"] = ["family.py:SPEC", "package.module:SPEC"]
+    values["reward"]["fn"] = ["sub/mine.py:judge", "exact_match"]
+    values["rollout"]["workflow"] = "flows.py:Flow"
+    found = with_absolute_paths(Config.model_validate(values))
+    assert found.model_files == (f"{tmp_path}/family.py:SPEC", "package.module:SPEC")
+    assert found.reward.fn == (f"{tmp_path}/sub/mine.py:judge", "exact_match")
+    assert found.rollout.workflow == f"{tmp_path}/flows.py:Flow"
 
 
 def test_devices_are_named_as_the_machine_names_them(monkeypatch):
