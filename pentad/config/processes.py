@@ -52,8 +52,9 @@ def run_processes(config: Config, kind: DeviceKind) -> list[RunProcess]:
         trainers = [RunProcess(name="scheduler", runs=("scheduler",))]
     pool = [RunProcess(name="rewards", runs=("reward pool",))] if config.reward.functions else []
     has_gpu = config.only == "rollout" and kind == "cuda"  # else those of its learner
-    own = {"devices": (0,), "num_gpus": 1} if has_gpu else {}
-    threads = [] if samplers else [RunProcess(name="rollout", runs=("rollout",), **own)]
+    own = (0,) if has_gpu else ()
+    rollout = RunProcess(name="rollout", runs=("rollout",), devices=own, num_gpus=len(own))
+    threads = [] if samplers else [rollout]
     if not is_alone:
         threads, judges = [*threads, *judges], []
     trainers[0] = _holding(trainers[0], threads)

@@ -234,6 +234,10 @@ class Ledger:
         """All groups in one state, in gid order."""
         return [gid for gid, entry in self._live.items() if entry.state == state]
 
+    def batch_of(self, gid: int) -> int:
+        """Of a live group."""
+        return self._live[gid].batch
+
     def funnel(self) -> PromptFunnel:
         return PromptFunnel(self.next_gid, self._trained, dict(self._dropped), len(self._live))
 

@@ -32,6 +32,8 @@ FILES = {
     "each, or with only: rollout the groups of every step: `pentad replay` trains one of these "
     "steps again, `--only train` all of them.",
     "groups/": "Samples on their way to ranks of other machines, in a run over several of them.",
+    "reference/": "The actor as it became the reference, with ref_update_interval and a reference "
+    "on devices of its own: HF folders named by their step, the last two.",
     "log.txt": "Messages and warnings of all starts, with times.",
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt. `stacks.txt` has the stacks of all ranks of groups that "

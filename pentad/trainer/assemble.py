@@ -25,7 +25,7 @@ from pentad.config.derived import (
 )
 from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
-from pentad.core.errors import RunError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.machine import gpu_memory_used
 from pentad.core.roles import Sampler
 from pentad.core.sizes import RunSize
@@ -56,6 +56,7 @@ from pentad.trainer.probing import Prober
 from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.ranks import run_over_ranks
 from pentad.trainer.recovery import GROUPS, Identity, progress_of, save_after_failure
+from pentad.trainer.reference import RefreshedReference
 from pentad.trainer.rollout_pump import RolloutPump, rejection
 from pentad.trainer.run import (
     OpenRun,
@@ -183,6 +184,7 @@ class Assembly:
         """Tags of the checkpoint that the config takes from elsewhere now."""
         self.keeps_ref = False
         """Whether a scorer was the reference of the checkpoint."""
+        self.reference: RefreshedReference | None = None
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
 
@@ -387,6 +389,15 @@ class Assembly:
         if self.placement.offload_train:
             await self.turnstile.enter("actor")
         trained = await self.learner.run(self._resume)
+        if "ref" in self.scorers and self.config.ref_update_interval:
+            self.reference = RefreshedReference(
+                self.scorers["ref"],
+                self.learner,
+                self.open.folder.file("reference/"),
+                self.config.ref_update_interval,
+                self.size.max_row_tokens,
+            )
+            await self.reference.resume(trained)
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             await self.learner.run(self._load_tags)
             await self.learner.run(self.recover.prepare)
@@ -444,6 +455,12 @@ class Assembly:
         paths = {"ref": now.ref.path, "teacher": now.teacher.path}
         self.other_tags = {tag for tag, path in paths.items() if before[tag]["path"] != path}
         self.keeps_ref = before["mode"] == "async" and bool(before["algorithm"]["kl_coef"])
+        every = before["ref_update_interval"]
+        if self.keeps_ref and every and now.mode != "async" and checkpoint.step + 1 >= every:
+            rule = (
+                f"the reference was refreshed on devices of its own (ref_update_interval = {every})"
+            )
+            raise UserError(Problem(f"mode = {now.mode}", rule, "go on in mode: async"))
         for line in self.open.recorder.evaluations():  # one may have ended after the commit
             self._scored(line)
         return checkpoint.step + 1
@@ -482,7 +499,7 @@ class Assembly:
             self.placement,
             self.turnstile,
             num_chunks=config.num_iters_per_train_update,
-            ref_update_interval=config.ref_update_interval,
+            refresh=self._refresh,
             bounds=self.bounds,
             on_trained=self._note,
             after_step=self._after_step,
@@ -506,9 +523,23 @@ class Assembly:
             check=self.calls.check,
         )
         score = ScorePump(
-            state, self.scorers, self.placement, num_chunks=config.num_iters_per_train_update
+            state,
+            self.scorers,
+            self.placement,
+            num_chunks=config.num_iters_per_train_update,
+            is_open=self.reference.scores if self.reference else None,
         )
         return Scheduler(state, rollout, train, publish, watchdog, score if self.scorers else None)
+
+    async def _refresh(self, version: int) -> None:
+        """Makes the reference the actor as it is, where that is due."""
+        every = self.config.ref_update_interval
+        if every is None or version % every:
+            return
+        if self.reference is None:
+            await self.learner.call("save_tag", tag="ref")
+        else:
+            await self.reference.refresh(version)
 
     def _prober(self) -> Prober | None:
         """On-policy the trained tokens themselves tell whether the one sampler is up to date."""

@@ -91,10 +91,18 @@ def build_role(
     )
 
 
-def build_scorer(config: Config, role: str, max_row_tokens: int, *, device: torch.device) -> Engine:
+def build_scorer(
+    config: Config,
+    role: str,
+    max_row_tokens: int,
+    *,
+    device: torch.device,
+    weights: Path | None = None,
+) -> Engine:
     """The engine of `ref` or `teacher` on ranks of its own; it computes as the actor does.
 
-    A reference without a folder is the actor as it was before the first step.
+    Without `weights` of another folder a reference without one is the actor as it was before the
+    first step.
     """
     given = config.ref.path if role == "ref" else config.teacher.path
     path, layout = given or config.actor.path, layout_of(config, role)
@@ -109,7 +117,8 @@ def build_scorer(config: Config, role: str, max_row_tokens: int, *, device: torc
         max_row_tokens=max_row_tokens,
         strict=config.strict,
     )
-    weights = Path(given).expanduser() if given else weights_folder(config, "actor")
+    if weights is None:
+        weights = Path(given).expanduser() if given else weights_folder(config, "actor")
     return build_engine(
         path,
         replace(settings, optimizer=None),

@@ -91,8 +91,10 @@ class PublishPump:
 
     async def _look_at_learner(self) -> None:
         """One that died while samplers read its weights is the cause of what they say."""
-        for _ in range(round(CAUSE_S / LOOK_S) if self.check else 0):
-            self.check()  # type: ignore[misc]
+        if (check := self.check) is None:
+            return
+        for _ in range(round(CAUSE_S / LOOK_S)):
+            check()
             await asyncio.sleep(LOOK_S)
 
     def _count(self, version: int) -> None:

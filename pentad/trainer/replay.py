@@ -273,7 +273,8 @@ def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Re
         rank.report(batch.step)
         result = train(update, batch, config)
         compared += compare(batch.step, plan.records[batch.step], result, number * tolerance)
-        if config.ref_update_interval and batch.step % config.ref_update_interval == 0:
+        every = None if "ref" in scored_apart else config.ref_update_interval
+        if every and batch.step % every == 0:
             learner.save_tag("ref")
     if dump:
         write_dump(Path(dump), last, result)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 
 from pentad.core.types import Group
 from pentad.data.store import MissingGroups
@@ -28,10 +29,13 @@ class ScorePump:
         placement: Placement,
         *,
         num_chunks: int,
+        is_open: Callable[[int], bool] | None = None,
     ) -> None:
+        """`is_open`: whether scorers hold the weights that judge a batch; None: always."""
         self.state = state
         self.scorers = scorers
         """By role."""
+        self.is_open = is_open or (lambda batch: True)
         self.columns = [column_of(role) for role in scorers]
         self.in_chunks = placement.is_on_policy
         self.chunks = chunk_slots(state.budget.groups_per_batch, num_chunks)
@@ -50,8 +54,12 @@ class ScorePump:
         if not ledger.num_sampled:
             return []
         if not self.in_chunks:
-            return ledger.gids_in("sampled")[: max(map(len, self.chunks))]
+            sampled = ledger.gids_in("sampled")
+            judged = (gid for gid in sampled if self.is_open(ledger.batch_of(gid)))
+            return list(islice(judged, max(map(len, self.chunks))))
         batch = self.state.budget.trained  # without staleness no other is open
+        if not self.is_open(batch):
+            return []
         for slots in self.chunks:
             # One that the store lost is scored together with those that were ready beside it.
             gids = ledger.gids_at(batch, slots, "sampled", "ready")

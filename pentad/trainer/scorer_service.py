@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from pentad.config.schema import Config
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
+from pentad.engine.engine import Engine
 from pentad.runtime.rank import Rank
 from pentad.trainer.learners import build_scorer
 from pentad.trainer.update import column_of, on_host, samples_of
@@ -26,11 +28,15 @@ class ScorerService:
         self.role = role
         self.store: GroupStore | None = None
 
-    def build(self, max_row_tokens: int) -> None:
-        """The model; the number follows from the data."""
+    def build(self, max_row_tokens: int, weights: str | None = None) -> None:
+        """The model, also in the place of an earlier one; the number follows from the data."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of the thread that makes all calls
-        self.engine = build_scorer(self.config, self.role, max_row_tokens, device=self.device)
+        self.engine: Engine | None = None  # a model at a time
+        folder = None if weights is None else Path(weights)
+        self.engine = build_scorer(
+            self.config, self.role, max_row_tokens, device=self.device, weights=folder
+        )
 
     def open_store(self, address: dict[str, Any]) -> None:
         """Where the groups are; a score does not ask for their prompts."""
@@ -38,7 +44,7 @@ class ScorerService:
 
     def score(self, gids: list[int]) -> None:
         """Writes the column of these groups."""
-        assert self.store is not None, "it is opened before the first group"
+        assert self.store is not None and self.engine is not None, "it is built and opened first"
         groups = self.store.get(gids)
         rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples_of(groups)]
         column = on_host([output["logprobs"] for output in self.engine.forward(rows)])

@@ -156,7 +156,7 @@ class ScorerProcesses:
         self.role = role
         self.runtime = runtime
         self.specs = specs
-        self.steps = steps
+        self.steps = dict(steps)
         """Calls that prepare it, with their arguments."""
         self.max_restarts = config.rollout.restarts
         self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)

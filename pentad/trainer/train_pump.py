@@ -49,7 +49,7 @@ class TrainPump:
         turnstile: Turnstile,
         *,
         num_chunks: int,
-        ref_update_interval: int | None,
+        refresh: Callable[[int], Awaitable[None]],
         bounds: Bounds,
         on_trained: Callable[[TrainedBatch], None],
         after_step: Callable[[TrainedBatch], None],
@@ -62,7 +62,8 @@ class TrainPump:
         self.placement = placement
         self.turnstile = turnstile
         self.num_chunks = num_chunks
-        self.ref_update_interval = ref_update_interval
+        self.refresh = refresh
+        """Called with every version, before anything else happens with it."""
         self.bounds = bounds
         self.on_trained = on_trained
         """Called as soon as a batch is in the weights."""
@@ -168,8 +169,8 @@ class TrainPump:
         """Counts the step, sends its weights on their way, and writes the records."""
         self.state.budget.count_trained()
         version = self.state.budget.trained
-        if self.ref_update_interval and version % self.ref_update_interval == 0:
-            await self.learner.call("save_tag", tag="ref")
+        with self.state.doing(f"the reference after step {version}"):
+            await self.refresh(version)
         copying = f"the copy of version {version}"
         with trained.timer.phase("publish"), self.state.doing(copying):
             snapshot = await self.take(version)

@@ -295,7 +295,7 @@ class Simulation:
         learner = SimulatedLearner(self)
         rest = {
             "num_chunks": self.world.num_chunks,
-            "ref_update_interval": None,
+            "refresh": no_refresh,
             "bounds": SimpleNamespace(past=lambda steps, signs: ""),
             "on_trained": lambda trained: None,
             "after_step": self.after_step,
@@ -429,6 +429,10 @@ class Simulation:
         wanted = self.world.num_batches * self.world.groups_per_batch
         assert len(trained) == funnel.trained == wanted
         assert funnel.drawn == funnel.trained + sum(funnel.dropped.values())
+
+
+async def no_refresh(version: int) -> None:
+    pass
 
 
 @cache

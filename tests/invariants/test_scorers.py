@@ -57,9 +57,10 @@ def teacher(task, tmp_path_factory):
         KL,
         (*KL, "num_iters_per_train_update=2", "algorithm.dynamic_filter=true"),
         (*KL, "ref.path={teacher}", "algorithm.kl_in=reward"),
+        (*KL, "ref_update_interval=2", "total_train_steps=6"),
         ("algorithm.name=distill", "teacher.path={teacher}", "reward.fn=null", *KL),
     ],
-    ids=["first weights", "chunks", "folder", "teacher and reference"],
+    ids=["first weights", "chunks", "folder", "refreshed", "teacher and reference"],
 )
 def test_scorers_apart_give_the_weights_of_tags_in_the_trainer(lab, teacher, words):
     words = [word.format(teacher=teacher) for word in words]
@@ -106,6 +107,25 @@ def test_a_run_goes_on_with_the_reference_it_had(lab, teacher, then):
     lab.train("mode=async", *words, "total_train_steps=2", trial="halted")
     resumed = lab.train(f"mode={then}", *words, "total_train_steps=4", trial="halted")
     assert_same_weights(whole, resumed)
+
+
+def test_a_refreshed_reference_comes_back_with_the_run(lab):
+    words = ("mode=async", *KL, "ref_update_interval=2", "recover.freq_steps=1")
+    whole = lab.train(*words, "total_train_steps=5")
+    lab.train(*words, "total_train_steps=3", trial="halted")
+    resumed = lab.train(*words, "total_train_steps=5", trial="halted")
+    assert_same_weights(whole, resumed)
+    assert sorted(one.name for one in (resumed.records / "reference").iterdir()) == ["2", "4"]
+    with pytest.raises(UserError, match="the reference was refreshed on devices of its own"):
+        lab.train(*words, "mode=hybrid", "total_train_steps=6", trial="halted")
+
+
+@pytest.mark.slow
+def test_groups_ahead_of_a_refresh_wait_for_it(lab):
+    words = ("mode=async", *KL, "ref_update_interval=2", "max_staleness=2", "total_train_steps=8")
+    summary = lab.train(*words)
+    lags = {int(lag) for record in steps_of(summary) for lag in record["rl"]["staleness"]}
+    assert lags <= {0, 1, 2} and len(steps_of(summary)) == 8
 
 
 def test_random_first_weights_are_no_reference_to_go_on_with_elsewhere(lab):

@@ -64,11 +64,6 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
             why = "algorithm.kl_coef = 0" if role == "ref" else "no algorithm.name = distill"
             why = f"only = {config.only}" if config.only else why
             yield Problem(where, f"nobody asks for the {role}: {why}", "leave its component out")
-    every = config.ref_update_interval
-    if every is not None and "ref" in scorers(config):
-        rule = f"a reference on devices of its own ({allocation.find('ref')}) stays as it is"
-        remedy = "leave it out, or use mode: hybrid and no component for the reference"
-        yield Problem(f"ref_update_interval = {every}", rule, remedy)
     wide = [
         str(component_of(config, r)) for r in scorers(config) if component_of(config, r).world > 1
     ]

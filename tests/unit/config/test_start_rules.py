@@ -78,10 +78,6 @@ def test_defaults_ask_for_nothing_that_is_not_built():
         ),
         ([f"allocation_mode={APART}"], "nobody asks for the ref: algorithm.kl_coef = 0"),
         (
-            ["algorithm.kl_coef=0.1", f"allocation_mode={APART}", "ref_update_interval=3"],
-            "a reference on devices of its own (archon[ref]:d1) stays as it is",
-        ),
-        (
             [
                 "algorithm.kl_coef=0.1",
                 "allocation_mode=vllm[rollout]:d1+archon[actor]:d1+archon[ref]:d2",
