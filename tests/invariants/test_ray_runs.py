@@ -13,6 +13,7 @@ from test_rl_runs import assert_same_weights
 from pentad.core.errors import UserError
 from pentad.data.ledger import Ledger
 from pentad.planner.prepare import prepare
+from pentad.telemetry.recorder import Recorder
 from pentad.trainer.assemble import run_train
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.state import RunState
@@ -50,12 +51,18 @@ def test_learner_ranks_are_actors_and_a_lost_one_is_started_again(lab, tmp_path,
     assert values_of(alone) == values_of(on_ray)
 
 
-def test_a_scorer_is_an_actor_too_and_a_lost_one_is_started_again(lab, tmp_path, monkeypatch):
-    started = note_started(monkeypatch)
+def test_a_scorer_is_an_actor_too_and_a_lost_one_is_started_again(lab, monkeypatch):
+    started, plain = note_started(monkeypatch), Recorder.step
     words = ("mode=async", "algorithm.kl_coef=0.1", "gconfig.n_samples=2", "total_train_steps=6")
     alone = lab.train(*words)
-    kill_after_a_step(tmp_path, lambda: started["ref-0"][0])
-    on_ray = lab.train(*words, "scheduler.type=ray", trial="killed")
+
+    def step(self, record, *rest):
+        if record.step == 2:
+            os.kill(started["ref-0"][0].pid, signal.SIGKILL)
+        return plain(self, record, *rest)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    on_ray = lab.train(*words, "scheduler.type=ray")
     assert [process.generation for process in started["ref-0"]] == [0, 1]
     assert_same_weights(alone, on_ray)
     assert values_of(alone) == values_of(on_ray)
