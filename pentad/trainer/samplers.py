@@ -32,7 +32,7 @@ from pentad.core.failures import InfraFailure
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.settings import into
-from pentad.core.sizes import COLOCATED_SHARE
+from pentad.core.sizes import COLOCATED_SHARE, DeviceKind
 from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -153,7 +153,7 @@ def open_handoff(
     place = log_folder if is_spread else shared_memory()
     folder = stack.enter_context(scratch_folder("pentad-weights-", place))
     kind: Kind = "file" if is_spread else "shm"
-    on = "cuda" if device.type == "cuda" else "cpu"
+    on: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     if not is_spread and handoff_kind(config, on, count_devices(config)) == "ipc":
         fits, why = shares_by_gpu(config, choose_device(config))
         kind = "ipc" if fits else "shm"

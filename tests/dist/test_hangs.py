@@ -61,7 +61,7 @@ def test_a_rank_that_is_stopped_during_the_start_ends_the_run(task, tmp_path):
         while len(program.ranks()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(2.0)  # it runs, and has not come to its first step
+        time.sleep(1.0)  # it runs, and has not come to its first step
         assert not read_lines(records_of(tmp_path, "early") / "steps.jsonl")
         before = time.monotonic()
         os.kill(program.ranks()[1], signal.SIGSTOP)
