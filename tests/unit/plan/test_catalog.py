@@ -14,6 +14,7 @@ MODELS = models()
 # Billions on the model cards: all parameters, and those outside the embeddings. A released
 # checkpoint counts a tied table once, an untied pair twice.
 PUBLISHED = {
+    "SmolLM2-135M": (0.135, None),
     "Qwen2.5-0.5B": (0.49, 0.36),
     "Qwen2.5-1.5B": (1.54, 1.31),
     "Qwen2.5-3B": (3.09, 2.77),
