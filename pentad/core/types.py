@@ -230,6 +230,18 @@ class LayerBalance:
 
 
 @dataclass(slots=True)
+class Work:
+    """One kind of work in the training passes of a step, on one rank."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+    """Moved by it."""
+    num_calls: int = 0
+    block_bytes: int | None = None
+    """Shared memory of a block of the Triton kernel that did it; None: something else did."""
+
+
+@dataclass(slots=True)
 class StepResult:
     """What one optimizer step did."""
 
@@ -244,6 +256,8 @@ class StepResult:
     """Why it was skipped."""
     balance: tuple[LayerBalance, ...] = ()
     """Of every mixture layer of the model."""
+    work: dict[str, Work] = field(default_factory=dict)
+    """What was measured on this rank: `route`; with expert parallelism `dispatch`, `combine`."""
 
 
 class Attend(Protocol):

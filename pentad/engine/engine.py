@@ -46,6 +46,7 @@ from pentad.models.exchange import box_of, hf_metadata
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.moe import Routes
 from pentad.models.registry import build_face, plan_export
+from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
@@ -177,6 +178,7 @@ class Engine:
         )
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
+        self.meter = Meter()
         self.step: OpenStep | None = None
         self.is_half_moved = False
         """Whether an optimizer step or a restore began and did not end: the weights are then of no
@@ -268,6 +270,7 @@ class Engine:
         self.tags.require_actor("a step")
         self._drop_gradients()
         self.passes.loads.reset()
+        self.meter.reset()
         self.step = OpenStep()
 
     def _drop_gradients(self) -> None:
@@ -289,7 +292,8 @@ class Engine:
         num_tokens = sum(row.ids.numel() for row in rows)
         for decoder in self.held.decoders:
             scale_losses(decoder, count / max(num_tokens, 1))
-        predicted, sums = self.passes.train(microbatches, loss, last=last)
+        with self.meter.counting():
+            predicted, sums = self.passes.train(microbatches, loss, last=last)
         loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches, is_last=last)
@@ -331,6 +335,7 @@ class Engine:
             num_microbatches=step.num_microbatches,
             reason=reason,
             balance=measure_balance(loads),
+            work=self.meter.take(),
         )
 
     def _gradients(self) -> dict[str, Tensor]:

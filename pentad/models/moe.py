@@ -81,9 +81,17 @@ class Router(nn.Module):
         return loss if self.loss_scale is None else loss * self.loss_scale
 
 
+Beside = Callable[[], Callable[[], Tensor]]
+"""Work that needs no other rank, in two halves: a call does the first, and returns the second,
+which gives the result."""
+
+
 class SharedExpert(nn.Module):
     """The expert every token passes: mlp(x), or sigmoid(gate . x) * mlp(x). No axis but storage
-    cuts it: it takes each rank's own tokens, as the router does."""
+    cuts it: it takes each rank's own tokens, as the router does.
+
+    It is run in two halves, one while pairs travel to their experts, one while they come back.
+    """
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -92,9 +100,16 @@ class SharedExpert(nn.Module):
         self.down = Linear(width, hidden, bias=False)
         self.gate = Linear(hidden, 1, bias=False) if dims.shared_expert_gate else None
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_TD)
-        y_TD: Tensor = self.down(F.silu(gate) * up)
+    def begin(self, x_TD: Tensor) -> Callable[[], Tensor]:
+        """Implements `Beside`, given the tokens."""
+        return partial(self, x_TD, self(x_TD))
+
+    def forward(self, x_TD: Tensor, a_TM: Tensor | None = None) -> Tensor:
+        """The first half, or given its result the second: one function, since that is compiled."""
+        if a_TM is None:
+            gate, up = self.gate_up(x_TD)
+            return F.silu(gate) * up
+        y_TD: Tensor = self.down(a_TM)
         return y_TD if self.gate is None else self.gate(x_TD).sigmoid() * y_TD
 
 
@@ -107,9 +122,9 @@ class Dispatch(Protocol):
         weights_Tk: Tensor,
         chosen_Tk: Tensor,
         experts: Experts,
-        beside: Callable[[], Tensor] | None = None,
+        beside: Beside | None = None,
     ) -> Tensor:
-        """`beside` needs no other rank: it is run where there is waiting, and added."""
+        """`beside` is run where there is waiting, and its result added."""
         ...
 
 
@@ -118,13 +133,13 @@ def dispatch_local(
     weights_Tk: Tensor,
     chosen_Tk: Tensor,
     experts: Experts,
-    beside: Callable[[], Tensor] | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """All experts are here: sort the pairs by expert, run, add back."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
     weights_N = take_weights(weights_Tk, pairs)
     y_TD = sum_rows(experts(take_rows(x_TD, pairs), pairs.sizes_E, weights_N), pairs)
-    return y_TD if beside is None else y_TD + beside()
+    return y_TD if beside is None else y_TD + beside()()
 
 
 class Moe(nn.Module):
@@ -140,5 +155,5 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor, chosen_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mixture's result, and the experts that were chosen (those given, if any)."""
         weights_Tk, chosen_Tk = self.router(x_TD, chosen_Tk)
-        beside = None if self.shared is None else partial(self.shared, x_TD)
+        beside = None if self.shared is None else partial(self.shared.begin, x_TD)
         return self.dispatch(x_TD, weights_Tk, chosen_Tk, self.experts, beside), chosen_Tk

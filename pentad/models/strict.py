@@ -6,15 +6,13 @@ log-prob of every token, however each has batched, packed, chunked or cached it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from pentad.core.swap import swap_classes
 from pentad.models.decoder import Decoder
 from pentad.models.layers import GateUp, Linear, Mlp, Norm
-from pentad.models.moe import Experts, Moe, Router, SharedExpert
+from pentad.models.moe import Beside, Experts, Moe, Router, SharedExpert
 from pentad.models.rope import Rotary
 from pentad.ops import invariant
 from pentad.ops.experts import sort_pairs, take_rows, take_weights
@@ -45,8 +43,10 @@ class StrictMlp(Mlp):
 
 
 class StrictSharedExpert(SharedExpert):
-    def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down(invariant.silu_mul(*self.gate_up(x_TD)))
+    def forward(self, x_TD: Tensor, a_TM: Tensor | None = None) -> Tensor:
+        if a_TM is None:
+            return invariant.silu_mul(*self.gate_up(x_TD))
+        y_TD: Tensor = self.down(a_TM)
         return y_TD if self.gate is None else invariant.sigmoid(self.gate(x_TD)) * y_TD
 
 
@@ -107,7 +107,7 @@ def dispatch_strict(
     weights_Tk: Tensor,
     chosen_Tk: Tensor,
     experts: Experts,
-    beside: Callable[[], Tensor] | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """As `moe.dispatch_local`; a token's results are added in the order of its choice."""
     pairs = sort_pairs(chosen_Tk, experts.down.shape[0])
@@ -117,7 +117,7 @@ def dispatch_strict(
     out_TD = parts[0]
     for part_TD in parts[1:]:
         out_TD = out_TD + part_TD
-    return out_TD if beside is None else out_TD + beside()
+    return out_TD if beside is None else out_TD + beside()()
 
 
 def apply_strict(model: Decoder) -> None:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pentad.ops.meter import note_kernel, timed
+
 try:
     import triton
     import triton.language as tl
@@ -97,9 +99,17 @@ def route(
     The experts of a token must be distinct. Gradients flow from the weights to the logits.
     """
     is_fused = HAS_TRITON and logits_TE.is_cuda and logits_TE.dtype == torch.float32
+    run = reference_route
     if is_fused and logits_TE.shape[1] <= MAX_EXPERTS:
-        return fused_route(logits_TE, rule, bias_E, chosen_Tk)
-    return reference_route(logits_TE, rule, bias_E, chosen_Tk)
+        run = fused_route
+    with timed("route", logits_TE.device, moved_bytes(logits_TE, rule)):
+        return run(logits_TE, rule, bias_E, chosen_Tk)
+
+
+def moved_bytes(logits_TE: Tensor, rule: RouteRule) -> int:
+    """What routing must read and write: the logits, and the weight and index of each choice."""
+    wide = torch.int64.itemsize + logits_TE.element_size()
+    return logits_TE.nbytes + len(logits_TE) * rule.num_chosen * wide
 
 
 def reference_route(
@@ -347,7 +357,7 @@ if HAS_TRITON:
         chosen = logits.new_empty((rows, num_chosen), dtype=torch.int64)
         options = _options(num_experts, num_chosen, is_softmax)
         if num_tokens:
-            _forward_kernel[(triton.cdiv(num_tokens, options["BLOCK"]),)](
+            kernel = _forward_kernel[(triton.cdiv(num_tokens, options["BLOCK"]),)](
                 logits,
                 logits if bias is None else bias.contiguous(),
                 chosen if given is None else given.contiguous(),
@@ -359,6 +369,8 @@ if HAS_TRITON:
                 RENORMALISE=renormalise,
                 **options,
             )
+            if kernel is not None:  # not where Triton's interpreter ran it
+                note_kernel("route", kernel.metadata.shared)
         return weights, chosen
 
     @_route.register_fake

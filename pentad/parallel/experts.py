@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pentad.ops.experts import sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.meter import timed
 from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
 
@@ -28,8 +29,9 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 class CellDispatch:
     """Implements `models.moe.Dispatch` over the ranks of a cell.
 
-    On a GPU pairs travel on a stream of their own, beside whatever needs no other rank. So do
-    their gradients: autograd runs a backward where its forward ran.
+    On a GPU pairs travel on a stream of their own, beside whatever needs no other rank: its first
+    half on their way there, its second on their way back. So do their gradients: autograd runs a
+    backward where its forward ran.
     """
 
     def __init__(self, cell: Axis, etp: int, num_experts: int) -> None:
@@ -45,7 +47,7 @@ class CellDispatch:
         weights_Tk: Tensor,
         chosen_Tk: Tensor,
         experts: Experts,
-        beside: Callable[[], Tensor] | None = None,
+        beside: Callable[[], Callable[[], Tensor]] | None = None,
     ) -> Tensor:
         road = Road(x_TD.device)
         pairs = sort_pairs(chosen_Tk, self.num_experts)
@@ -56,21 +58,31 @@ class CellDispatch:
         x_ND = take_rows(x_TD, pairs)
         weights_N = take_weights(weights_Tk, pairs)
         rest = road.after(x_ND, weights_N)
-        beside_TD = None if beside is None else beside()
+        finish = None if beside is None else beside()
         # The one wait for the device: splits of an exchange are numbers of the host. The device
         # has been given all that needs none, and goes on with it while the host waits.
         sent, got = numbers.read()
         assert sum(sent) == chosen_Tk.numel() * self.etp, "pairs were lost on the way to experts"
-        with rest:
+        pair_bytes = x_TD.shape[1] * x_TD.element_size()
+        sent_bytes, got_bytes = (self._num_leaving(n) * pair_bytes for n in (sent, got))
+        with_weights = sent_bytes + self._num_leaving(sent) * weights_N.element_size()
+        with rest, timed("dispatch", x_TD.device, with_weights):
             x_MD = exchange(self._for_cell(x_ND, sent), self.cell, got, sent)
             # A weight goes with its pair and stands before the down product: what comes back is
             # only added up, and nobody has to keep it for the weights' gradients.
             weights_M = exchange(self._for_cell(weights_N, sent), self.cell, got, sent)
         road.join(got_PE, x_MD, weights_M)
         y_MD = _run_here(x_MD, weights_M, got_PE, experts)
-        y_ND = self._from_cell(exchange(y_MD, self.cell, sent, got), sent)
-        y_TD = sum_rows(y_ND, pairs).to(x_TD.dtype)
+        with road.after(y_MD), timed("combine", x_TD.device, got_bytes):
+            back_MD = exchange(y_MD, self.cell, sent, got)
+        beside_TD = None if finish is None else finish()
+        road.join(back_MD)
+        y_TD = sum_rows(self._from_cell(back_MD, sent), pairs).to(x_TD.dtype)
         return y_TD if beside_TD is None else y_TD + beside_TD
+
+    def _num_leaving(self, counts: list[int]) -> int:
+        """Of pairs by rank of the cell those that are another's."""
+        return sum(counts) - counts[self.cell.rank]
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:
         ones = [1] * self.cell.size

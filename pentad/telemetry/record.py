@@ -25,14 +25,23 @@ def about(meaning: str, unit: str = "", *, varies: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The mixture-of-experts router and its kernel; null for dense models."""
+    """The mixture-of-experts router, in the training passes of rank 0; null for dense models, and
+    for those of the `fsdp` backend, whose routers are transformers' own."""
 
-    sram_bytes_per_block: int | None = about("shared memory one block of the kernel uses", "bytes")
-    achieved_bw_gbps: float | None = about(
-        "memory bandwidth the kernel reached", "GB/s", varies=True
+    sram_bytes_per_block: int | None = about(
+        "shared memory one block of the Triton kernel uses; null where torch routes", "bytes"
     )
-    tokens_per_expert_mean: float | None = about("mean tokens routed to an expert", "tokens")
-    tokens_per_expert_std: float | None = about("standard deviation over experts", "tokens")
+    achieved_bw_gbps: float | None = about(
+        "logits read and choices written, over the time that choosing and weighing took",
+        "GB/s",
+        varies=True,
+    )
+    tokens_per_expert_mean: float | None = about(
+        "mean tokens routed to an expert in the step, on all ranks", "tokens"
+    )
+    tokens_per_expert_std: float | None = about(
+        "standard deviation over the experts of a layer, mean over layers", "tokens"
+    )
     balance: dict[str, dict[str, float]] | None = about(
         "by layer: mean, std and max over its experts, and how many were idle", "tokens"
     )
@@ -41,10 +50,20 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """Expert parallelism's exchange of tokens; null without it."""
+    """Expert parallelism's exchange of tokens, in the forward passes of training of rank 0, summed
+    over layers and microbatches; passes computed again count again. Null without it."""
 
-    all_to_all_dispatch_ms: float | None = about("sending tokens to experts", "ms", varies=True)
-    all_to_all_combine_ms: float | None = about("bringing them back", "ms", varies=True)
+    all_to_all_dispatch_ms: float | None = about(
+        "sending pairs of a token and an expert to where the expert is, from when this rank is "
+        "ready to the arrival of the last; a shared expert may be computed meanwhile",
+        "ms",
+        varies=True,
+    )
+    all_to_all_combine_ms: float | None = about("bringing their results back", "ms", varies=True)
+    dispatch_bytes: int | None = about("sent to other ranks, weights of pairs included", "bytes")
+    combine_bytes: int | None = about("results sent to other ranks", "bytes")
+    dispatch_bw_gbps: float | None = about("dispatch_bytes over its time", "GB/s", varies=True)
+    combine_bw_gbps: float | None = about("combine_bytes over its time", "GB/s", varies=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pentad.core.types import LayerBalance, StepResult
+from pentad.core.types import LayerBalance, StepResult, Work
 from pentad.rl.bounds import Signs
 from pentad.rl.metrics import Metrics
 
@@ -14,7 +14,8 @@ from pentad.rl.metrics import Metrics
 def step_from(value: Mapping[str, Any]) -> StepResult:
     """Of what `dataclasses.asdict` made."""
     balance = tuple(LayerBalance(**layer) for layer in value["balance"])
-    return StepResult(**{**value, "balance": balance})
+    work = {name: Work(**found) for name, found in value["work"].items()}
+    return StepResult(**{**value, "balance": balance, "work": work})
 
 
 @dataclass(frozen=True, slots=True)

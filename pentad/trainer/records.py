@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pentad.checkpoint.tiers import Tiers
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
-from pentad.core.types import Group, LayerBalance, StepResult
+from pentad.core.types import Group, LayerBalance, StepResult, Work
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import staleness_histogram
 from pentad.sync.publisher import PublishTimes
-from pentad.telemetry.record import Funnel, Infra, Kernel, MemoryUse, Rl, StepRecord
+from pentad.telemetry.record import Collective, Funnel, Infra, Kernel, MemoryUse, Rl, StepRecord
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
@@ -130,7 +130,8 @@ class StepRecorder:
             mfu=speed.mfu_causal if speed else None,
             mfu_full_attention=speed.mfu_full if speed else None,
             peak_tflops=self.peak_tflops,
-            kernel=_balance(steps[-1].balance),
+            kernel=_kernel(steps[-1].balance, add_work(steps)),
+            collective=_collective(add_work(steps)),
             infra=Infra(
                 active_nodes=1,
                 ep_world_size=self.layout.ep,
@@ -220,11 +221,46 @@ def grad_norm_of(steps: Sequence[StepResult]) -> float:
     return max(one.grad_norm for one in steps)
 
 
-def _balance(layers: Sequence[LayerBalance]) -> Kernel | None:
-    """How the tokens lay on the experts; None for a model without any."""
+def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
+    """Of all optimizer steps of a batch."""
+    total: dict[str, Work] = {}
+    for name, work in [pair for one in steps for pair in one.work.items()]:
+        known = total.setdefault(name, Work())
+        known.seconds += work.seconds
+        known.num_bytes += work.num_bytes
+        known.num_calls += work.num_calls
+        known.block_bytes = work.block_bytes
+    return total
+
+
+def _collective(work: Mapping[str, Work]) -> Collective | None:
+    """The exchange of expert parallelism; None without it."""
+    if "dispatch" not in work:
+        return None
+    dispatch, combine = work["dispatch"], work["combine"]
+    return Collective(
+        all_to_all_dispatch_ms=1e3 * dispatch.seconds,
+        all_to_all_combine_ms=1e3 * combine.seconds,
+        dispatch_bytes=dispatch.num_bytes,
+        combine_bytes=combine.num_bytes,
+        dispatch_bw_gbps=_gbps(dispatch),
+        combine_bw_gbps=_gbps(combine),
+    )
+
+
+def _gbps(work: Work) -> float | None:
+    return work.num_bytes / work.seconds / 1e9 if work.seconds else None
+
+
+def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel | None:
+    """The router, and how the tokens lay on the experts; None for a model without any."""
     if not layers:
         return None
+    route = work.get("route")
     return Kernel(
+        sram_bytes_per_block=route and route.block_bytes,
+        achieved_bw_gbps=route and _gbps(route),
+        used_triton=None if route is None else route.block_bytes is not None,
         tokens_per_expert_mean=sum(one.mean for one in layers) / len(layers),
         tokens_per_expert_std=sum(one.std for one in layers) / len(layers),
         balance={

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from pentad.core.types import Attend
 from pentad.models.decoder import Block, Decoder
-from pentad.models.moe import Experts, Moe
+from pentad.models.moe import Beside, Experts, Moe
 from pentad.weights.cuts import Coords, Plan, cut_entry
 from pentad.weights.flow import source_block, target_block
 from pentad.weights.map import Entry, WeightMap
@@ -70,9 +70,9 @@ class ExpertsOverRanks:
         weights_Tk: Tensor,
         chosen_Tk: Tensor,
         experts: Experts,
-        beside: Callable[[], Tensor] | None = None,
+        beside: Beside | None = None,
     ) -> Tensor:
-        total = torch.zeros_like(x_TD) if beside is None else beside()
+        total = torch.zeros_like(x_TD) if beside is None else beside()()
         for first, gate_up, down in self.ranks:
             local = {"gate_up": gate_up, "down": down}
             for e in range(len(down)):

@@ -114,7 +114,8 @@ def test_a_slow_road_changes_no_number(cell, slow):
 
 
 def test_pairs_travel_while_the_shared_expert_computes(cell, slow, monkeypatch):
-    """Forward alone, so that the way back, which hides behind nothing, is counted once."""
+    """Forward alone. Two delays before the experts run and one after them: each hides behind a half
+    of the shared expert."""
     moe, x_TD = make_mixture()
     moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
 
