@@ -68,14 +68,19 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Memory of the process that writes the record."""
+    """Memory of rank 0 of the learner."""
 
     peak_allocated_gb: float | None = about(
-        "most device memory in use in the step", "GB", varies=True
+        "most device memory in use in the step; null on a CPU", "GB", varies=True
     )
-    reserved_gb: float | None = about("device memory the allocator holds", "GB", varies=True)
+    reserved_gb: float | None = about(
+        "device memory the allocator holds; null on a CPU", "GB", varies=True
+    )
     leak_delta_gb: float | None = about(
-        "device memory in use after the step, less that after the step before", "GB", varies=True
+        "device memory in use after the step, less that after the step before; on a CPU of "
+        "host_rss_gb; null for the first step of a start",
+        "GB",
+        varies=True,
     )
     host_rss_gb: float | None = about("resident host memory", "GB", varies=True)
     turns_gb: dict[str, float] | None = about(
@@ -148,7 +153,15 @@ class Infra:
     publish_install_ms: float | None = about(
         "from the weights at hand to the receipt, the pause included", "ms", varies=True
     )
-    active_nodes: int | None = about("machines at work", "nodes")
+    active_nodes: int | None = about(
+        "machines that the learner's ranks are on, by host name", "nodes", varies=True
+    )
+    ettr: float | None = about(
+        "effective training time ratio: time in steps that moved the weights and were not done "
+        "again, over the time since the run was first started, breaks between starts included",
+        "share",
+        varies=True,
+    )
     ep_world_size: int | None = about("ranks that share the experts", "ranks")
 
 
@@ -229,7 +242,10 @@ class StepRecord:
         varies=True,
     )
     mfu: float | None = about(
-        "share of the devices' peak reached, attention counted as causal; null on a CPU",
+        "share of the devices' peak reached by the training phase: 6 x active parameters x tokens, "
+        "and attention counted as causal; recomputation is not counted. Null on a CPU, for a GPU "
+        "whose peak is not known (telemetry.hardware_peak_tflops gives one) and for a model whose "
+        "config does not tell its size",
         "share",
         varies=True,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,11 @@ def signs_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss": record["loss"], **record["rl"]}
 
 
+def effective_s(record: Mapping[str, Any]) -> float:
+    """What a step adds to the time that was worth something."""
+    return 0.0 if record["update_skipped"] else (record["wall_clock_ms"] or 0.0) / 1e3
+
+
 class Recorder:
     def __init__(
         self,
@@ -60,6 +66,12 @@ class Recorder:
         self.failures: dict[str, int] = {}
         """What could not be done, and how often."""
         self.generation = len(folder.manifest["starts"])
+        self.opened_s = time.time()
+        """When this start began, Unix time."""
+        starts = folder.manifest["starts"] or [{"opened_s": self.opened_s}]
+        self.first_opened_s: float | None = starts[0].get("opened_s")
+        self._effective_s = 0.0
+        """In steps that moved the weights and were not done again."""
         self._open_files()
         self._new_evals: list[dict[str, Any]] = []
         self._first: Mapping[str, Any] | None = None
@@ -90,6 +102,7 @@ class Recorder:
             evals = read_lines(self.folder.file("evals.jsonl"))
             told = [e["version"] for record in records for e in record.get("evals") or ()]
             self._new_evals = [line for line in evals if line["version"] not in told]
+            self._effective_s = sum(map(effective_s, records))
             if records:
                 self._first = signs_of(records[0])
                 self._recent = [signs_of(record) for record in records[-RECORDS_KEPT:]]
@@ -125,6 +138,10 @@ class Recorder:
         """Records one step and some samples of its groups; returns the record as written."""
         with self._lock:
             line = record.as_json() | {"generation": self.generation}
+            self._effective_s += effective_s(line)
+            if self.first_opened_s is not None and record.time_s is not None:
+                passed = record.time_s - self.first_opened_s
+                line["infra"]["ettr"] = self._effective_s / passed if passed > 0 else None
             line["evals"] = self._new_evals or None
             self._new_evals = []
             self._try("steps.jsonl", lambda: self._steps.append(line))

@@ -189,8 +189,7 @@ class Assembly:
         """A batch that is in the weights and not in the records."""
 
     def _build(self, size: RunSize) -> None:
-        with announced(log, "making the model"):
-            self.calls.call("build", **asdict(size))
+        self.open.build(self.calls, **asdict(size))
         if isinstance(self.store, BlobStore):
             self.calls.call("open_store", address=self.store.address)
 

@@ -44,6 +44,8 @@ class StepRecorder:
         self.steps_per_epoch = steps_per_epoch
         self.mfu_target = mfu_target
         self.steps_below_target = 0
+        self.num_nodes = 1
+        """Machines that the learner's ranks are on."""
 
     def state(self) -> dict[str, Any]:
         return {"steps_below_target": self.steps_below_target}
@@ -133,7 +135,7 @@ class StepRecorder:
             kernel=_kernel(steps[-1].balance, add_work(steps)),
             collective=_collective(add_work(steps)),
             infra=Infra(
-                active_nodes=1,
+                active_nodes=self.num_nodes,
                 ep_world_size=self.layout.ep,
                 async_ckpt_commit_ms=saver.commit_ms,
                 last_saved_step=_counted(saver.last_saved),

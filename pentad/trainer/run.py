@@ -43,7 +43,7 @@ from pentad.planner.remedies import saves_beside
 from pentad.rl.health import find_alarms
 from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
-from pentad.telemetry.log import NOTICE, log_to
+from pentad.telemetry.log import NOTICE, announced, log_to
 from pentad.telemetry.manifest import describe_start, write_json
 from pentad.telemetry.recorder import FindAlarms, Recorder
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set_aside
@@ -94,6 +94,12 @@ class OpenRun:
     export_bytes: float
     saves_beside: bool
     device: torch.device
+
+    def build(self, calls: Calls, **given: Any) -> None:
+        """The models, on all ranks."""
+        with announced(log, "making the model"):
+            calls.call("build", **given)
+        self.steps.num_nodes = calls.call("count_nodes")
 
     def saver(self, calls: Calls, folder: str) -> Saver:
         return Saver(
@@ -245,6 +251,7 @@ class OpenRun:
         saving = "async" if self.saves_beside else "sync"
         generation = self.recorder.generation
         more = {"from_step": trained, "generation": generation, "saver_mode": saving}
+        more["opened_s"] = self.recorder.opened_s
         self.folder.add_start(describe_start(**more, **facts))
 
 

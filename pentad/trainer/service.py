@@ -6,6 +6,7 @@ read from the store, weights and state leave by files or by the memory of this p
 
 from __future__ import annotations
 
+import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,18 +234,27 @@ class EngineService:
 
     # Figures
 
+    def count_nodes(self) -> int:
+        """Machines that the ranks are on."""
+        if self.rank.world == 1:
+            return 1
+        return len(set(gather_values(socket.gethostname(), self._saver("actor").group)))
+
     def memory(self) -> dict[str, float | None]:
         """Of this process, by the fields of `telemetry.record.MemoryUse`."""
+        before, rss = self.allocated_gb, rss_gb()
         if self.device.type != "cuda":
-            return {"host_rss_gb": rss_gb()}
-        before, self.allocated_gb = self.allocated_gb, torch.cuda.memory_allocated() / 1e9
+            self.allocated_gb = rss
+            grown = None if before is None or rss is None else rss - before
+            return {"host_rss_gb": rss, "leak_delta_gb": grown}
+        self.allocated_gb = torch.cuda.memory_allocated() / 1e9
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         return {
             "peak_allocated_gb": peak / 1e9,
             "reserved_gb": reserved / 1e9,
             "leak_delta_gb": None if before is None else self.allocated_gb - before,
-            "host_rss_gb": rss_gb(),
+            "host_rss_gb": rss,
         }
 
     def close(self, *, is_failed: bool) -> None:

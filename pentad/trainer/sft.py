@@ -114,9 +114,8 @@ def lead_examples(
     ) as run:
         if done := run.finished(num_steps, evaluates=evaluates):
             return done
-        with announced(log, "making the model"):
-            states = {part: opened.state() for part, opened in parts.items()}
-            calls.call("build", num_steps=num_steps, data=states)
+        states = {part: opened.state() for part, opened in parts.items()}
+        run.build(calls, num_steps=num_steps, data=states)
         probes = [row.ids.tolist() for row in data.batch(0, min(NUM_PROBES, len(data)))]
         with announced(log, "self-test: packed sequences get the log-probs they get alone"):
             tolerance = tolerance_of(compute_dtype(config.actor, device))

@@ -25,7 +25,6 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.sizes import RunSize
 from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
-from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
 from pentad.telemetry.timing import PhaseTimer
 from pentad.trainer.batches import kept_steps, read_batch, read_head
@@ -145,8 +144,7 @@ def lead_train_only(
         if done := run.finished(num_steps, roles=folders, evaluates=False):
             return done
         size = RunSize(num_steps, kept.max_row_tokens)
-        with announced(log, "making the model"):
-            calls.call("build", **asdict(size))
+        run.build(calls, **asdict(size))
         learning = TrainOnly(calls, run, kept, size, folders, crew)
         trained = learning.resume()
         run.started(trained, device=str(device), layout=str(layout))

@@ -23,8 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": SMALL
     | {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 9},
     "starcoder2": SMALL | {"model_type": "starcoder2", "hidden_size": 48, "use_bias": True},
-    "gpt_neox": SMALL
-    | {"model_type": "gpt_neox", "hidden_size": 48, "tie_word_embeddings": False},
+    "gpt_neox": SMALL | {"model_type": "gpt_neox", "hidden_size": 48, "tie_word_embeddings": False},
     "qwen3_moe": SMALL
     | {
         "model_type": "qwen3_moe",

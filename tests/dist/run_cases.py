@@ -1,5 +1,6 @@
 """What ranks run in the tests of whole runs: within the pool, and as processes of their own."""
 
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -74,8 +75,10 @@ def data_seen(task, root, overrides):
 
 
 def run_noting_rows(command, task, root, trial, overrides):
-    """As `run_here`, with the rows that every rank trained; they must be the same."""
-    seen, plain = [], Engine.accumulate
+    """As `run_here`, with the rows that every rank trained; they must be the same. Each rank takes
+    itself for a machine of its own."""
+    seen, plain, hostname = [], Engine.accumulate, socket.gethostname
+    socket.gethostname = lambda: f"host-{dist.get_rank()}"
 
     def accumulate(engine, rows, loss, *, last=True):
         seen.append([row.ids.tolist() for row in rows])
@@ -85,7 +88,7 @@ def run_noting_rows(command, task, root, trial, overrides):
     try:
         summary = run_here(command, task, root, trial, overrides)
     finally:
-        Engine.accumulate = plain
+        Engine.accumulate, socket.gethostname = plain, hostname
     first, *others = gather_values(seen)
     assert all(other == first for other in others)
     return summary and {**summary, "seen": first}

@@ -37,7 +37,5 @@ def scores(model: str, layout: Layout | None = None) -> list[list[float]]:
     config = MIXTURE if model == "mixture" else DENSE
     engine = build_engine(config, settings, layout=layout, init_from_scratch=True, seed=5)
     generator = torch.Generator().manual_seed(1)
-    rows = [
-        Row(torch.randint(0, 37, (n,), generator=generator), {}) for n in (3, 17, 30, 8, 1, 22)
-    ]
+    rows = [Row(torch.randint(0, 37, (n,), generator=generator), {}) for n in (3, 17, 30, 8, 1, 22)]
     return [output["logprobs"].tolist() for output in engine.forward(rows)]

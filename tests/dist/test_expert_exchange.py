@@ -49,5 +49,5 @@ def test_what_the_exchange_moved_and_took_is_measured(pool):
 
 def test_the_shared_expert_is_computed_while_pairs_travel_both_ways(pool):
     """In the order in which a GPU is given its work: counts, rows and weights out, results back."""
-    done = pool.run(2, "exchange_cases", "order_of_work", layout=Layout(dp_shard=2, ep=2))
+    done = pool.run(2, "exchange_cases", "order_of_work", layout=Layout(tp=2, ep=2))
     assert done == ["exchange", "up", "exchange", "exchange", "experts", "exchange", "down"]

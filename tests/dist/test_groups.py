@@ -134,7 +134,9 @@ def test_a_group_that_is_left_in_mid_call_does_not_wait(tmp_path):
     began = 0.0
     with pytest.raises(KeyError), make_group(tmp_path, world=1) as group:
         group.call("note")
-        thread = threading.Thread(target=lambda: pytest.raises(Exception, group.call, "nap", seconds=600))
+        thread = threading.Thread(
+            target=lambda: pytest.raises(Exception, group.call, "nap", seconds=600)
+        )
         thread.start()
         while not group.lock.locked():
             time.sleep(0.01)

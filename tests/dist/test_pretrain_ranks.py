@@ -68,10 +68,24 @@ def test_ranks_see_the_samples_of_one_process_in_its_order(pool, task, tmp_path,
         assert one["num_tokens"] == other["num_tokens"]
         balance = one["kernel"]["balance"], other["kernel"]["balance"]
         assert np.isclose(balance[0]["0"]["std"], balance[1]["0"]["std"])
+        assert (one["infra"]["active_nodes"], other["infra"]["active_nodes"]) == (2, 1)
+        assert one["infra"]["ep_world_size"] == (2 if layout == "d2e2" else 1)
+        check_exchange(one["collective"], is_there=layout == "d2e2")
+
+
+def check_exchange(found, *, is_there):
+    """Bytes are counted against routed ids elsewhere; here that they and the times are recorded."""
+    assert all((value is not None) == is_there for value in found.values())
+    for way in ("dispatch", "combine") if is_there else ():
+        seconds, num_bytes = found[f"all_to_all_{way}_ms"] / 1e3, found[f"{way}_bytes"]
+        assert 0 < seconds < 60 and num_bytes > 0
+        assert found[f"{way}_bw_gbps"] == pytest.approx(num_bytes / seconds / 1e9)
 
 
 def test_the_launcher_starts_ranks_that_train_as_one_process(task, tmp_path, alone):
-    words = settings_of(task, tmp_path, "pretrain", "torchrun", *SETTINGS, "allocation_mode=archon:d2")
+    words = settings_of(
+        task, tmp_path, "pretrain", "torchrun", *SETTINGS, "allocation_mode=archon:d2"
+    )
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

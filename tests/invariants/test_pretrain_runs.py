@@ -1,14 +1,17 @@
 """Whole pretraining runs on CPU: `pentad pretrain` on token shards and texts."""
 
 import json
+import math
 import os
 import signal
+from datetime import datetime
 
 import numpy as np
 import pytest
 from kill_lab import KillLab
 from role_processes import role_processes
 from run_lab import steps_of, values_of
+from safetensors import safe_open
 
 from pentad.core.errors import UserError
 from pentad.data.tokenizer import load_tokenizer
@@ -94,6 +97,63 @@ def test_killed_and_started_again_it_ends_bitwise_as_if_nothing_had_happened(cor
     assert lab.steps("killed") == lab.steps("whole") and len(lab.steps("whole")) == STEPS
     assert lab.weights("killed", STEPS) == lab.weights("whole", STEPS)
     assert "resumed after step" in lab.log("killed").read_text()
+    check_ettr(lab.records("killed"))
+
+
+def check_ettr(folder):
+    """Of a run that was killed twice and continued: from its timestamps."""
+    kept = read_lines(folder / "steps.jsonl")
+    starts = json.loads((folder / "manifest.json").read_text())["starts"]
+    assert [start["generation"] for start in starts] == [0, 1, 2]
+    assert kept[-1]["generation"] == 2
+    began = datetime.fromisoformat(starts[0]["time"]).timestamp()
+    assert starts[0]["opened_s"] <= began + 1, "noted once the model is there"
+    for n, record in enumerate(kept, 1):
+        worth = sum(one["wall_clock_ms"] for one in kept[:n]) / 1e3
+        passed = record["time_s"] - starts[0]["opened_s"]
+        assert record["infra"]["ettr"] == pytest.approx(worth / passed, rel=1e-6)
+    last = kept[-1]["infra"]["ettr"]
+    alone = kept[0]["wall_clock_ms"] / 1e3 / (kept[0]["time_s"] - starts[0]["opened_s"])
+    assert 0 < last < 1 and kept[0]["infra"]["ettr"] == pytest.approx(alone)
+
+
+def test_the_envelope_of_a_step_is_true(pretrain, corpus):
+    """Against numbers that are computed from the export, the config and the routed ids."""
+    words = ("total_train_steps=2", "train_dataset.mask_documents=false", "recover.freq_steps=1")
+    peak = ("telemetry.hardware_peak_tflops=0.5", "saver.mode=sync")
+    summary = pretrain("envelope", *words, *peak)
+    first, second = steps_of(summary)
+    config = json.loads((corpus / "mixture" / "config.json").read_text())
+    chosen, num_experts = config["num_experts_per_tok"], config["num_experts"]
+    with safe_open(next(summary.model.glob("*.safetensors")), "np") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    head = "lm_head.weight" if "lm_head.weight" in shapes else "model.embed_tokens.weight"
+    active = math.prod(shapes[head])
+    for name, shape in shapes.items():
+        if name not in ("lm_head.weight", "model.embed_tokens.weight") and len(shape) == 2:
+            active += math.prod(shape) * (chosen / num_experts if ".experts." in name else 1)
+    width = config["num_attention_heads"] * config["head_dim"]
+    a_pair = 4 * 12 * width * config["num_hidden_layers"]  # in each of 4 sequences of 64 tokens
+    seconds = second["phases"]["train"] / 1e3
+    seen, all_pairs = 64 * 65 // 2, 64 * 64
+    flops = [6 * active * 256 + a_pair * pairs for pairs in (seen, all_pairs)]
+    wanted = [one / seconds / 0.5e12 for one in flops]
+    assert [second["mfu"], second["mfu_full_attention"]] == pytest.approx(wanted)
+    kernel, infra, memory = second["kernel"], second["infra"], second["memory"]
+    assert kernel["tokens_per_expert_mean"] == 256 * chosen / num_experts
+    spread = [layer["std"] for layer in kernel["balance"].values()]
+    assert kernel["tokens_per_expert_std"] == pytest.approx(sum(spread) / len(spread))
+    assert (kernel["used_triton"], kernel["sram_bytes_per_block"]) == (False, None)
+    assert kernel["achieved_bw_gbps"] > 0
+    assert set(second["collective"].values()) == {None}, "all experts are here"
+    assert (infra["active_nodes"], infra["ep_world_size"], second["generation"]) == (1, 1, 0)
+    passed = 1e3 * (second["time_s"] - first["time_s"]) + first["wall_clock_ms"]
+    assert 0 < first["infra"]["recover_stall_ms"] <= infra["recover_commit_ms"] < passed
+    grown = memory["host_rss_gb"] - first["memory"]["host_rss_gb"]
+    assert (
+        memory["leak_delta_gb"] == pytest.approx(grown) and first["memory"]["leak_delta_gb"] is None
+    )
+    assert memory["peak_allocated_gb"] is None, "there is no device"
 
 
 def test_other_data_are_refused_by_a_run_that_goes_on(pretrain, corpus, tmp_path):
