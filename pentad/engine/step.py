@@ -38,4 +38,6 @@ class OpenStep:
             return f"the counts of all rows sum to {self.count}, which is negative"
         if not math.isfinite(norm):
             return f"the gradient is not finite (norm {norm}, loss sum {self.loss_sum})"
+        if not math.isfinite(self.loss_sum):
+            return f"the loss is not finite (sum {self.loss_sum}, norm of the gradient {norm})"
         return ""

@@ -80,11 +80,20 @@ class Bounds:
         self.recent: dict[str, deque[bool]] = {}
         """Whether signs that come and go were there, in the latest comparisons."""
         self.nonfinite: deque[bool] = deque(maxlen=SHARE_WINDOW)
+        self.rollbacks: list[tuple[int, int]] = []
+        """(the step that was one too many, the step whose checkpoint was put back), from 0."""
+        self.is_lost = False
+        """Whether the sentence was about gradients, so that earlier weights may help."""
 
     def state(self) -> dict[str, Any]:
         """What it has seen, as JSON values."""
         recent = {sign: list(seen) for sign, seen in self.recent.items()}
-        return {"lasting": self.lasting, "recent": recent, "nonfinite": list(self.nonfinite)}
+        return {
+            "lasting": self.lasting,
+            "recent": recent,
+            "nonfinite": list(self.nonfinite),
+            "rollbacks": self.rollbacks,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.lasting = {sign: int(steps) for sign, steps in state["lasting"].items()}
@@ -92,10 +101,27 @@ class Bounds:
         recent = state["recent"].items()
         self.recent = {sign: deque(map(bool, seen), window) for sign, seen in recent}
         self.nonfinite = deque(map(bool, state["nonfinite"]), SHARE_WINDOW)
+        self.rollbacks = [(int(at), int(to)) for at, to in state.get("rollbacks", ())]
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the weights in place have given no usable gradient yet, or not any more."""
+        return self.lasting.get("nonfinite", 0) > 0 or self.lasting.get("unproven", 0) > 0
+
+    @property
+    def may_roll_back(self) -> bool:
+        return self.is_lost and len(self.rollbacks) < self.settings.max_rollbacks
+
+    def rolled_back(self, at: int, to: int) -> None:
+        """Earlier weights are in place: what the others did does not count against them."""
+        self.rollbacks.append((at, to))
+        self.lasting |= {"nonfinite": 0, "unproven": 1}
+        self.is_lost = False
+        self.nonfinite.clear()
 
     def past(self, steps: Sequence[StepResult], signs: Signs | None = None) -> str:
         """The sentence that ends the run; empty as long as it may go on."""
-        is_bad = any(not math.isfinite(step.grad_norm) for step in steps)
+        is_bad = any(not math.isfinite(step.grad_norm + step.loss) for step in steps)
         if signs is None:
             return self._gradients(is_bad)
         sentences = [
@@ -121,6 +147,8 @@ class Bounds:
 
     def _gradients(self, is_bad: bool) -> str:
         self.nonfinite.append(is_bad)
+        if not is_bad:
+            self.lasting["unproven"] = 0
         num, seen = sum(self.nonfinite), len(self.nonfinite)
         settings = self.settings
         if self._lasts("nonfinite", is_bad):
@@ -129,11 +157,14 @@ class Bounds:
             share = f"guards.max_nonfinite_share = {settings.max_nonfinite_share:g}"
             when = f"in {num} of the last {seen} steps, more than {share}"
         else:
+            self.is_lost = False
             return ""
+        self.is_lost = True
+        again = f", after {len(self.rollbacks)} rollbacks" if self.rollbacks else ""
         return (
-            f"no usable gradient (not finite, or of impossible tokens) {when}: nothing is learned; "
-            "go back to an earlier export with a lower learning rate, and look at the rewards and "
-            "at actor.dtype"
+            f"no usable gradient (not finite, or of impossible tokens) {when}{again}: nothing is "
+            "learned; go back to an earlier export with a lower learning rate, and look at the "
+            "rewards and at actor.dtype"
         )
 
     def _constant(self, value: float | None) -> str:

@@ -157,8 +157,9 @@ class Infra:
         "machines that the learner's ranks are on, by host name", "nodes", varies=True
     )
     ettr: float | None = about(
-        "effective training time ratio: time in steps that moved the weights and were not done "
-        "again, over the time since the run was first started, breaks between starts included",
+        "effective training time ratio: time in steps that moved the weights and were neither done "
+        "again nor rolled back, over the time since the run was first started, breaks between "
+        "starts included",
         "share",
         varies=True,
     )
@@ -229,7 +230,15 @@ class StepRecord:
     loss: float | None = about("mean of the loss as the optimizer saw it")
     grad_norm: float | None = about("norm of the gradient before clipping")
     lr: float | None = about("learning rate of the step")
-    update_skipped: bool | None = about("true if the gradient was not finite and nothing moved")
+    update_skipped: bool | None = about(
+        "true if loss or gradient was not finite, or nothing was there to train: nothing moved"
+    )
+    num_skipped: int | None = about("steps of the run of which that is true, so far", "steps")
+    rolled_back_to: int | None = about(
+        "the step whose weights and optimizer state were put back after this one "
+        "(guards.max_rollbacks); null: none were",
+        "steps",
+    )
     num_groups: int | None = about("prompts trained in the step", "groups")
     num_samples: int | None = about("sequences trained", "sequences")
     num_tokens: int | None = about("tokens the model was run on, prompts included", "tokens")

@@ -41,9 +41,13 @@ def signs_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss": record["loss"], **record["rl"]}
 
 
-def effective_s(record: Mapping[str, Any]) -> float:
-    """What a step adds to the time that was worth something."""
-    return 0.0 if record["update_skipped"] else (record["wall_clock_ms"] or 0.0) / 1e3
+def note_effective(record: Mapping[str, Any], effective: dict[int, float]) -> None:
+    """Adds a step to the seconds by step that were worth something."""
+    if not record["update_skipped"]:
+        effective[record["step"]] = (record["wall_clock_ms"] or 0.0) / 1e3
+    back = record.get("rolled_back_to")
+    for step in [step for step in effective if back is not None and step > back]:
+        del effective[step]
 
 
 class Recorder:
@@ -70,8 +74,8 @@ class Recorder:
         """When this start began, Unix time."""
         starts = folder.manifest["starts"] or [{"opened_s": self.opened_s}]
         self.first_opened_s: float | None = starts[0].get("opened_s")
-        self._effective_s = 0.0
-        """In steps that moved the weights and were not done again."""
+        self._effective: dict[int, float] = {}
+        """Seconds of the steps that moved the weights and are still in them."""
         self._open_files()
         self._new_evals: list[dict[str, Any]] = []
         self._first: Mapping[str, Any] | None = None
@@ -102,7 +106,9 @@ class Recorder:
             evals = read_lines(self.folder.file("evals.jsonl"))
             told = [e["version"] for record in records for e in record.get("evals") or ()]
             self._new_evals = [line for line in evals if line["version"] not in told]
-            self._effective_s = sum(map(effective_s, records))
+            self._effective = {}
+            for record in records:
+                note_effective(record, self._effective)
             if records:
                 self._first = signs_of(records[0])
                 self._recent = [signs_of(record) for record in records[-RECORDS_KEPT:]]
@@ -138,10 +144,12 @@ class Recorder:
         """Records one step and some samples of its groups; returns the record as written."""
         with self._lock:
             line = record.as_json() | {"generation": self.generation}
-            self._effective_s += effective_s(line)
+            note_effective(line, self._effective)
             if self.first_opened_s is not None and record.time_s is not None:
                 passed = record.time_s - self.first_opened_s
-                line["infra"]["ettr"] = self._effective_s / passed if passed > 0 else None
+                line["infra"]["ettr"] = (
+                    sum(self._effective.values()) / passed if passed > 0 else None
+                )
             line["evals"] = self._new_evals or None
             self._new_evals = []
             self._try("steps.jsonl", lambda: self._steps.append(line))

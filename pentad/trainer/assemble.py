@@ -502,6 +502,7 @@ class Assembly:
             bounds=self.bounds,
             on_trained=self._note,
             after_step=self._after_step,
+            go_back=partial(self.open.go_back, self.recover, self.bounds),
         )
         rollout = RolloutPump(
             state,
@@ -565,7 +566,9 @@ class Assembly:
         with trained.timer.phase("save"):
             for saver in self.savers.values():
                 saver.after_step(trained.batch)
-            self.recover.after_step(trained.batch, trained.progress)
+            self.recover.after_step(
+                trained.batch, trained.progress, is_doubtful=self.bounds.is_doubtful
+            )
         turns = dict(self.turnstile.turns_gb) or None
         memory = MemoryUse(**self.calls.ask("memory"), turns_gb=turns)
         saver = self.savers["default"]

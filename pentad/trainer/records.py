@@ -46,12 +46,16 @@ class StepRecorder:
         self.steps_below_target = 0
         self.num_nodes = 1
         """Machines that the learner's ranks are on."""
+        self.num_skipped = 0
+        self.rolled_back_to: int | None = None
+        """Of the step that is recorded next."""
 
     def state(self) -> dict[str, Any]:
-        return {"steps_below_target": self.steps_below_target}
+        return {"steps_below_target": self.steps_below_target, "num_skipped": self.num_skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.steps_below_target = int(state["steps_below_target"])
+        self.num_skipped = int(state.get("num_skipped", 0))
 
     def rl_record(
         self,
@@ -115,6 +119,9 @@ class StepRecorder:
         wall_ms = sum(phases.values())
         speed = self._speed(lengths, phases.get("train", 0.0) / 1e3)
         self._watch_target(speed.mfu_causal if speed else None)
+        is_skipped = any(one.skipped for one in steps)
+        self.num_skipped += is_skipped
+        rolled_back_to, self.rolled_back_to = self.rolled_back_to, None
         return StepRecord(
             step=step,
             epoch=(step - 1) // self.steps_per_epoch,
@@ -122,7 +129,9 @@ class StepRecorder:
             loss=loss_of(steps),
             grad_norm=grad_norm_of(steps),
             lr=steps[-1].lr,
-            update_skipped=any(one.skipped for one in steps),
+            update_skipped=is_skipped,
+            num_skipped=self.num_skipped,
+            rolled_back_to=rolled_back_to,
             num_samples=len(lengths),
             num_tokens=sum(lengths),
             num_microbatches=sum(one.num_microbatches for one in steps),

@@ -20,8 +20,10 @@ from typing import Any, Protocol
 
 from pentad.checkpoint.fence import raise_fence
 from pentad.checkpoint.folders import (
+    COMMIT,
     Checkpoint,
     Damaged,
+    find_checkpoints,
     info_folder,
     quarantine,
     read_checkpoint,
@@ -30,6 +32,7 @@ from pentad.checkpoint.folders import (
     reading,
     state_folder,
 )
+from pentad.checkpoint.hold import holding
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, Writer
@@ -196,13 +199,40 @@ class RecoverHandler:
         self.ready = read_file(checkpoint, path) if path in checkpoint.manifest.files else None
         check(checkpoint)
         for name, role in self.roles.items():
-            folder = state_folder(name, checkpoint.step)
-            place = {"root": str(self.root.absolute()), "step": checkpoint.step, "folder": folder}
+            place = self._place(name, checkpoint.step)
             self.counters[name] = self.calls.call("restore_state", role=role, **place)
         for (file, name), part in self.parts.items():
             with reading(self.root / info / f"{file}.json"):
                 if name in self.infos[file]:
                     part.restore(self.infos[file][name])
+
+    def roll_back(self, now: int, before: Sequence[tuple[int, int]]) -> int | None:
+        """Puts the learners' state of the newest checkpoint in place of theirs, and gives its step;
+        None where there is none. `before`: when that was done (at, to). One that was gone back to
+        is passed over for an older one, if there is any and nothing was committed since."""
+        self._collect(now, wait=True)
+        found = find_checkpoints(self.root) if self.is_on else []
+        if before and found and found[0].step <= before[-1][0]:
+            found = [one for one in found if one.step < before[-1][1]] or found
+        for checkpoint in found:
+            try:
+                with holding(checkpoint.root / checkpoint.info / COMMIT):
+                    for name, role in self.roles.items():
+                        self.calls.call(
+                            "roll_back", role=role, **self._place(name, checkpoint.step)
+                        )
+                return checkpoint.step
+            except Damaged as error:
+                place = quarantine(checkpoint, str(error))
+                log.warning("%s; the checkpoint is set aside as %s", error, place)
+        if found:
+            raise RunError(f"no recovery checkpoint in {self.root} is whole to go back to")
+        return None
+
+    def _place(self, name: str, step: int) -> dict[str, Any]:
+        """Of the state of a learner."""
+        folder = state_folder(name, step)
+        return {"root": str(self.root.absolute()), "step": step, "folder": folder}
 
     def prepare(self) -> None:
         """Makes the memory that saves beside training need, before the first is due."""
@@ -211,13 +241,19 @@ class RecoverHandler:
 
     # Saving
 
-    def after_step(self, step: int, progress: DataProgress | None = None) -> None:
-        """Stages a checkpoint if one is due; the weights are those after `step`."""
+    def after_step(
+        self, step: int, progress: DataProgress | None = None, *, is_doubtful: bool = False
+    ) -> None:
+        """Stages a checkpoint if one is due; the weights are those after `step`. While they are
+        doubtful it waits: a rollback must find good ones."""
         self.point = Point(step, progress)
         if not self.is_on:
             return
         self._collect(step, wait=False)
         is_due = self.frequency.is_due(step + 1) or self.is_owed
+        if is_doubtful:
+            self.is_owed = is_due
+            return
         if is_due or (self.retry_at is not None and step >= self.retry_at):
             self.is_owed = self.under_way is not None
             if not self.is_owed:

@@ -40,6 +40,7 @@ from pentad.core.text import visible
 from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside
+from pentad.rl.bounds import Bounds
 from pentad.rl.health import find_alarms
 from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
@@ -166,6 +167,27 @@ class OpenRun:
         for folder, saver in savers.items():
             handler.add("saver_info", folder, saver)
         return handler
+
+    def go_back(self, handler: RecoverHandler, bounds: Bounds, step: int, sentence: str) -> str:
+        """The sentence that ends the run after `step`, counted from 0; empty where a checkpoint is
+        put in the place of weights that give no usable gradient."""
+        if not (sentence and bounds.may_roll_back):
+            return sentence
+        to = handler.roll_back(step, bounds.rollbacks)
+        if to is None:
+            return sentence
+        bounds.rolled_back(step, to)
+        self.steps.rolled_back_to = to + 1
+        log.warning(
+            "step %d: %s. The weights and the optimizer state of step %d are put back (rollback %d "
+            "of guards.max_rollbacks = %d); steps and data go on",
+            step + 1,
+            sentence.partition(":")[0],
+            to + 1,
+            len(bounds.rollbacks),
+            bounds.settings.max_rollbacks,
+        )
+        return ""
 
     def resume(self, handler: RecoverHandler, check: Check) -> Checkpoint | None:
         """Goes on from the newest checkpoint that is whole, and says so; None: from the start."""

@@ -60,7 +60,7 @@ class Exporting:
 class EngineService:
     """What learning from rollouts and from examples have in common."""
 
-    mild = frozenset({"save_state", "restore_state", "export"})
+    mild = frozenset({"save_state", "restore_state", "roll_back", "export"})
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         self.config = config
@@ -192,6 +192,13 @@ class EngineService:
         if failure is not None:
             raise failure
         return counters
+
+    def roll_back(self, role: str, root: str, step: int, folder: str) -> None:
+        """Weights and optimizer state of a checkpoint; steps, and so the learning rate, go on."""
+        engine = self.engines[role]
+        counted = engine.num_steps, engine.num_skipped
+        EngineService.restore_state(self, role, root, step, folder)
+        engine.num_steps, engine.num_skipped = counted
 
     def _saver(self, role: str) -> StateSaver:
         if role not in self.savers:

@@ -218,10 +218,11 @@ def train(
             if evals and (evals.is_due(step + 1) or step + 1 == num_steps):
                 with timer.phase("evaluate"):
                     evaluate(step + 1)
-            sentence = bounds.past([result])
+            with timer.phase("train"):
+                sentence = run.go_back(recover, bounds, step, bounds.past([result]))
             with timer.phase("save"):
                 saver.after_step(step)
-                recover.after_step(step)
+                recover.after_step(step, is_doubtful=bounds.is_doubtful)
             memory = MemoryUse(**calls.ask("memory"))
             lengths = found["lengths"]
             record = run.steps.sft_record(step + 1, result, lengths, timer, memory, saver, recover)

@@ -242,11 +242,13 @@ class TrainOnly:
         for one in [*facts.steps, *facts.critic_steps]:
             if one.skipped:
                 log.warning("step %d: nothing was updated: %s", step + 1, one.reason)
-        sentence = self.bounds.past([*facts.steps, *facts.critic_steps])
+        past = self.bounds.past([*facts.steps, *facts.critic_steps])
+        with timer.phase("train"):
+            sentence = self.open.go_back(self.recover, self.bounds, step, past)
         with timer.phase("save"):
             for saver in self.savers.values():
                 saver.after_step(step)
-            self.recover.after_step(step)
+            self.recover.after_step(step, is_doubtful=self.bounds.is_doubtful)
         self._record(step, groups, facts, timer)
         if sentence:
             raise RunError(f"step {step + 1}: {sentence}")

@@ -53,6 +53,7 @@ class TrainPump:
         bounds: Bounds,
         on_trained: Callable[[TrainedBatch], None],
         after_step: Callable[[TrainedBatch], None],
+        go_back: Callable[[int, str], str],
     ) -> None:
         self.state = state
         self.learner = learner
@@ -69,6 +70,9 @@ class TrainPump:
         """Called as soon as a batch is in the weights."""
         self.after_step = after_step
         """Called on the learner's thread with the weights of the step still in place."""
+        self.go_back = go_back
+        """Called there before they are handed on: the step and the sentence that would end the run
+        after it, which is returned, or earlier weights are put in place."""
         self.num_steps = 0
         self.timer: PhaseTimer | None = None
         """Of the step to come, if it has begun."""
@@ -169,19 +173,24 @@ class TrainPump:
         """Counts the step, sends its weights on their way, and writes the records."""
         self.state.budget.count_trained()
         version = self.state.budget.trained
+        sentence = self._past_bounds(trained)
+        if sentence:
+            with trained.timer.phase("train"), self.state.doing("going back to a checkpoint"):
+                step = trained.batch
+                sentence = await self.learner.run(lambda: self.go_back(step, sentence))
         with self.state.doing(f"the reference after step {version}"):
             await self.refresh(version)
         copying = f"the copy of version {version}"
         with trained.timer.phase("publish"), self.state.doing(copying):
             snapshot = await self.take(version)
         if self.placement.offload_train:  # it leaves when samplers wake, so it is saved before
-            await self._record(trained)
+            await self._record(trained, sentence)
             self.timer = PhaseTimer()
             await self._hand_on(snapshot, self.timer)
         else:
             await self._hand_on(snapshot, trained.timer)
             del snapshot  # a whole model
-            await self._record(trained)
+            await self._record(trained, sentence)
         self.state.changed.notify()
 
     async def _hand_on(self, snapshot: Snapshot, timer: PhaseTimer) -> None:
@@ -191,8 +200,8 @@ class TrainPump:
             if self.placement.takes_turns:
                 await self.publish.wait_published(version)
 
-    async def _record(self, trained: TrainedBatch) -> None:
-        sentence, step = self._past_bounds(trained), trained.batch + 1
+    async def _record(self, trained: TrainedBatch, sentence: str) -> None:
+        step = trained.batch + 1
         with self.state.doing(f"saving and recording step {step}"):
             await self.learner.run(lambda: self.after_step(trained))
         if sentence:

@@ -299,6 +299,7 @@ class Simulation:
             "bounds": SimpleNamespace(past=lambda steps, signs: ""),
             "on_trained": lambda trained: None,
             "after_step": self.after_step,
+            "go_back": lambda step, sentence: sentence,
         }
         return TrainPump(self.state, learner, self.fetch, publish, placement, turnstile, **rest)
 

@@ -1,5 +1,6 @@
 """The engine: right log-probs, a gradient that ignores how rows are split, honest steps."""
 
+import math
 import random
 
 import pytest
@@ -136,6 +137,22 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted():
         assert torch.equal(engine.state_tensors()[name], moment), name
     assert not train(engine, rows).skipped
     assert engine.num_skipped == 1
+
+
+def test_a_loss_that_is_not_finite_is_a_skipped_step_even_if_its_gradient_is():
+    class Shifted(PolicyLoss):
+        def __call__(self, outputs, columns):
+            loss, stats = super().__call__(outputs, columns)
+            return loss + math.nan * loss.detach(), stats
+
+    engine = make_engine()
+    before = weights_of(engine)
+    engine.begin_step()
+    engine.accumulate(make_rows(), Shifted())
+    result = engine.end_step()
+    assert result.skipped and "the loss is not finite" in result.reason
+    assert math.isfinite(result.grad_norm)
+    assert all(torch.equal(x, before[name]) for name, x in weights_of(engine).items())
 
 
 def test_nothing_to_train_is_a_skipped_step_that_says_so():
