@@ -382,9 +382,10 @@ class BoundSettings:
     max_nonfinite_share: Share = 0.5
     """Also stops when more than this share of the last 20 steps had no finite gradient."""
     max_rollbacks: NonNegativeInt = 2
-    """How often a run that would stop for want of finite gradients goes back to the weights and
-    optimizer state of its newest recovery checkpoint instead (of an older one if that has not
-    helped). Steps, data and learning rate go on: what was trained since is not trained again."""
+    """How often a run that would stop, since `patience_steps` gradients in a row were not finite,
+    goes back to the weights and optimizer state of its newest recovery checkpoint instead (of an
+    older one if that has not helped). Steps, data and learning rate go on: what was trained since
+    is not trained again."""
     replica_check_steps: Count | None = 100
     """Steps after which ranks compare what several of them hold copies of, weights and optimizer
     state, bit by bit; a difference ends the run before it is saved. null: never."""

@@ -83,7 +83,7 @@ class Bounds:
         self.rollbacks: list[tuple[int, int]] = []
         """(the step that was one too many, the step whose checkpoint was put back), from 0."""
         self.is_lost = False
-        """Whether the sentence was about gradients, so that earlier weights may help."""
+        """Whether no gradient of the weights in place is usable any more: earlier ones may help."""
 
     def state(self) -> dict[str, Any]:
         """What it has seen, as JSON values."""
@@ -151,15 +151,14 @@ class Bounds:
             self.lasting["unproven"] = 0
         num, seen = sum(self.nonfinite), len(self.nonfinite)
         settings = self.settings
-        if self._lasts("nonfinite", is_bad):
+        self.is_lost = self._lasts("nonfinite", is_bad)
+        if self.is_lost:
             when = f"for guards.patience_steps = {settings.patience_steps} steps in a row"
         elif seen == SHARE_WINDOW and num > settings.max_nonfinite_share * seen:
             share = f"guards.max_nonfinite_share = {settings.max_nonfinite_share:g}"
             when = f"in {num} of the last {seen} steps, more than {share}"
         else:
-            self.is_lost = False
             return ""
-        self.is_lost = True
         again = f", after {len(self.rollbacks)} rollbacks" if self.rollbacks else ""
         return (
             f"no usable gradient (not finite, or of impossible tokens) {when}{again}: nothing is "

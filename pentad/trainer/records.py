@@ -269,8 +269,8 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
         return None
     route = work.get("route")
     return Kernel(
-        sram_bytes_per_block=route and route.block_bytes,
-        achieved_bw_gbps=route and _gbps(route),
+        sram_bytes_per_block=None if route is None else route.block_bytes,
+        achieved_bw_gbps=None if route is None else _gbps(route),
         used_triton=None if route is None else route.block_bytes is not None,
         tokens_per_expert_mean=sum(one.mean for one in layers) / len(layers),
         tokens_per_expert_std=sum(one.std for one in layers) / len(layers),

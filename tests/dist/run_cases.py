@@ -112,6 +112,38 @@ def run_corrupted(command, task, root, trial, overrides):
         Engine.end_step = plain
 
 
+def run_poisoned(command, task, root, trial, overrides):
+    """As `run_here`; after step 3 rank 1 holds a weight with which its gradients are not finite.
+    What every rank has: which steps moved its weights, and whether it went back."""
+    end_step, gradients, moved = Engine.end_step, Engine._gradients, []
+    value = 2.0**-20
+
+    def first(engine):
+        return local(next(iter(engine.masters.values()))).detach().view(-1)
+
+    def end(engine):
+        before = first(engine).clone()
+        result = end_step(engine)
+        moved.append(not torch.equal(before, first(engine)))
+        if dist.get_rank() == 1 and engine.num_steps == 3:
+            first(engine)[0] = value
+        return result
+
+    def spoiled(engine):
+        found = gradients(engine)
+        if first(engine)[0] == value:
+            next(iter(found.values())).fill_(float("nan"))
+        return found
+
+    Engine.end_step, Engine._gradients = end, spoiled
+    try:
+        summary = run_here(command, task, root, trial, overrides)
+    finally:
+        Engine.end_step, Engine._gradients = end_step, gradients
+    everyone = gather_values(moved)
+    return summary and {**summary, "moved": everyone}
+
+
 # What calls promise, with a service on every rank.
 
 

@@ -107,6 +107,25 @@ def test_the_launcher_starts_ranks_that_train_as_one_process(task, tmp_path, alo
     assert losses[0] == pytest.approx(losses[1], rel=CLOSE)
 
 
+def test_a_step_that_one_rank_cannot_make_is_made_by_none_and_all_go_back(pool, task, tmp_path):
+    words = [*SETTINGS, "total_train_steps=6", "recover.freq_steps=2", "guards.patience_steps=2"]
+    summary = pool.run(
+        2,
+        "run_cases",
+        "run_poisoned",
+        command="pretrain",
+        task=task,
+        root=tmp_path,
+        trial="poisoned",
+        overrides=[*words, "saver.mode=sync", "allocation_mode=archon:d2e2"],
+    )
+    assert summary["moved"] == [[True, True, True, False, False, True]] * 2
+    records = read_lines(Path(summary["records"]) / "steps.jsonl")
+    assert [one["update_skipped"] for one in records] == [False] * 3 + [True] * 2 + [False]
+    assert [one["rolled_back_to"] for one in records] == [None] * 4 + [2, None]
+    assert records[-1]["num_skipped"] == 2
+
+
 @pytest.mark.parametrize("layout", ["d1t2", "d2"])
 def test_a_flipped_bit_in_one_of_two_copies_is_found(pool, task, tmp_path, layout):
     copies = "actor.archon.dp_replicate=2" if layout == "d2" else "actor.archon.dp_replicate=1"

@@ -9,6 +9,7 @@ from torch import nn
 
 from pentad.models.families import dims_of
 from pentad.models.moe import Moe
+from pentad.ops.meter import Meter
 from pentad.parallel import experts
 from pentad.parallel.experts import CellDispatch, Road
 from pentad.parallel.mesh import Axis
@@ -132,3 +133,20 @@ def test_pairs_travel_while_the_shared_expert_computes(cell, slow, monkeypatch):
     added = f"delays add {beside * 1e3:.2f} ms, in line {in_line * 1e3:.2f} ms"
     print(f"plain {plain * 1e3:.2f} ms; {added}")
     assert beside < 0.75 * in_line
+
+
+def test_the_exchange_and_the_router_are_timed_without_waiting(cell, slow):
+    moe, x_TD = make_mixture()
+    moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
+    meter = Meter()
+    with torch.no_grad():
+        moe(x_TD)
+        torch.cuda.synchronize()
+        slow.cycles = 200_000_000  # about 0.1 s
+        with meter.counting():
+            moe(x_TD)
+    assert len(meter.events) == 3, "they are not read yet"
+    work = meter.take()
+    assert work["dispatch"].seconds > 1.5 * work["combine"].seconds > 0.05, "rows and weights"
+    assert 0 < work["route"].seconds < 0.05 and work["route"].block_bytes is not None
+    assert work["dispatch"].num_bytes == work["combine"].num_bytes == 0, "nothing left the rank"
