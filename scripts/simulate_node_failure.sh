@@ -21,7 +21,10 @@ ranks_below() {
     rest="$(sed 's/.*) //' "$stat" 2>/dev/null)" || continue
     set -- "$1" $rest
     [ "$3" = "$1" ] && [ "$2" != Z ] || continue
-    rank="$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^RANK=//p')" || continue
+    rank="$(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | sed -n 's/.* learner-\([0-9]*\) *$/\1/p')" || continue
+    if [ -z "$rank" ]; then
+      rank="$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^RANK=//p')" || continue
+    fi
     if [ -n "$rank" ]; then echo "$rank $pid"; fi
   done
 }

@@ -24,17 +24,23 @@ def read_fence(root: Path) -> int:
 
 
 def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
-    """The next generation: those before it can commit nothing from now on."""
+    """The next generation. What those before it have not committed yet is refused, up to the moment
+    between their last look and the marker, which no file system makes one."""
     make_folders(disk, root)
     generation = read_fence(root) + 1
     write_aside(disk, root / FENCE, str(generation).encode())
     return generation
 
 
+def is_late(root: Path, generation: int | None) -> bool:
+    """Whether a later generation has begun: what lies in the folders is no longer this one's."""
+    return generation is not None and read_fence(root) > generation
+
+
 def refuse_late(root: Path, generation: int | None) -> None:
     """RunError for a writer of an earlier generation; None: one that has no number."""
-    if generation is not None and (now := read_fence(root)) > generation:
+    if is_late(root, generation):
         raise RunError(
-            f"{root}: written by generation {generation} of the learners, and {now} has begun: "
-            "nothing of it counts"
+            f"{root}: written by generation {generation} of the learners, and "
+            f"{read_fence(root)} has begun: nothing of it counts"
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree, write_aside
-from pentad.checkpoint.fence import refuse_late
+from pentad.checkpoint.fence import is_late, refuse_late
 from pentad.checkpoint.folders import (
     COMMIT,
     INFO,
@@ -184,7 +184,8 @@ def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
         hit("write", step=(step_of(receipt.parent.name) or 0) + 1)
         write_receipt(receipt, result, disk)
     except BaseException as error:
-        _give_back(job.root, [file.path for file in job.files], disk)
+        if not is_late(job.root, job.generation):
+            _give_back(job.root, [file.path for file in job.files], disk)
         with suppress(OSError):  # then the commit runs into its deadline
             write_receipt(receipt, {"error": str(error)}, disk)
         raise
@@ -211,6 +212,7 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
     files: dict[str, Any] = {}
     try:
         _collect(job, files)
+        refuse_late(job.root, job.generation)
         files |= _write_files(job.root, job.files, disk)
         entries = {path: FileEntry.from_json(value) for path, value in files.items()}
         facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **job.facts}
@@ -222,7 +224,8 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         write_aside(disk, info / COMMIT, commit_marker(manifest))
     except BaseException:
         own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}", *job.receipts]
-        if _is_withdrawn(info, disk):
+        # A later generation may have committed this step meanwhile: that is not for us to remove.
+        if not is_late(job.root, job.generation) and _is_withdrawn(info, disk):
             _give_back(job.root, [*files, *own], disk)
         raise
     return {"files": files, "notes": _tidy(job, disk)}

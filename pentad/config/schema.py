@@ -535,7 +535,8 @@ class RecoverConfig(FrequencyConfig):
     started again. auto and on do; off and disabled do not."""
     retries: NonNegativeInt = 3
     """How often a run that lost a process, or failed for a reason that may pass, is started again
-    from its last checkpoint without a step gained in between."""
+    from its last checkpoint without a step gained in between. A step that fails three times in a
+    row over ranks ends the run before."""
     keep_last: Count = 2
     """Recovery checkpoints that are kept, the newest ones."""
     allow: tuple[str, ...] = ()

@@ -97,6 +97,19 @@ class Where:
 where = Where()
 
 
+def is_armed() -> bool:
+    return bool(os.environ.get(VARIABLE))
+
+
+def check_armed() -> str | None:
+    """What is to be said before a run in which faults happen; UserError where it makes no sense."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    read_faults(text)
+    return f"{VARIABLE} is set, and faults will happen: {text}"
+
+
 def hit(at: str, *, step: int | None = None, tensors: Iterable[Any] = ()) -> None:
     """A fault point; `step` where the process is no rank."""
     text = os.environ.get(VARIABLE)

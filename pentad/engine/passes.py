@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError
-from pentad.core.faults import hit
+from pentad.core.faults import hit, is_armed
 from pentad.core.settings import EngineSettings
 from pentad.core.types import Attend, Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
@@ -88,7 +88,8 @@ class WholePasses:
                     hit("forward")
                     loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
                     self.loads.add(without_filling(routes, packed, self.meshes))
-                    loss_sum.register_hook(lambda _: hit("backward"))
+                    if is_armed():
+                        loss_sum.register_hook(lambda _: hit("backward"))
                     loss_sum.backward()
                 sums.append((loss_sum.detach(), stats))
                 predicted.append(detach_all(named))

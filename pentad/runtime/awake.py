@@ -14,7 +14,13 @@ from collections.abc import Callable
 
 TICK_S = 0.5
 HELD_S = 3.0
-"""Between two looks at the clock; more means that the process was stopped, or starved of time."""
+"""Between two looks at the clock; more means that the process was stopped, or starved of time,
+unless it computed meanwhile."""
+
+
+BUSY_SHARE = 0.5
+"""A gap in which the process computed at least so much of the time was none: code that holds the
+interpreter lets no thread look at the clock."""
 
 
 class AwakeClock:
@@ -27,20 +33,23 @@ class AwakeClock:
 
     def _begin(self) -> None:
         """Also in a forked child, which has none of its parent's threads."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler may ask too
         self.seen_at = self.monotonic()
+        self.used_s = time.process_time()
         self.ticker: threading.Thread | None = None
 
     def __call__(self) -> float:
         with self.lock:
             if self.ticker is None:
                 self.seen_at = self.monotonic()
-                self.ticker = threading.Thread(target=self._tick, name="awake", daemon=True)
-                self.ticker.start()
-            now = self.monotonic()
-            if now - self.seen_at > HELD_S:
-                self.stopped_s += now - self.seen_at
-            self.seen_at = now
+                ticker = threading.Thread(target=self._tick, name="awake", daemon=True)
+                ticker.start()
+                self.ticker = ticker
+            now, used_s = self.monotonic(), time.process_time()
+            gap_s = now - self.seen_at
+            if gap_s > HELD_S and used_s - self.used_s < BUSY_SHARE * gap_s:
+                self.stopped_s += gap_s
+            self.seen_at, self.used_s = now, used_s
             return now - self.stopped_s
 
     def _tick(self) -> None:

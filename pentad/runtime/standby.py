@@ -91,10 +91,11 @@ class StandbyPool:
         self.asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="standbys", daemon=True)
         self.is_closed = False
+        self.starting: Standby | None = None
 
     def fill(self) -> None:
         """Makes those that lack, one after the other, beside whatever runs."""
-        if not self.thread.is_alive():
+        if self.thread.ident is None:
             self.thread.start()
         self.asked.put(True)
 
@@ -112,6 +113,8 @@ class StandbyPool:
         """Ends those that wait. The thread stays until then: what it started ends with it."""
         self.is_closed = True
         if self.thread.is_alive():
+            if (starting := self.starting) is not None:
+                starting.process.end()  # one that hangs in its imports is not waited for
             self.asked.put(False)
             self.thread.join()
         while self.ready:
@@ -120,12 +123,19 @@ class StandbyPool:
     def _work(self) -> None:
         while self.asked.get():
             while not self.is_closed and len(self.ready) < self.count:
-                standby = Standby(self.command, self.modules, self.environment)
+                try:
+                    standby = self.starting = Standby(self.command, self.modules, self.environment)
+                except OSError as error:
+                    log.warning("a standby could not be started (%s); none are kept", error)
+                    self.count = 0
+                    break  # the thread stays: what it started ends with it
                 if not standby.is_ready():
                     standby.end()
-                    log.warning("a standby ended before it was ready; none are kept")
+                    if not self.is_closed:
+                        log.warning("a standby ended before it was ready; none are kept")
                     self.count = 0
-                    return
+                    break
+                self.starting = None
                 with self.lock:
                     self.ready.append(standby)
 

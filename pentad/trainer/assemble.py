@@ -62,6 +62,7 @@ from pentad.trainer.run import (
     OpenRun,
     RunSummary,
     count_steps,
+    oldest_saved,
     open_run,
     repeat_warnings,
     standing,
@@ -395,6 +396,7 @@ class Assembly:
                 self.open.folder.file("reference/"),
                 self.config.ref_update_interval,
                 self.size.max_row_tokens,
+                lambda: oldest_saved(self.config),
             )
             await self.reference.resume(trained)
         with announced(log, "self-test: sampler and trainer agree on log-probs"):

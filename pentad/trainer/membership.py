@@ -48,6 +48,8 @@ class Membership:
     """In a row, by slot."""
     step: int = -1
     """Of the newest checkpoint when they were counted."""
+    retired: list[int] = field(default_factory=list)
+    """Since that checkpoint."""
     missed_at: dict[int, float] = field(default_factory=dict)
     """Since when a slot has been away."""
 
@@ -137,6 +139,12 @@ class Membership:
         slot = self.formed.used[rank]
         return self.slots.away().get(slot)
 
+    def forgive(self) -> None:
+        """A step is the cause of what slots were retired for since the newest checkpoint."""
+        for slot in self.retired:
+            self.slots.join(slot)
+        self.retired.clear()
+
     def note_failure(self, cause: Failure | None) -> bool:
         """Counts it against the slot of the rank that caused it. Whether the group is another one
         from now on, so that it is no try of the same one again."""
@@ -145,6 +153,7 @@ class Membership:
         newest = self.newest_step()
         if newest > self.step:
             self.failures.clear()
+            self.retired.clear()
         self.step, slot = newest, self.formed.used[cause.rank]
         if cause.kind == "away":
             log.warning("elastic: %s is lost: %s", listed([slot]), cause.message)
@@ -158,6 +167,7 @@ class Membership:
         why = f"its process failed {count} times in a row, the last time: {cause.message}"
         self.slots.drop(slot, why)
         del self.failures[slot]
+        self.retired.append(slot)
         text = "elastic: %s is retired: %s; `pentad slots %s --join %d` brings it back"
         log.warning(text, listed([slot]), why, self.slots.folder.parent, slot)
         return True

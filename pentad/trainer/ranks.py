@@ -17,11 +17,13 @@ import torch
 
 from pentad.config.catalog import register_models
 from pentad.config.derived import (
+    are_apart,
     component_of,
     count_devices,
     is_learner_apart,
     known_dims,
     parsed_allocation,
+    scorers,
 )
 from pentad.config.elastic import fit_world
 from pentad.config.resolve import with_absolute_paths
@@ -29,11 +31,12 @@ from pentad.config.rules.start import cache_problems, process_problems, unbuilt_
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, Transient, UserError
+from pentad.core.heap import unsettle
 from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.join import device_of, join_group, leave_group, shares_store
-from pentad.runtime.local_roles import COMMAND, LocalRuntime, environment_of
+from pentad.runtime.local_roles import COMMAND, OF_A_RANK, LocalRuntime, environment_of
 from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.roles import BEAT_S, RoleSpec
@@ -118,6 +121,8 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank]:
         raise SystemExit(0)
     if fitted.world < rank.world:
         os.environ["WORLD_SIZE"] = str(fitted.world)  # torch reads it when the group is made
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", fitted.world))
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(local, fitted.world))
         rank.world = fitted.world
     return fitted.config, rank
 
@@ -157,6 +162,7 @@ def run_beside_group(
             away=members.why_away,
         )
         while True:
+            (folder.parent / "exit.json").unlink(missing_ok=True)  # it goes on
             with log_to(folder.parent / "log.txt"):
                 formed = members.form(generation)
             specs = rank_specs(
@@ -189,14 +195,18 @@ def run_beside_group(
                 crew.note_lost(error)
                 with log_to(folder.parent / "log.txt"):
                     is_other = members.note_failure(crew.group.cause)
-                at = crew.group.cause.step if crew.group.cause and not is_other else None
+                cause = crew.group.cause
+                retries.count(cause.step if cause and cause.kind != "away" else None)
                 if not isinstance(error, Transient):
                     raise
-                if not is_other and not retries.take(error, at):
+                if retries.is_looping:
+                    members.forgive()
+                if (retries.is_looping or not is_other) and not retries.take(error):
                     raise RunError(retries.diagnosis(error)) from error
                 if crew.group.failure is None:  # what stood still is something else
                     crew.close_samplers()
             os.environ[AGAIN] = str(retries)
+            unsettle()  # the life that ended leaves cycles
             generation += 1
 
 
@@ -219,7 +229,8 @@ def standbys_of(crew: Crew, specs: Sequence[RoleSpec], given: dict[str, Any]) ->
     config = Config.model_validate(given["config"])
     if crew.standbys is None and config.elastic.enabled and config.elastic.standbys:
         modules = [rank_host.__name__, given["service"].partition(":")[0], *IMPORTED_LATE]
-        crew.standbys = StandbyPool(COMMAND, len(specs), modules, environment_of(specs[0]))
+        plain = {k: v for k, v in environment_of(specs[0]).items() if k not in OF_A_RANK}
+        crew.standbys = StandbyPool(COMMAND, len(specs), modules, plain)
     return crew.standbys
 
 
@@ -321,6 +332,10 @@ def rank_problems(config: Config, world: int, device: torch.device) -> list[Prob
     cluster says what it has."""
     if config.scheduler.type == "ray":
         return []
+    if device.type == "cuda" and config.elastic.enabled and (are_apart(config) or scorers(config)):
+        rule = "samplers and scorers on GPUs of their own are counted after those that train"
+        remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
+        return [Problem("elastic.enabled = true", rule, remedy)]
     count = torch.cuda.device_count()
     if device.type == "cuda" and world > count:
         rule = f"needs {world} GPUs, and torch finds {count} on this machine"

@@ -7,14 +7,12 @@ a weight tag in the trainer would be. Groups that are sampled ahead of such a st
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from pentad.core.errors import Problem, UserError
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.scorers import ScorerCalls, ScorerProcesses
-
-NUM_KEPT = 2
-"""A run that goes on may need the one before the newest."""
 
 
 class RefreshedReference:
@@ -27,12 +25,15 @@ class RefreshedReference:
         folder: Path,
         every: int,
         max_row_tokens: int,
+        oldest: Callable[[], int],
     ) -> None:
         self.scorer = scorer
         self.learner = learner
         self.folder = folder.absolute()
         self.every = every
         self.max_row_tokens = max_row_tokens
+        self.oldest = oldest
+        """Steps in the oldest checkpoint that the run may go on from."""
         self.version = 0
         """Of what the scorer holds; 0: what it began with."""
 
@@ -55,9 +56,10 @@ class RefreshedReference:
         folder = str(self.folder / str(version))
         await self.learner.call("export", role="actor", folder=folder, is_async=False)
         await self._install(version)
-        found = sorted((int(one.name), one) for one in self.folder.iterdir() if one.name.isdigit())
-        for _, old in [one for one in found if one[0] <= version][:-NUM_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        needed = self.oldest() - self.oldest() % self.every
+        for old in self.folder.iterdir():
+            if old.name.isdigit() and int(old.name) < min(needed, version):
+                shutil.rmtree(old, ignore_errors=True)
 
     async def _install(self, version: int) -> None:
         given = {

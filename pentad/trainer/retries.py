@@ -69,10 +69,13 @@ class Retries:
             f"is the likely cause, and the run is not started again; the last time: {error}"
         )
 
-    def take(self, error: Exception, at: int | None = None) -> bool:
-        """Whether to start again, which it says with the reason; `at`: the step it failed in."""
+    def count(self, at: int | None) -> None:
+        """A failure in this step; None: one that is no step's."""
         self.num_at = self.num_at + 1 if at is not None and at == self.at else 1
         self.at = at
+
+    def take(self, error: Exception) -> bool:
+        """Whether to start again, which it says with the reason."""
         newest, recover = newest_step(self.config), self.config.recover
         self.used, self.step = 0 if newest > self.step else self.used, newest
         if not recover.is_on or self.used >= recover.retries:
@@ -87,7 +90,7 @@ class Retries:
         if is_loop := bool(self.crash) and self.crash == before:
             next_ = "the try before ended at the same step in the same way: it is not started again"
         elif is_loop := self.is_looping:
-            next_ = f"step {at} failed {self.num_at} times in a row: it is not started again"
+            next_ = f"step {self.at} failed {self.num_at} times in a row: it is not started again"
         with log_to(run_path_of(self.config) / "log.txt"):
             log.warning("the run failed: %s; %s", first_line(error), next_)
         return not is_loop

@@ -32,6 +32,7 @@ from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, Stopped, UserError
+from pentad.core.faults import check_armed
 from pentad.core.layout import Layout
 from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
@@ -277,6 +278,14 @@ class OpenRun:
         self.folder.add_start(describe_start(**more, **facts))
 
 
+def oldest_saved(config: Config) -> int:
+    """Steps in the oldest recovery checkpoint; more than any where there will be none."""
+    if not config.recover.is_on:
+        return sys.maxsize
+    found = find_checkpoints(checkpoint_path(config), report=log.debug)
+    return found[-1].step + 1 if found else 0
+
+
 def checkpoint_path(config: Config) -> Path:
     """Where the exports of a run lie, in a folder for each role."""
     assert config.user is not None, "the config is resolved"
@@ -446,6 +455,8 @@ def log_start(
         log.info("%s", note)
     for warning in warnings:
         log.warning("%s", warning)
+    if armed := check_armed():
+        log.warning("%s", armed)
     if num_steps < (config.total_train_steps or 0):
         log.warning(
             "total_train_steps = %d: the run ends after %d, which is total_train_epochs = %d; "

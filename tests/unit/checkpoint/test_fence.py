@@ -47,3 +47,25 @@ def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, m
     with pytest.raises(RunError, match="2 has begun"):
         run_job(commit_job(tmp_path, first))
     assert not find_checkpoints(tmp_path, report=print)
+
+
+@pytest.mark.parametrize("place", ["_collect", "_settle_names"])
+def test_a_commit_that_another_generation_overtook_removes_nothing_of_it(
+    tmp_path, monkeypatch, place
+):
+    first, plain = raise_fence(tmp_path), getattr(jobs, place)
+    run_job(write_job(tmp_path, b"old", first))
+
+    def overtaken(*args):
+        plain(*args)
+        monkeypatch.setattr(jobs, place, plain)
+        second = raise_fence(tmp_path)
+        run_job(write_job(tmp_path, b"new", second, "c"))
+        run_job(commit_job(tmp_path, second, "c"))
+
+    monkeypatch.setattr(jobs, place, overtaken)
+    with pytest.raises(RunError, match="2 has begun"):
+        run_job(commit_job(tmp_path, first))
+    (found,) = find_checkpoints(tmp_path, report=print)
+    path = tmp_path / "default/recover_checkpoint/globalstep3/x"
+    assert found.step == 3 and path.read_bytes() == b"new"

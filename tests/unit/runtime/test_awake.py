@@ -21,6 +21,20 @@ def test_a_gap_between_looks_does_not_count_and_a_wait_does():
     assert clock() == begun + 1.0
 
 
+def test_a_program_that_computes_is_not_taken_for_stopped(monkeypatch):
+    now = used = 100.0
+    monkeypatch.setattr(awake.time, "process_time", lambda: used)
+    clock = AwakeClock(lambda: now)
+    clock.ticker = object()
+    begun = clock()
+    now, used = now + 30.0, used + 29.0
+    assert clock() == begun + 30.0
+    now += 30.0
+    assert clock() == begun + 30.0
+    with clock.lock:  # a signal's handler asks while the clock is being read
+        assert clock() == begun + 30.0
+
+
 def test_timers_of_a_loop_wait_for_as_long_as_the_program_ran(monkeypatch):
     """As after SIGCONT: what has arrived is read before a deadline passes."""
     gap = 0.0

@@ -102,3 +102,24 @@ def test_a_standby_is_listed_under_the_name_it_took():
         check=True,
     )
     assert json.loads(done.stdout).endswith("\0learner-12")
+
+
+def wait_for(condition, limit_s=120):
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_standby_that_fails_costs_none_of_those_that_were_taken():
+    pool = StandbyPool(COMMAND, 1, ["json"], {**standby.os.environ})
+    pool.fill()
+    wait_for(lambda: pool.ready)
+    taken = pool.ready.pop()
+    pool.modules = ["no_such_module_anywhere"]
+    pool.fill()
+    wait_for(lambda: pool.count == 0)
+    pool.fill()
+    assert pool.thread.is_alive() and taken.popen.poll() is None
+    taken.end()
+    pool.close()

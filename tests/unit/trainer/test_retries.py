@@ -94,9 +94,14 @@ def test_any_failure_thrice_at_one_step_is_final_and_named(config, newest, caplo
     tries = Retries(config.model_copy(update={"recover": more}), step=3)
     killed = Transient("rank 1 of 4, step 5: was ended by signal 9")
     stuck = Transient("rank 0 of 4, step 5: does not run")
-    assert [tries.take(killed, at) for at in (5, 6, 5)] == [True] * 3, "not in a row"
-    assert [tries.take(killed, at) for at in (None, None, None)] == [True] * 3, "before a step"
-    assert [tries.take(error, 5) for error in (killed, stuck, killed)] == [True, True, False]
+
+    def take(error, at):
+        tries.count(at)
+        return tries.take(error)
+
+    assert [take(killed, at) for at in (5, 6, 5)] == [True] * 3, "not in a row"
+    assert [take(killed, at) for at in (None, None, None)] == [True] * 3, "before a step"
+    assert [take(error, 5) for error in (killed, stuck, killed)] == [True, True, False]
     assert "step 5 failed 3 times in a row: it is not started again" in caplog.messages[-1]
     assert tries.diagnosis(killed) == (
         "step 5 failed 3 times in a row, so its data or what it computes is the likely cause, and "
