@@ -229,7 +229,7 @@ def handoff_kind(config: Config, kind: DeviceKind, num_devices: int | None) -> H
         return "file"
     is_one = actor.world == rollout.world == 1 and rollout.backend == "embedded"
     shares = as_run(config, allocation, num_devices).shares_devices(rollout, actor)
-    is_short = bool(config.offload_train)
+    is_short = bool(config.offload_train) or config.actor.archon.offload_params
     return "ipc" if kind == "cuda" and is_one and shares and not is_short else "shm"
 
 

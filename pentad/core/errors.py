@@ -50,6 +50,10 @@ class Crashed(Transient):
     """An exception of the code on a rank: it may pass, but not if it comes again."""
 
 
+class WrongWeights(RunError):
+    """A sampler holds other weights than those it was handed: nothing may be drawn from it."""
+
+
 class Stopped(RunError):
     """A run that a signal asked to stop, with what became of it."""
 

@@ -29,10 +29,19 @@ HEAD_DIMS = frozenset({32, 64, 96, 128, 192, 256})
 @cache
 def kernels() -> ModuleType:
     """Takes seconds: the package brings a compiler. What it compiles is kept for the next run."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pentad" / "flash4"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kept))
+    keep_compiled()
     return importlib.import_module("flash_attn.cute.interface")
+
+
+def keep_compiled() -> None:
+    """Not for a user without a home."""
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    kept = place / "pentad" / "flash4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kept))
 
 
 @cache

@@ -223,7 +223,7 @@ def plan_trainer(
     compiles = archon.enable_compile is True or archon.enable_compile == "auto"
     trains = part.key == "critic" or component.role in ("actor", "critic")
     rollout = allocation.find("rollout")
-    has_embedded = rollout is not None and rollout.backend == "embedded"
+    is_attached = bool(config.rollout.server.addresses)
     training = Training(
         dims=part.dims,
         layout=layout,
@@ -251,7 +251,7 @@ def plan_trainer(
         max_staleness=config.max_staleness,
         snapshot_on_host=snapshot_on_host(config, device.kind),
         handoff=handoff,
-        keeps_newest=has_embedded,
+        keeps_newest=rollout is not None and not is_attached,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if part.key == "critic" else component.role

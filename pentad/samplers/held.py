@@ -36,11 +36,12 @@ def prove(
     checksum: Callable[[Tensor], str],
 ) -> None:
     """Raises InfraFailure unless `held`, checksums by the server's names, are those of `weights`
-    in the server's dtype."""
+    in the server's dtype, or in that of a tensor it computes with more exactly, as of routers."""
     used: set[str] = set()
     for name, tensor in as_held(where, held, dict(weights), used):
-        expected = checksum(tensor.to(dtype))
-        if held[name] != expected:
+        dtypes = dict.fromkeys((dtype, tensor.dtype, torch.float32))
+        if all(held[name] != checksum(tensor.to(one)) for one in dtypes):
+            expected = checksum(tensor.to(dtype))
             told = f"{name} has checksum {held[name]} where the published weights give {expected}"
             raise InfraFailure(f"{where}: {told}; its policy is not the trained one")
     missed = sorted({name for name, _ in weights} - used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -130,7 +131,8 @@ class HostedSampler:
 
     async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Installs what the ticket names; the receipt is of what lies in the model then."""
-        return asdict(await self.sampler.install(ticket["version"], open_ticket(ticket)))
+        pairs = await asyncio.to_thread(open_ticket, ticket)
+        return asdict(await self.sampler.install(ticket["version"], pairs))
 
     async def close(self) -> None:
         await self.sampler.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, WrongWeights
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
@@ -96,15 +96,15 @@ class RemoteSampler:
         return await self.pull(await self.handoff.offer(version, weights))
 
     async def pull(self, offer: Offer) -> Installed:
-        """Raises RunError where the sampler ends with something else than what is offered."""
+        """Raises WrongWeights where the sampler ends with something else than what is offered."""
         with self.handoff.reading(offer) as ticket:
             receipt = Installed(**await self._call("pull", ticket=asdict(ticket)))
-        self.version = receipt.version
         if (receipt.version, receipt.digest) != (ticket.version, ticket.digest):
-            raise RunError(
+            raise WrongWeights(
                 f"{self.process.name} holds version {receipt.version}, digest {receipt.digest}, "
                 f"after it was handed version {ticket.version} with digest {ticket.digest}"
             )
+        self.version = receipt.version
         return receipt
 
     async def sleep(self) -> None:

@@ -7,6 +7,7 @@ its next step, a server that starts after that step gets its first weights with 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from pentad.ops.digest import WeightDigest, digest_of
 from pentad.samplers.process import ServerProcess
 from pentad.samplers.server_sampler import OnToken, ServerSampler
 from pentad.sync.publisher import Snapshot
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 LAST_WORDS_S = 1.0
@@ -60,7 +63,8 @@ class KeptWeights:
         pairs = list(offer.weights)
         if any(tensor.is_cuda for _, tensor in pairs):
             moved = await asyncio.to_thread(lambda: [(name, t.cpu()) for name, t in pairs])
-            self.newest = KeptOffer(offer.version, moved, None)
+            if offer is self.newest:  # a publish may have come meanwhile
+                self.newest = KeptOffer(offer.version, moved, None)
 
 
 class ServerRemote:
@@ -97,19 +101,31 @@ class ServerRemote:
 
     async def pull(self, offer: KeptOffer) -> Installed:
         if self.version < 0 and not await asyncio.to_thread(offer.is_whole):
-            self.sampler.doubt = f"{self.process.name} was started again and has no weights yet"
-            return Installed(-1, 0, "")
+            return await self._without_weights("was started again and has no weights yet")
         try:
             receipt = await self.sampler.install(offer.version, offer.weights)
         except RunError as error:
             if await self._has_ended():
                 raise InfraFailure(str(error)) from error
-            raise
+            if await asyncio.to_thread(offer.is_whole):
+                raise
+            return await self._without_weights(f"took weights while they changed ({error})")
+        if offer.digest is not None and receipt.digest != offer.digest.hex():
+            return await self._without_weights(f"took other weights than version {offer.version}")
         self.settling = asyncio.create_task(self.kept.settle(offer))
+        self.settling.add_done_callback(_log_failure)
         return receipt
+
+    async def _without_weights(self, why: str) -> Installed:
+        """It serves nothing until the next install, which is tried as if it were the first."""
+        await self.sampler.rewind()
+        self.sampler.doubt = f"{self.process.name} {why}"
+        return Installed(-1, 0, "")
 
     async def close(self) -> None:
         self.watching.cancel()
+        if self.settling is not None:
+            self.settling.cancel()
         await self.sampler.close()
 
     async def _watch(self) -> None:
@@ -120,3 +136,8 @@ class ServerRemote:
     async def _has_ended(self) -> bool:
         await asyncio.wait([self.lost], timeout=LAST_WORDS_S)
         return self.lost.done()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.warning("the newest weights stay on the GPU: %r", failure)

@@ -223,7 +223,6 @@ class Sglang:
         await self.wire.post("/continue_generation", {})
 
     async def load(self, version: int, weights: Pairs) -> Installed:
-        digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
         # A cache that running requests keep cannot be flushed.
         is_idle = self.reprefill or not self.tells_versions
         last = {"weight_version": str(version), "flush_cache": is_idle}
@@ -233,6 +232,8 @@ class Sglang:
             await self._by_broadcast(weights, last)
         else:
             await self._by_tensors(weights, last)
+        # Afterwards, so that tensors which changed on the way are found.
+        digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
         if is_due(self.num_loads, self.settings.check_weights_every):
             await self._prove(weights)
         self.num_loads += 1

@@ -69,9 +69,9 @@ def snapshot_of(
     return TicketSnapshot(ticket.version, weights, known, True, gather_s, ticket=ticket)
 
 
-async def opened(snapshot: TicketSnapshot) -> Snapshot:
+async def opened(snapshot: TicketSnapshot, check: Callable[[], None]) -> Snapshot:
     """What a ticket names, mapped here; its files have no names any more."""
-    await wait_written(snapshot.ticket)
+    await wait_written(snapshot.ticket, check)
     weights = tuple(await asyncio.to_thread(read_file, snapshot.ticket))
     remove_files(snapshot.ticket)
     return Snapshot(snapshot.version, weights, snapshot.digest, True, snapshot.gather_s)
@@ -87,6 +87,8 @@ class Handoff:
         self.release: Callable[[int], None] = lambda version: None
         """Called when the ticket of a version that another process holds on a GPU is not needed
         any more."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises what ended the process that writes tickets."""
         self.newest: Offer | None = None
         self.expected: dict[int, Offer] = {}
         """By version: of another process, and not offered yet."""
@@ -101,7 +103,7 @@ class Handoff:
         version: nobody may pull them any more."""
         ended = [*self.expected.values(), *([self.newest] if self.newest else [])]
         self.expected, self.newest = {}, None
-        self.release = lambda version: None
+        self.release, self.check = lambda version: None, lambda: None
         for offer in ended:
             self._end(offer)
         read = {file for offer in ended if offer.num_readers for file in offer.ticket.files}
@@ -114,8 +116,11 @@ class Handoff:
         async with self.writing:
             if self.newest is None or not is_same(self.newest, version, weights):
                 if isinstance(weights, TicketSnapshot):
-                    await wait_written(weights.ticket)
-                made = await asyncio.to_thread(self._make, version, weights)
+                    await wait_written(weights.ticket, self.check)
+                    made = self.expected.pop(version, None)
+                    made = made or Offer(weights.ticket, (), is_elsewhere=True)
+                else:
+                    made = await asyncio.to_thread(self._make, version, weights)
                 old, self.newest = self.newest, made
                 if old is not None:
                     self._end(old)
@@ -145,8 +150,6 @@ class Handoff:
             remove_files(offer.ticket)
 
     def _make(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
-        if isinstance(weights, TicketSnapshot):
-            return self.expected.pop(version, None) or Offer(weights.ticket, (), is_elsewhere=True)
         pairs = [(name, tensor.detach()) for name, tensor in weights]
         digest, source = "", weights
         if isinstance(weights, Snapshot):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, WrongWeights
 from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed, Sampler
 from pentad.ops.digest import WeightDigest, digest_of
@@ -120,11 +120,13 @@ class Publisher:
 
 def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, Installed]]:
     """The receipts, by number of the sampler. One that failed is left behind: it serves nothing
-    until a later install succeeds. If all did, the first reason is raised."""
+    until a later install succeeds. If all did, the first reason is raised; so is that of one that
+    took other weights and would serve them."""
     receipts = [(i, r) for i, r in enumerate(results) if isinstance(r, Installed)]
     for index, result in enumerate(results):
         if isinstance(result, BaseException):
-            if not receipts or not isinstance(result, RunError | InfraFailure):
+            is_left_out = isinstance(result, RunError | InfraFailure)
+            if not receipts or not is_left_out or isinstance(result, WrongWeights):
                 raise result
             log.warning("sampler %d is left out until it takes new weights: %s", index, result)
     return receipts

@@ -123,6 +123,8 @@ class ShardWriter:
         """When it returns the weights may change; it fails on all ranks or on none."""
         self.close()
         device = next(iter(shards.values())).tensor.device
+        if kind == "ipc" and device.type != "cuda":  # parameters that live on the host
+            kind = "shm"
         path = folder / f"{version}-{self._gather(os.getpid())[0]}-{self.num_written}"
         self.num_written += 1
         failure, sums, mark = "", [], ""
@@ -250,10 +252,15 @@ class ShardWriter:
                 told = no_room(path, self.staged_bytes, error)
             except Exception as error:
                 told = f"{path}: rank {self.rank} cannot write weights ({error!r})"
-            if mark.exists():
-                draft = mark.with_name(f"{mark.name}.draft")
+            if not mark.exists():
+                return
+            draft = mark.with_name(f"{mark.name}.draft")
+            try:
                 draft.write_text(told, encoding="utf-8")
                 draft.replace(mark)
+            except OSError:  # whoever waits must not wait for ever
+                mark.unlink(missing_ok=True)
+                draft.unlink(missing_ok=True)
 
         self.thread = threading.Thread(target=write, name="weights", daemon=True)
         self.thread.start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,15 +102,25 @@ def pairs_on_meta(ticket: Ticket) -> list[tuple[str, Tensor]]:
     ]
 
 
-async def wait_written(ticket: Ticket) -> None:
-    """Until every rank has written its part; RunError with the reason of one that could not."""
+async def wait_written(ticket: Ticket, check: Callable[[], None] = lambda: None) -> None:
+    """Until every rank has written its part; RunError with the reason of one that could not.
+    `check` raises if the ranks are gone."""
     pause, longest = WAIT_S
     for mark in map(Path, ticket.marks):
-        while (said := mark.read_text(encoding="utf-8")) == WRITING:
+        while (said := read_mark(mark)) == WRITING:
+            check()
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, longest)
         if said:
             raise RunError(said)
+
+
+def read_mark(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        told = f"whether weights are written cannot be known ({error.strerror})"
+        raise InfraFailure(f"{path}: {told}") from error
 
 
 # Files.

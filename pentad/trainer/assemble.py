@@ -40,7 +40,7 @@ from pentad.rollout.executor import Executor
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import is_one_machine
 from pentad.samplers.replica import ReplicaSampler
-from pentad.sync.handoff import opened, snapshot_of
+from pentad.sync.handoff import Handoff, opened, snapshot_of
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
@@ -319,9 +319,13 @@ class Assembly:
         assert self.crew.samplers is not None
         if self.crew.handoff is not None:
             self.crew.handoff.forget()
-            self.crew.handoff.release = self._release
+            self._serve(self.crew.handoff)
         for sampler in self.crew.samplers.values():
             await sampler.rewind()
+
+    def _serve(self, handoff: Handoff) -> None:
+        """These learners make its tickets from now on."""
+        handoff.release, handoff.check = self._release, self.calls.check
 
     def _release(self, version: int) -> None:
         """The learner need not keep the weights of this version on the GPU any more."""
@@ -337,7 +341,7 @@ class Assembly:
             self.crew.handoff = open_handoff(
                 config, self.device, folder, stack, is_spread=is_spread
             )
-            self.crew.handoff.release = self._release
+            self._serve(self.crew.handoff)
         checked = self.checked
         return await open_samplers(
             config,
@@ -366,8 +370,9 @@ class Assembly:
         place = [handoff.kind, str(handoff.folder)]
         taken = await self.learner.call("snapshot", place=place, **given)
         snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
-        if not any(isinstance(sampler, ReplicaSampler) for sampler in self.samplers.values()):
-            return await opened(snapshot)  # nobody pulls: it is given what is mapped here
+        replicas = [one for one in self.samplers.values() if isinstance(one, ReplicaSampler)]
+        if not any(one.handoff is handoff for one in replicas):  # servers take tensors
+            return await opened(snapshot, handoff.check)
         handoff.expect(snapshot)
         return snapshot
 

@@ -14,7 +14,9 @@ from pentad.core.failures import InfraFailure
 from pentad.models.exchange import iter_hf
 from pentad.samplers import sglang
 from pentad.samplers.held import prove, sglang_checksum
+from pentad.samplers.server_replica import KeptOffer, KeptWeights, ServerRemote
 from pentad.samplers.vllm import entry_of
+from pentad.sync.publisher import take_snapshot
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 DOWN = "model.layers.{}.mlp.down_proj.weight"
@@ -78,6 +80,79 @@ def test_weights_are_proven_at_the_start_and_every_so_often(model_folder, every,
     assert stand_in.calls.count("/weights_checker") == proven
 
 
+class Alive:
+    """A process that never ends."""
+
+    name = "sglang-0"
+
+    def poll(self):
+        return None
+
+    def check(self):
+        pass
+
+    async def stop(self):
+        pass
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_server_that_took_weights_while_they_changed_waits_for_the_next(
+    model_folder, monkeypatch, num_before
+):
+    """Found by the proof at the first install, by the digest afterwards."""
+    monkeypatch.setattr("pentad.samplers.server_replica.LAST_WORDS_S", 0.01)
+    live = list(iter_hf(policy(1)))
+
+    def learner_steps(pairs):
+        for _, tensor in live:
+            tensor.detach().add_(1)
+        return pairs
+
+    stand_in = StandIn(lambda: embedded(9, -1))
+
+    async def main(address):
+        settings = server_settings(model_folder, check_weights_every=0)
+        sampler = await sglang.attach(address, settings)
+        sampler.process = Alive()
+        remote = ServerRemote(sampler, KeptWeights())
+        for _ in range(num_before):
+            await sampler.install(0, live)
+        stand_in.damage = learner_steps
+        changing = take_snapshot(1, live, copy=False)
+        receipt = await remote.pull(await remote.kept.offer(1, changing))
+        assert (receipt.version, remote.version) == (-1, -1)
+        with pytest.raises(RunError, match="sglang-0 took"):
+            await sampler.health()
+        stand_in.damage = lambda pairs: pairs
+        again = take_snapshot(2, live, copy=False)
+        receipt = await remote.pull(await remote.kept.offer(2, again))
+        assert (receipt.version, receipt.digest) == (2, again.digest.hex())
+        await sampler.health()
+        await remote.close()
+
+    with served(stand_in.app()) as address:
+        asyncio.run(main(address))
+
+
+def test_weights_that_came_meanwhile_are_not_replaced_by_older_ones():
+    class OnGpu:
+        is_cuda = True
+
+    async def main():
+        kept = KeptWeights()
+        newer = KeptOffer(2, [], None)
+
+        def cpu(self):
+            kept.newest = newer
+
+        OnGpu.cpu = cpu
+        offer = kept.newest = KeptOffer(1, [("a", OnGpu())], None)
+        await kept.settle(offer)
+        assert kept.newest is newer
+
+    asyncio.run(main())
+
+
 WEIGHTS = {name: tensor for name, tensor in iter_hf(policy(1))}
 EXPERTS = {
     f"m.experts.{e}.{p}_proj.weight": torch.randn(4, 4)
@@ -112,6 +187,15 @@ PUBLISHED = {name: WEIGHTS[name] for name in PART} | EXPERTS
 
 def test_fused_stacked_and_filled_up_tensors_are_compared_in_the_servers_dtype():
     prove("here", held_of(PUBLISHED), list(PUBLISHED.items()), torch.bfloat16, entry_of)
+
+
+def test_a_tensor_that_the_server_holds_in_float32_is_as_published():
+    name = "model.layers.0.mlp.gate.weight"
+    router = torch.randn(4, 8)
+    for given in (router, router.bfloat16()):
+        prove("here", {name: entry_of(given.float())}, [(name, given)], torch.bfloat16, entry_of)
+    with pytest.raises(InfraFailure, match="has checksum"):
+        prove("here", {name: entry_of(router + 1)}, [(name, router)], torch.bfloat16, entry_of)
 
 
 @pytest.mark.parametrize(

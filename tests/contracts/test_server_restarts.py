@@ -46,9 +46,20 @@ def command(task, root, *overrides) -> list[str]:
     return [sys.executable, "-m", "pentad.cli.main", "train", str(root / "recipe.yaml"), *words]
 
 
-@pytest.mark.parametrize("allocation", ["sglang:d1|archon:d1", "sglang:d1+archon:d1"])
-def test_a_server_that_dies_is_started_again_with_the_newest_weights(task, tmp_path, allocation):
-    asked = command(task, tmp_path, f"allocation_mode={allocation}", "total_train_steps=6")
+@pytest.mark.parametrize(
+    ("allocation", "processes"),
+    [
+        ("sglang:d1|archon:d1", "auto"),
+        ("sglang:d1+archon:d1", "auto"),
+        ("sglang:d1+archon:d1", "separate"),
+    ],
+)
+def test_a_server_that_dies_is_started_again_with_the_newest_weights(
+    task, tmp_path, allocation, processes
+):
+    given = [f"allocation_mode={allocation}", f"scheduler.processes={processes}"]
+    num = 6 if processes == "auto" else 3
+    asked = command(task, tmp_path, *given, f"total_train_steps={num}")
     with subprocess.Popen(
         asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
@@ -59,7 +70,7 @@ def test_a_server_that_dies_is_started_again_with_the_newest_weights(task, tmp_p
         os.kill(server, signal.SIGKILL)
         told, _ = run.communicate(timeout=500)
     assert run.returncode == 0, told
-    assert [r["step"] for r in read_lines(steps) if "step" in r] == list(range(1, 7))
+    assert [r["step"] for r in read_lines(steps) if "step" in r] == list(range(1, num + 1))
     log = (folder / "log.txt").read_text()
     assert "sglang-0 is lost: it ended with signal 9" in log, log
     assert "sglang-0 serves again" in log, log

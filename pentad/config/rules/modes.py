@@ -195,7 +195,7 @@ def strict_cuts_no_layer(config: Config) -> list[Problem]:
     return list(strict_problems(actor.layout(), str(actor))) if config.strict and actor else []
 
 
-@RULES.add("rollout.server", "allocation_mode")
+@RULES.add("rollout.server", "allocation_mode", "scheduler")
 def servers_fit_the_allocation(config: Config) -> list[Problem]:
     allocation, server = parsed_allocation(config), config.rollout.server
     rollout = allocation and allocation.find("rollout")
@@ -218,8 +218,12 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         found.append(Problem(where, rule, f"write for instance http://{bare[0]}"))
     if len(set(server.addresses)) != len(server.addresses):
         found.append(Problem(where, "two replicas have the same address", "give each its own"))
-    if server.weight_transport == "ipc" and are_apart(config):
-        where = "rollout.server.weight_transport = ipc"
+    where = "rollout.server.weight_transport = ipc"
+    is_ipc, is_vllm = server.weight_transport == "ipc", rollout.backend == "vllm"
+    if is_ipc and is_vllm and is_learner_apart(config, None):
+        rule = "weights of ranks in processes of their own lie in host memory, which vllm"
+        found.append(Problem(where, f"{rule} cannot take by reference", "use disk or broadcast"))
+    elif is_ipc and are_apart(config):
         rule = f"weights are handed over on the GPU that trains, but {told} separates them"
         found.append(Problem(where, rule, "use broadcast or disk"))
     return found

@@ -536,6 +536,16 @@ BROKEN = [
         "http://",
     ),
     (
+        "servers_fit_the_allocation",
+        "train",
+        [
+            *("allocation_mode=vllm:d1|archon:d1", "scheduler.processes=separate"),
+            "rollout.server.weight_transport=ipc",
+        ],
+        "rollout.server.weight_transport = ipc",
+        "lie in host memory",
+    ),
+    (
         "training_samples_at_random",
         "train",
         ["gconfig.temperature=0"],

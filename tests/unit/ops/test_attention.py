@@ -1,5 +1,7 @@
 """Packed attention equals one sequence at a time; a neighbour never changes my numbers."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -195,3 +197,20 @@ def test_flash_attention_4_is_left_alone_at_widths_it_was_not_proven_at(monkeypa
     assert not flash4.takes(torch.float32, 128)
     attend = build_attend([3, 5], device=CPU, dtype=torch.bfloat16, head_dim=16)
     assert not getattr(attend, "is_flash4", False)
+
+
+def test_compiled_kernels_are_kept_in_a_home_alone(tmp_path, monkeypatch):
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{end}" for end in ("ENABLED", "DIR")]
+    for name in (*names, "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(flash4.Path, "home", homeless)
+    flash4.keep_compiled()
+    assert not set(names) & set(os.environ)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flash4.keep_compiled()
+    assert os.environ[names[1]] == str(tmp_path / "pentad" / "flash4")

@@ -263,13 +263,14 @@ def test_weights_of_many_gpus_meet_on_the_host():
     model = 2 * plan_of(*keys).dims.num_params
     plan = plan_of(*keys)
     assert "snapshot" not in plan.trainers[0].phases[0]["publish"].device
-    # Two snapshots on their way, and a file in shared memory for each of the two servers.
+    # A snapshot beside the one kept for servers that are started again, and a file in shared
+    # memory for each of the two.
     extra = plan.host_bytes["publish"] - plan.host_bytes["rollout"]
-    assert extra == pytest.approx(2 * model + 2 * model)
+    assert extra == pytest.approx(model + 2 * model)
     assert plan.trainers[0].phases[0]["publish"].host["publish staging"] == model / 4
     straight = plan_of(*keys, "rollout.server.weight_transport=broadcast")
     extra = straight.host_bytes["publish"] - straight.host_bytes["rollout"]
-    assert extra == pytest.approx(2 * model)
+    assert extra == pytest.approx(model)
 
 
 @pytest.mark.parametrize("mode", ["auto", "async"])
@@ -502,3 +503,21 @@ def test_the_longest_sample_is_what_all_its_turns_may_have(given, answer, note):
     assert sampler.sampling.sequence_tokens == 500 + answer
     said = [text for text in plan.notes if text.startswith("rollout.workflow = ")]
     assert (note is None and said == []) or note in said[0]
+
+
+def test_weights_of_parameters_on_the_host_go_through_shared_memory():
+    keys = (
+        *("actor.path=Qwen/Qwen3-1.7B", "allocation_mode=embedded:d1|archon:d1"),
+        *("cluster.n_gpus_per_node=1", "scheduler.processes=separate"),
+    )
+    assert plan_of(*keys).handoff == "ipc"
+    assert plan_of(*keys, "actor.archon.offload_params=true").handoff == "shm"
+
+
+def test_the_newest_weights_are_counted_for_servers_that_the_run_starts_again():
+    keys = (
+        *("actor.path=Qwen/Qwen3-1.7B", "allocation_mode=vllm:d1+archon:d1"),
+        *("cluster.n_gpus_per_node=2", "scheduler.processes=separate"),
+    )
+    attached = plan_of(*keys, "rollout.server.addresses=[http://a:1]").trainers[0].training
+    assert plan_of(*keys).trainers[0].training.keeps_newest and not attached.keeps_newest

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from pentad.core.errors import RunError, Transient
+from pentad.core.errors import RunError, Transient, WrongWeights
 from pentad.core.roles import Installed
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
@@ -73,6 +73,17 @@ def test_a_sampler_that_cannot_take_weights_is_left_behind(caplog):
     asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
     assert publisher.version == 1 and set(alive.weights) == {"a", "b"}
     assert "sampler 0 is left out until it takes new weights: its server is gone" in caplog.text
+
+
+def wrong(_weights):
+    raise WrongWeights("it holds other weights")
+
+
+def test_a_sampler_with_other_weights_stops_the_run_though_others_are_well():
+    publisher = Publisher([Receiver(), Receiver(wrong)])
+    with pytest.raises(WrongWeights, match="it holds other weights"):
+        asyncio.run(publisher.publish(take_snapshot(1, weights(), copy=False)))
+    assert publisher.version == -1
 
 
 def test_when_no_sampler_takes_the_weights_the_run_stops():

@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.models.exchange import hf_metadata, install_hf, iter_hf, native_shards
 from pentad.models.registry import create_model
@@ -169,3 +171,31 @@ def test_a_disk_that_is_full_is_said_by_the_mark(tmp_path, monkeypatch):
     writer.close()
     with pytest.raises(RunError, match="cannot be written .No space left on device.; make room"):
         asyncio.run(wait_written(made.ticket))
+
+
+def test_a_mark_that_cannot_be_written_is_taken_away_so_that_nobody_waits(tmp_path, monkeypatch):
+    model = policy(1)
+    shards = native_shards(model)
+    writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
+    write = Path.write_text
+
+    def full(path, *given, **options):
+        if path.name.endswith(".draft"):
+            raise OSError(28, "No space left on device")
+        return write(path, *given, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    made = writer.write(1, shards, "file", tmp_path)
+    writer.close()
+    with pytest.raises(InfraFailure, match=r"mark-0: .*No such file"):
+        asyncio.run(wait_written(made.ticket))
+
+
+def test_weights_on_the_host_go_through_shared_memory_where_a_gpu_was_meant(tmp_path):
+    model = policy(1)
+    shards = native_shards(model)
+    writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
+    made = writer.write(1, shards, "ipc", tmp_path)
+    assert made.kept is None and made.ticket.kind == "shm"
+    got = open_ticket(asdict(made.ticket))
+    assert digest_of(got).hex() == digest_of(iter_hf(model)).hex()
