@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, write_aside
+from pentad.checkpoint.disk import REAL_DISK, Disk, write_aside
 from pentad.core.errors import RunError
 
 FENCE = ".generation"
+FIRST = 1
+"""Of the life that finds no folder, and writes no file before it has something to save."""
 
 
 def read_fence(root: Path) -> int:
@@ -26,8 +28,9 @@ def read_fence(root: Path) -> int:
 def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
     """The next generation. What those before it have not committed yet is refused, up to the moment
     between their last look and the marker, which no file system makes one."""
-    make_folders(disk, root)
-    generation = read_fence(root) + 1
+    if not root.exists():
+        return FIRST
+    generation = max(read_fence(root), FIRST) + 1
     write_aside(disk, root / FENCE, str(generation).encode())
     return generation
 

@@ -23,8 +23,8 @@ def test_a_late_writer_is_refused_and_the_next_generation_commits(tmp_path):
     first = raise_fence(tmp_path)
     run_job(write_job(tmp_path, b"old", first))
     second = raise_fence(tmp_path)
-    assert (first, second, read_fence(tmp_path)) == (1, 2, 2)
-    with pytest.raises(RunError, match="written by generation 1 of the learners, and 2 has begun"):
+    assert (first, second, read_fence(tmp_path)) == (2, 3, 3)
+    with pytest.raises(RunError, match="written by generation 2 of the learners, and 3 has begun"):
         run_job(commit_job(tmp_path, first))
     with pytest.raises(RunError, match="nothing of it counts"):
         run_job(write_job(tmp_path, b"older", first, "b"))
@@ -44,7 +44,7 @@ def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, m
         raise_fence(tmp_path)
 
     monkeypatch.setattr(jobs, "_settle_names", overtaken)
-    with pytest.raises(RunError, match="2 has begun"):
+    with pytest.raises(RunError, match="3 has begun"):
         run_job(commit_job(tmp_path, first))
     assert not find_checkpoints(tmp_path, report=print)
 
@@ -64,8 +64,18 @@ def test_a_commit_that_another_generation_overtook_removes_nothing_of_it(
         run_job(commit_job(tmp_path, second, "c"))
 
     monkeypatch.setattr(jobs, place, overtaken)
-    with pytest.raises(RunError, match="2 has begun"):
+    with pytest.raises(RunError, match="3 has begun"):
         run_job(commit_job(tmp_path, first))
     (found,) = find_checkpoints(tmp_path, report=print)
     path = tmp_path / "default/recover_checkpoint/globalstep3/x"
     assert found.step == 3 and path.read_bytes() == b"new"
+
+
+def test_a_folder_that_is_not_there_is_not_made_for_it(tmp_path):
+    root = tmp_path / "trial"
+    first = raise_fence(root)
+    assert not root.exists()
+    run_job(write_job(root, b"old", first))
+    assert raise_fence(root) == first + 1
+    with pytest.raises(RunError, match="written by generation 1"):
+        run_job(commit_job(root, first))

@@ -15,13 +15,12 @@ from pentad.data.sft import open_sft
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_model, write_task
 from pentad.engine.engine import build_engine
-from pentad.models.hf.config import dims_of_hf
 from pentad.planner.prepare import prepare
-from pentad.samplers.server_sampler import check_weights
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.start import trained_dims
 from pentad.trainer.translate import data_settings
+from pentad.weights.flow import PairsReader
 from pentad.weights.hf import HfFolder
 
 SMALL = {
@@ -142,13 +141,12 @@ def test_rl_samples_from_the_model_file_what_transformers_module_trains(task, tm
 
 def test_servers_take_weights_of_models_without_a_model_file(task):
     """Their names are those of the folder, each once."""
-    dims = dims_of_hf(task / "olmo2")
     engine = build_engine(task / "olmo2", EngineSettings(optimizer=None), backend="fsdp")
     pairs = list(engine.iter_weights())
-    check_weights(dims, pairs)
+    PairsReader(pairs)
     assert {name for name, _ in pairs} == set(HfFolder(task / "olmo2").infos)
     with pytest.raises(UserError, match="given twice"):
-        check_weights(dims, [*pairs, pairs[0]])
+        PairsReader([*pairs, pairs[0]])
 
 
 def test_refusals_come_before_anything_is_started(task, tmp_path):

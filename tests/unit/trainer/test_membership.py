@@ -87,8 +87,8 @@ def test_too_few_are_waited_for_until_a_deadline(members, monkeypatch, caplog):
     def sleep(seconds):
         now.s += 10
 
-    monkeypatch.setattr(membership.time, "monotonic", lambda: now.s)
-    monkeypatch.setattr(membership.time, "sleep", sleep)
+    clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
+    monkeypatch.setattr(membership, "time", clock)
     with pytest.raises(RunError, match="5 of 8 slots are there, elastic.min_ranks = 6 .slot 0: go"):
         group.form(0)
     assert len(caplog.messages) == 4, "every 30 s of 110"
@@ -100,8 +100,8 @@ def test_grace_is_given_to_slots_that_may_return(members, monkeypatch):
     now = SimpleNamespace(s=0.0)
     group = members("elastic.drop_grace_s=20")
     group.slots.drop(7, "gone")
-    monkeypatch.setattr(membership.time, "monotonic", lambda: now.s)
-    monkeypatch.setattr(membership.time, "sleep", lambda s: setattr(now, "s", now.s + 5))
+    wait = SimpleNamespace(monotonic=lambda: now.s, sleep=lambda s: setattr(now, "s", now.s + 5))
+    monkeypatch.setattr(membership, "time", wait)
     assert group.form(0).used == tuple(range(6)) and now.s == 20
     assert group.form(1).used == tuple(range(6)) and now.s == 20, "it is known to be away"
 
