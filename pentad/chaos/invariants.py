@@ -16,8 +16,8 @@ NEAR = 1e-4
 """Of losses, over the few steps of a trial."""
 HALF_MADE = (".writing-", ".replaced-", ".aside-", ".receipt")
 """In names of what a save has under way."""
-SLACK_HANDLES = 12
-"""Open files that may come and go: samples of a lost life stay mapped until they are collected."""
+SLACK_HANDLES = 6
+"""Open files that may come and go."""
 Check = Callable[[ChaosRun, ChaosRun | None], None]
 """Of a trial and, where there is one, of the same run that nobody broke."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,14 @@ def kill_sampler(trial: ChaosRun, at: str, words: tuple[str, ...] = ()) -> None:
     trial.wait_fault(fault)
     trial.wait_end()
     says(trial, "is lost: ", "SIGKILL")
+    note_served(trial)
     check_groups(trial, None)
+
+
+def note_served(trial: ChaosRun) -> None:
+    """A step sampled before may end meanwhile: the run says how long a sampler was away."""
+    found = re.findall(r"serves again ([0-9.]+) s after it was lost", trial.said)
+    trial.recovery_s = max(map(float, found), default=None)
 
 
 def kill_one_of_two(trial: ChaosRun) -> None:
@@ -40,6 +48,7 @@ def kill_samplers(trial: ChaosRun) -> None:
     trial.kill(trial.roles("rollout"))
     trial.wait_end()
     says(trial, "serves again")
+    note_served(trial)
     check_groups(trial, None)
 
 

@@ -111,9 +111,13 @@ def shrink(trial: ChaosRun, *, grows: bool) -> None:
     trial.release(first)
     if grows:
         trial.done += ", and back in step 4"
+        trial.wait_steps(3)
+        trial.look()
+        took = trial.recovery_s
         trial.wait_fault(second)
         slots.join(slot)
         trial.release(second)
+        trial.recovery_s = took
     trial.wait_end()
     says(trial, f"elastic: slot {slot} is lost", f"has {trial.workload.world - 1} ranks")
     if grows:

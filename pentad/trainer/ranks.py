@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -205,6 +206,7 @@ def run_beside_group(
                     raise RunError(retries.diagnosis(error)) from error
                 if crew.group.failure is None:  # what stood still is something else
                     crew.close_samplers()
+                clear_frames(error.__traceback__)  # or samples of the lost life stay mapped
             os.environ[AGAIN] = str(retries)
             unsettle()  # the life that ended leaves cycles
             generation += 1
