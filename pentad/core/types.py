@@ -256,7 +256,7 @@ class StepResult:
     """Why it was skipped."""
     balance: tuple[LayerBalance, ...] = ()
     """Of every mixture layer of the model."""
-    work: dict[str, Work] = field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict, compare=False)
     """What was measured on this rank: `route`; with expert parallelism `dispatch`, `combine`."""
 
 
