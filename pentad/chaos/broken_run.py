@@ -19,6 +19,7 @@ from typing import Any
 
 from pentad.chaos.workloads import Workload
 from pentad.core.faults import VARIABLE, InjectedFault
+from pentad.runtime.local_roles import OF_A_RANK
 from pentad.runtime.worker import load_target
 from pentad.telemetry.steps import read_lines
 
@@ -30,7 +31,6 @@ POLL_S = 0.02
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pentad.trainer.assemble"])
 """Runs are forked from a process that has imported torch: most of a short run is that import."""
-OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Broken(Exception):

@@ -196,20 +196,28 @@ def run_beside_group(
                 crew.note_lost(error)
                 with log_to(folder.parent / "log.txt"):
                     is_other = members.note_failure(crew.group.cause)
-                cause = crew.group.cause
-                retries.count(cause.step if cause and cause.kind != "away" else None)
-                if not isinstance(error, Transient):
-                    raise
-                if retries.is_looping:
-                    members.forgive()
-                if (retries.is_looping or not is_other) and not retries.take(error):
-                    raise RunError(retries.diagnosis(error)) from error
+                judge_loss(error, crew.group, members, retries, is_other=is_other)
                 if crew.group.failure is None:  # what stood still is something else
                     crew.close_samplers()
                 clear_frames(error.__traceback__)  # or samples of the lost life stay mapped
             os.environ[AGAIN] = str(retries)
             unsettle()  # the life that ended leaves cycles
             generation += 1
+
+
+def judge_loss(
+    error: RunError, group: RankGroup, members: Membership, retries: Retries, *, is_other: bool
+) -> None:
+    """Raises where a group that was lost is not followed by another one; `is_other`: the next has
+    other slots, so that it is no try of the same again."""
+    cause = group.cause
+    retries.count(cause.step if cause and cause.kind != "away" else None)
+    if not isinstance(error, Transient):
+        raise error
+    if retries.is_looping:
+        members.forgive()
+    if (retries.is_looping or not is_other) and not retries.take(error):
+        raise RunError(retries.diagnosis(error)) from error
 
 
 def with_config(given: dict[str, Any], config: Config) -> dict[str, Any]:

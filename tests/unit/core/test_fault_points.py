@@ -83,3 +83,13 @@ def test_what_is_no_fault_is_refused_with_a_sentence(arm, text):
     arm(text)
     with pytest.raises(UserError, match="PENTAD_FAULT = "):
         faults.hit("forward")
+    with pytest.raises(UserError, match="PENTAD_FAULT = "):
+        faults.check_armed()
+
+
+def test_a_run_in_which_faults_will_happen_says_so(arm, monkeypatch):
+    arm("at=commit do=kill")
+    said = faults.check_armed()
+    assert "faults will happen: " in said and "at=commit do=kill" in said
+    monkeypatch.delenv(faults.VARIABLE)
+    assert faults.check_armed() is None and not faults.is_armed()

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
@@ -11,6 +12,7 @@ from pentad.runtime.report import Failure
 from pentad.runtime.slots import Slots
 from pentad.trainer import membership
 from pentad.trainer.membership import Membership
+from pentad.trainer.ranks import rank_problems
 
 
 @pytest.fixture
@@ -110,3 +112,14 @@ def test_without_elastic_nothing_is_looked_at(members):
     group = members("elastic.enabled=false")
     group.slots.drop(0, "gone")
     assert group.form(0).used == tuple(range(8)) and not group.note_failure(died(0))
+
+
+def test_samplers_on_gpus_that_a_shrink_would_move_are_refused(members):
+    def refusals(layout, device):
+        config = members(f"allocation_mode={layout}", "cluster.n_gpus_per_node=8").config
+        found = rank_problems(config, 2, torch.device(device))
+        return [problem.where for problem in found if "counted after those" in problem.rule]
+
+    assert refusals("embedded:d1+archon:d2", "cuda") == ["elastic.enabled = true"]
+    assert not refusals("embedded:d1+archon:d2", "cpu")
+    assert not refusals("embedded:d2|archon:d2", "cuda")
