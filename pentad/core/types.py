@@ -224,6 +224,7 @@ class LayerBalance:
     """Tokens of an expert."""
     std: float
     """Over the experts of the layer; 0 when all had as many."""
+    min: float
     max: float
     num_idle: int
     """Experts without a token."""

@@ -104,6 +104,7 @@ def measure_balance(loads: Mapping[int, Tensor]) -> tuple[LayerBalance, ...]:
             layer=layer,
             mean=float(load_R.mean()),
             std=float(load_R.std(correction=0)),
+            min=float(load_R.min()),
             max=float(load_R.max()),
             num_idle=int((load_R == 0).sum()),
         )

@@ -43,7 +43,7 @@ class Kernel:
         "standard deviation over the experts of a layer, mean over layers", "tokens"
     )
     balance: dict[str, dict[str, float]] | None = about(
-        "by layer: mean, std and max over its experts, and how many were idle", "tokens"
+        "by layer: mean, std, min and max over its experts, and how many were idle", "tokens"
     )
     used_triton: bool | None = about("whether the Triton kernel ran, not its torch reference")
 

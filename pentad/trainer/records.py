@@ -278,6 +278,7 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
             str(one.layer): {
                 "mean": one.mean,
                 "std": one.std,
+                "min": one.min,
                 "max": one.max,
                 "num_idle": one.num_idle,
             }

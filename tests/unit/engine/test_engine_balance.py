@@ -38,7 +38,8 @@ def test_a_step_reports_how_its_tokens_lay_on_the_experts(ac_mode, calls):
         load = expert_load(wanted[:, n], 8).double()
         assert one.mean == pytest.approx(float(load.mean()))
         assert one.std == pytest.approx(float(load.std(correction=0)))
-        assert (one.max, one.num_idle) == (float(load.max()), int((load == 0).sum()))
+        assert (one.min, one.max) == (float(load.min()), float(load.max()))
+        assert one.num_idle == int((load == 0).sum())
     assert step(engine).balance[0].mean == result.balance[0].mean  # it counts each step anew
 
 

@@ -57,12 +57,12 @@ def ticking_timer():
 
 
 def test_the_balance_of_every_mixture_layer_is_recorded():
-    layers = (LayerBalance(1, 4.0, 1.0, 6.0, 0), LayerBalance(3, 4.0, 3.0, 9.0, 2))
+    layers = (LayerBalance(1, 4.0, 1.0, 3.0, 6.0, 0), LayerBalance(3, 4.0, 3.0, 0.0, 9.0, 2))
     kernel = record_of(layers)["kernel"]
     assert (kernel["tokens_per_expert_mean"], kernel["tokens_per_expert_std"]) == (4.0, 2.0)
     assert kernel["balance"] == {
-        "1": {"mean": 4.0, "std": 1.0, "max": 6.0, "num_idle": 0},
-        "3": {"mean": 4.0, "std": 3.0, "max": 9.0, "num_idle": 2},
+        "1": {"mean": 4.0, "std": 1.0, "min": 3.0, "max": 6.0, "num_idle": 0},
+        "3": {"mean": 4.0, "std": 3.0, "min": 0.0, "max": 9.0, "num_idle": 2},
     }
     assert record_of()["kernel"]["balance"] is None
 
