@@ -82,6 +82,7 @@ def sources(name: str, weights: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
         return sources("model.embed_tokens.weight", weights)
     stem, _, last = name.rpartition(".")
     if last in EXPERTS:
+        stem = stem.removesuffix(".routed_experts")  # a module of vLLM's
         groups: list[tuple[str, ...]] = []
         while (first := f"{stem}.{len(groups)}.{EXPERTS[last][0]}.weight") in weights:
             at = first.removesuffix(f"{EXPERTS[last][0]}.weight")

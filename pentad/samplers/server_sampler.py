@@ -27,7 +27,7 @@ from pentad.infer.checks import RequestLimits, check_request
 from pentad.models.exchange import native_shards
 from pentad.models.families import map_of
 from pentad.models.registry import create_model
-from pentad.samplers.answers import flaw_of
+from pentad.samplers.answers import flaw_of, joined
 from pentad.samplers.process import ServerProcess
 from pentad.weights import flow
 
@@ -378,7 +378,11 @@ class ServerSampler:
                 if answer.finish != "abort" or name not in self.interrupted:
                     drawn = joined(drawn, answer)
                     break
-                if not self.interrupted.pop(name) or request.params.stop_strings:
+                is_kept = self.interrupted.pop(name)
+                has_routes = answer.routes is not None or not answer.ids
+                if "routes" in self.capabilities and not has_routes:
+                    is_kept = False
+                if not is_kept or request.params.stop_strings:
                     drawn = joined()  # of texts that end an answer one may lie across the cut
                     continue
                 drawn = joined(drawn, answer)
@@ -488,13 +492,3 @@ class ServerSampler:
         self._check_open()
         if self.doubt is not None:
             raise RunError(self.doubt)
-
-
-def joined(*parts: Generation) -> Generation:
-    """Parts of one continuation, as one; it ended as the last part did."""
-    whole = Generation([], [], [], parts[-1].finish if parts else "length")
-    for part in parts:
-        whole.ids += part.ids
-        whole.logprobs += part.logprobs
-        whole.versions += part.versions
-    return whole

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
 
+ROUTES_FLAG = "--enable-return-routed-experts"
+"""Of vLLM and SGLang alike."""
 TransportName = Literal["disk", "broadcast", "ipc"]
 
 
@@ -40,7 +43,15 @@ class ServerSettings:
     """Where weights that travel by disk lie while they do."""
     check_weights_every: int = 0
     """Installs from one that compares every tensor as held to the next; 0: the first alone."""
+    record_routes: bool = False
+    """Whether answers say which experts each token went to."""
     can_sleep: bool = False
     """Whether it will be put to sleep while others use its devices."""
     memory_share: float | None = None
     """Part of a GPU's memory it may take; None: its own choice."""
+
+
+def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
+    if settings.record_routes and not has_flag:
+        rule = "it does not say which experts it used, which rollout.replay_routes needs"
+        raise UserError(Problem(where, rule, f"start it with {ROUTES_FLAG}"))

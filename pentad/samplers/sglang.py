@@ -34,7 +34,15 @@ from pentad.core.roles import Installed
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
-from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
+from pentad.samplers.answers import (
+    VersionSpan,
+    dotted,
+    finish_of,
+    joined,
+    release,
+    routes_of,
+    versions_of,
+)
 from pentad.samplers.held import is_due, prove, sglang_checksum
 from pentad.samplers.process import (
     ServerProcess,
@@ -43,8 +51,8 @@ from pentad.samplers.process import (
     server_environment,
     server_python,
 )
-from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler, joined
-from pentad.samplers.settings import ServerSettings
+from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
+from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
@@ -74,6 +82,7 @@ class Meta(BaseModel):
     output_token_logprobs: list[tuple[float, NonNegativeInt, str | None]] = []
     finish_reason: Reason | None = None
     weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class SglangAnswer(BaseModel):
@@ -101,6 +110,7 @@ class ServerInfo(BaseModel):
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False
     skip_tokenizer_init: bool = False
+    enable_return_routed_experts: bool = False
     device: str | None = None
     dtype: str = "auto"
 
@@ -134,6 +144,7 @@ class Sglang:
         can |= {"sleep"} if about.enable_memory_saver else set()
         can |= {"seeds"} if about.enable_deterministic_inference else set()
         can |= set() if about.skip_tokenizer_init else {"stop_strings"}
+        can |= {"routes"} if settings.record_routes else set()
         self.capabilities = frozenset(can)
 
     def check(self, params: SamplingParams) -> None:
@@ -163,6 +174,7 @@ class Sglang:
             "return_logprob": True,
             "stream": call.on_piece is not None,
             "extra_key": f"pentad-{call.version}",  # prefixes are those of one weight version
+            "return_routed_experts": self.settings.record_routes,
         }
         ids: list[int] = []
         logprobs: list[float] = []
@@ -185,7 +197,11 @@ class Sglang:
         versions = [call.version] * len(ids)
         if self.tells_versions:
             versions = versions_of(self.where, meta.weight_versions, len(ids))
-        return Generation(ids, logprobs, versions, finish)
+        made = Generation(ids, logprobs, versions, finish)
+        if self.settings.record_routes:
+            told, num_prompt = meta.routed_experts, len(call.prompt_ids)
+            made.routes = routes_of(self.where, told, made, num_prompt, self.settings.dims)
+        return made
 
     def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Meta:
         """Adds what is new in an answer; events hold all tokens so far, or only the latest."""
@@ -427,6 +443,7 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
         needed = settings.max_context
         rule = f"its context has {about.context_length} tokens, the run needs {needed}"
         raise UserError(Problem(where, rule, f"start it with --context-length {needed}"))
+    check_routes(where, settings, about.enable_return_routed_experts)
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
@@ -465,5 +482,7 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
     switches = ["--skip-server-warmup"]
     if settings.can_sleep:
         switches.append("--enable-memory-saver")
+    if settings.record_routes:
+        switches.append(ROUTES_FLAG)
     pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
     return [*pairs, *switches, *settings.arguments]

@@ -24,7 +24,7 @@ from pentad.core.failures import InfraFailure
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
-from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, versions_of
+from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, routes_of, versions_of
 from pentad.samplers.held import is_due, prove
 from pentad.samplers.process import (
     ServerProcess,
@@ -34,7 +34,7 @@ from pentad.samplers.process import (
     server_python,
 )
 from pentad.samplers.server_sampler import CUTS, Call, ServerSampler
-from pentad.samplers.settings import ServerSettings
+from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
@@ -80,6 +80,7 @@ class VllmChoice(BaseModel):
     logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class VllmAnswer(BaseModel):
@@ -125,6 +126,7 @@ class Vllm:
             can
             | ({"sleep"} if about.can_sleep else set())
             | ({"stop_strings"} if about.can_decode else set())
+            | ({"routes"} if settings.record_routes else set())
         )
 
     def check(self, params: SamplingParams) -> None:
@@ -164,7 +166,11 @@ class Vllm:
         versions = [call.version] * len(ids)
         if self.tells_versions:
             versions = versions_of(self.where, last.weight_versions, len(ids))
-        return Generation(ids, logprobs, versions, finish)
+        made = Generation(ids, logprobs, versions, finish)
+        if self.settings.record_routes:
+            told, num_prompt = last.routed_experts, len(call.prompt_ids)
+            made.routes = routes_of(self.where, told, made, num_prompt, self.settings.dims)
+        return made
 
     def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> VllmChoice:
         """Adds the tokens of an answer, or of one event of it."""
@@ -294,6 +300,7 @@ class ModelAbout(BaseModel):
     logprobs_mode: str
     max_model_len: int
     enable_sleep_mode: bool = False
+    enable_return_routed_experts: bool = False
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
 
@@ -323,6 +330,7 @@ class ServerAbout(BaseModel):
     can_sleep: bool
     can_decode: bool
     tells_versions: bool
+    tells_routes: bool
     dtype: str
     is_comparable: bool
     """Whether its parameters can be compared with what is published."""
@@ -358,6 +366,7 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
         can_sleep=about.model.enable_sleep_mode and about.device.device != "cpu",
         can_decode=not about.model.skip_tokenizer_init,
         tells_versions=number >= TELLS_VERSIONS,
+        tells_routes=about.model.enable_return_routed_experts,
         dtype=about.model.dtype.removeprefix("torch."),
         is_comparable=about.device.device != "cpu" and about.parallel.world_size == 1,
     )
@@ -391,6 +400,7 @@ async def attach(
             raise UserError(
                 Problem(where, rule, f"start it with --max-model-len {settings.max_context}")
             )
+        check_routes(where, settings, about.tells_routes)
         transport = transport_of(settings, address, about.num_workers)
         dialect = Vllm(wire, transport, settings, about)
         (told, *_) = await dialect.ask("pentad_about")
@@ -459,6 +469,8 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         switches.append("--no-enable-chunked-prefill")
     if settings.can_sleep:
         switches.append("--enable-sleep-mode")
+    if settings.record_routes:
+        switches.append(ROUTES_FLAG)
     pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
     return [*pairs, *switches, *settings.arguments]
 

@@ -132,7 +132,7 @@ def opened(handles: dict[str, str], device: torch.device) -> Pairs:
 def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
     """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
     model = worker.model_runner.get_model()
-    wanted = {name for name, _ in model.named_parameters()}
+    wanted = {plain_name(name) for name, _ in model.named_parameters()}
     arrived, loaded = WeightDigest(), set[str]()
     load = model.load_weights
 
@@ -142,8 +142,9 @@ def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
             yield name, tensor
 
     def watched(weights: Pairs) -> set[str]:
-        loaded.update(load(weights))
-        return loaded
+        names = set(load(weights))
+        loaded.update(map(plain_name, names))
+        return names
 
     model.load_weights = watched  # reload_weights only warns of what nothing was loaded into
     try:
@@ -156,6 +157,11 @@ def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
     if missed:
         raise RuntimeError(f"nothing was loaded into {len(missed)} parameters, first {missed[0]}")
     return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
+
+
+def plain_name(name: str) -> str:
+    """vLLM's loaders leave a module out of the names of experts."""
+    return name.replace(".experts.routed_experts.", ".experts.")
 
 
 def pack_anew(model: torch.nn.Module) -> None:

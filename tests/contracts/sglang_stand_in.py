@@ -72,6 +72,8 @@ class Generate(Body):
     return_logprob: bool = False
     stream: bool = False
     extra_key: str | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
 
 
 class Pause(Body):
@@ -152,6 +154,7 @@ class StandIn:
             "enable_memory_saver": True,
             "enable_deterministic_inference": True,
             "skip_tokenizer_init": False,
+            "enable_return_routed_experts": False,
             "context_length": None,
             "device": "cpu",
             "dtype": "float32",
@@ -163,6 +166,7 @@ class StandIn:
         self.released: set[str] = set()
         self.pending: list[tuple[str, torch.Tensor]] = []
         self.groups: dict[str, Any] = {}
+        self.routed: set[str] = set()
         self.extra_keys: list[str | None] = []
         self.calls: list[str] = []
 
@@ -214,6 +218,8 @@ class StandIn:
     async def generate(self, body: Generate) -> Response:
         wanted = body.sampling_params
         self.extra_keys.append(body.extra_key)
+        if body.return_routed_experts and self.info["enable_return_routed_experts"]:
+            self.routed.add(body.rid)
         params = SamplingParams(
             max_new_tokens=wanted.max_new_tokens,
             temperature=wanted.temperature,
@@ -272,7 +278,18 @@ class StandIn:
         }
         if final and self.tells_versions:
             meta["weight_versions"] = spans(part.versions)
+        if final and request.id in self.routed and part.routes is not None:
+            meta["routed_experts"] = self.routes(part)
         return {"text": "", "output_ids": part.ids, "meta_info": meta}
+
+    def routes(self, part: Generation) -> str:
+        """int32 of all layers, dense ones too, and of all tokens but the last."""
+        assert part.routes is not None
+        dims, num = self.sampler.engine.model.dims, len(part.routes) - 1
+        told = torch.zeros(num, dims.num_layers, dims.num_experts_per_token, dtype=torch.int32)
+        layers = [layer for layer in range(dims.num_layers) if dims.is_moe(layer)]
+        told[:, layers] = torch.from_numpy(part.routes[:-1]).int()
+        return base64.b64encode(told.numpy().tobytes()).decode()
 
     def reason(self, part: Generation, request: Request) -> dict[str, Any]:
         matched = part.ids[-1] if part.finish == "stop" else None
@@ -380,6 +397,8 @@ class StandIn:
         held: dict[str, list[torch.Tensor]] = {}
         for name, tensor in iter_hf(self.sampler.engine.model):
             fused = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+            fused = re.sub(r"experts\.\d+\.(gate|up)_proj\.", "experts.w13_", fused)
+            fused = re.sub(r"experts\.\d+\.down_proj\.", "experts.w2_", fused)
             fused = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", fused)
             held.setdefault(fused, []).append(tensor)
         for name in {"model.embed_tokens.weight", "lm_head.weight"} & held.keys():
@@ -428,12 +447,14 @@ def main() -> None:
     parser.add_argument("--context-length", type=int, required=True)
     parser.add_argument("--max-running-requests", type=int, required=True)
     parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     given, _ = parser.parse_known_args()
     dims = dims_of(json.loads((given.model_path / "config.json").read_text()))
     settings = SamplerSettings(
         max_running=given.max_running_requests,
         max_context=given.context_length,
         kv_cache_tokens=given.max_running_requests * given.context_length,
+        record_routes=given.enable_return_routed_experts,
     )
 
     def make_sampler() -> EmbeddedSampler:
@@ -443,6 +464,7 @@ def main() -> None:
         make_sampler,
         version=importlib.metadata.version("sglang"),
         enable_memory_saver=given.enable_memory_saver,
+        enable_return_routed_experts=given.enable_return_routed_experts,
         skip_tokenizer_init=True,
     )
     uvicorn.run(stand_in.app(), host="127.0.0.1", port=given.port, log_level="warning")

@@ -9,6 +9,7 @@ from pathlib import Path
 from socket import create_server
 
 from http_thread import served
+from server_models import config_of
 from sglang_stand_in import StandIn
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -187,24 +188,7 @@ def vllm_subject(folder: Path, address: str, **changes) -> Subject:
 def write_folder(folder: Path) -> Path:
     """config.json and a tokenizer for DIMS."""
     write_tokenizer(folder)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": DIMS.vocab_size,
-        "hidden_size": DIMS.hidden_size,
-        "intermediate_size": DIMS.intermediate_size,
-        "num_hidden_layers": DIMS.num_layers,
-        "num_attention_heads": DIMS.num_heads,
-        "num_key_value_heads": DIMS.num_kv_heads,
-        "head_dim": DIMS.head_dim,
-        "max_position_embeddings": DIMS.max_position,
-        "rms_norm_eps": DIMS.norm_eps,
-        "rope_theta": DIMS.rope_theta,
-        "tie_word_embeddings": DIMS.tie_embeddings,
-        "attention_bias": False,
-        "dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config_of(DIMS, "float32")))
     return folder
 
 

@@ -1,6 +1,8 @@
 """Runs over servers that they started: one that dies is started again with the newest weights."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,16 @@ from sglang_stand_in import write_environment
 from pentad.data.toy import write_model, write_task
 from pentad.telemetry.steps import read_lines
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -22,6 +34,9 @@ def task(tmp_path_factory):
     write_model(folder / "model")
     write_task(folder, seed=5, num_train=64, num_sft=64, num_valid=16)
     write_environment(folder / "env", "0.5.17")
+    shutil.copytree(folder / "model", folder / "mixture")
+    config = folder / "mixture" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | MIXTURE))
     return folder
 
 
@@ -47,17 +62,19 @@ def command(task, root, *overrides) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("allocation", "processes"),
+    ("allocation", "processes", "model"),
     [
-        ("sglang:d1|archon:d1", "auto"),
-        ("sglang:d1+archon:d1", "auto"),
-        ("sglang:d1+archon:d1", "separate"),
+        ("sglang:d1|archon:d1", "auto", "mixture"),
+        ("sglang:d1+archon:d1", "auto", "model"),
+        ("sglang:d1+archon:d1", "separate", "model"),
     ],
 )
 def test_a_server_that_dies_is_started_again_with_the_newest_weights(
-    task, tmp_path, allocation, processes
+    task, tmp_path, allocation, processes, model
 ):
+    """A mixture's routes are replayed, before its server dies and after it."""
     given = [f"allocation_mode={allocation}", f"scheduler.processes={processes}"]
+    given += [f"actor.path={task / model}", f"rollout.replay_routes={model == 'mixture'}"]
     num = 6 if processes == "auto" else 3
     asked = command(task, tmp_path, *given, f"total_train_steps={num}")
     with subprocess.Popen(
@@ -70,7 +87,10 @@ def test_a_server_that_dies_is_started_again_with_the_newest_weights(
         os.kill(server, signal.SIGKILL)
         told, _ = run.communicate(timeout=500)
     assert run.returncode == 0, told
-    assert [r["step"] for r in read_lines(steps) if "step" in r] == list(range(1, num + 1))
+    records = [r for r in read_lines(steps) if "step" in r]
+    assert [r["step"] for r in records] == list(range(1, num + 1))
+    rerouted = {r["rl"]["rerouted_share"] for r in records}
+    assert rerouted == {0.0 if model == "mixture" else None}
     log = (folder / "log.txt").read_text()
     assert "sglang-0 is lost: it ended with signal 9" in log, log
     assert "sglang-0 serves again" in log, log

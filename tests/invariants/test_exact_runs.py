@@ -47,15 +47,6 @@ def test_a_dense_model_has_no_routes_to_replay(lab):
         lab.train("rollout.replay_routes=true")
 
 
-def test_a_server_does_not_tell_its_routes(lab, mixture):
-    with pytest.raises(UserError, match="vllm does not tell which experts it used"):
-        lab.train(
-            f"actor.path={mixture}",
-            "rollout.replay_routes=true",
-            "allocation_mode=vllm:d1|archon:d1",
-        )
-
-
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 def test_a_strict_run_has_no_gap_at_all(lab, task, mixture, kind):
     path = mixture if kind == "mixture" else task / "model"

@@ -154,12 +154,12 @@ def strict_needs_the_embedded_sampler(config: Config) -> Problem | None:
 
 
 @RULES.add("rollout.replay_routes", "allocation_mode")
-def replay_needs_a_sampler_that_tells(config: Config) -> Problem | None:
+def replay_needs_a_server_in_one_stage(config: Config) -> Problem | None:
     rollout = server_of(config)
-    if not config.rollout.replay_routes or not rollout:
+    if not config.rollout.replay_routes or not rollout or rollout.size("p") == 1:
         return None
-    rule = f"{rollout.backend} does not tell which experts it used"
-    return Problem("rollout.replay_routes = true", rule, "use embedded in allocation_mode")
+    rule = f"{rollout} has pipeline stages, and reports the experts of one stage's layers at most"
+    return Problem("rollout.replay_routes = true", rule, "leave out p in allocation_mode")
 
 
 @RULES.add("strict", "rollout.replay_routes", "allocation_mode")

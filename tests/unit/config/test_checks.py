@@ -518,15 +518,15 @@ BROKEN = [
         "tp = 2",
     ),
     (
-        "replay_needs_a_sampler_that_tells",
+        "replay_needs_a_server_in_one_stage",
         "plan",
         [
             "rollout.replay_routes=true",
             "actor.path=Qwen/Qwen3-30B-A3B",
-            "allocation_mode=vllm:d1|archon:d1",
+            "allocation_mode=archon:d1+vllm:d1p2",
         ],
         "rollout.replay_routes = true",
-        "vllm does not tell",
+        "vllm:d1p2 has pipeline stages",
     ),
     (
         "servers_fit_the_allocation",
