@@ -137,11 +137,12 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
         assert [g.ids for g in one] == [g.ids for g in same]
 
     async def stops() -> None:
-        (free,) = await sampler.generate(ask("free", new=20, temperature=0.0))
-        stop = free.ids[7]
-        request = ask("stop", new=20, temperature=0.0, stop_ids=(stop,))
-        (g,) = await sampler.generate(request)
-        assert g.ids == free.ids[: free.ids.index(stop) + 1] and g.finish == "stop", (free, g)
+        """A third of all ids end an answer: no two answers of a server in bf16 need be equal."""
+        ends = range(0, DIMS.vocab_size, 3)
+        answers = await sampler.generate(ask("stop", 4, new=200, stop_ids=tuple(ends)))
+        for g in answers:
+            *before, last = g.ids
+            assert g.finish == "stop" and last in ends and not set(before) & set(ends), g
 
     async def abort() -> str:
         heard = asyncio.Event()
@@ -213,7 +214,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
             pairs = two.pairs[which]
             given = [(n, t.cpu()) for n, t in pairs] if name == "broadcast" else pairs
             began = time.perf_counter()
-            await asyncio.wait_for(client.install(10 + number, given), 30)
+            await asyncio.wait_for(client.install(10 + number, given), 45)
             took.append(f"{name} {time.perf_counter() - began:.2f} s")
             request = ask(f"by-{name}", 2)
             two.check(which, request, await client.generate(request))
@@ -230,7 +231,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
     await report.part(kind, "pause and resume", pause)
     await report.part(kind, "install with answers under way", under_way)
     await report.part(kind, "sleep and wake", sleep)
-    await report.part(kind, "transports", transports)
+    await report.part(kind, "transports", transports, 120)
 
 
 # A mixture of experts.

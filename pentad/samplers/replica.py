@@ -81,6 +81,8 @@ class Offering(Protocol):
 
 Start = Callable[[int], Awaitable[OneProcess]]
 """Starts the process of a generation and connects to it."""
+END_PATIENCE_S = 1.0
+"""Between a call that failed and the end of its process, where that was the reason."""
 LAST_WORDS_S = 0.1
 """Between a lost connection and the end of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
@@ -280,10 +282,16 @@ class ReplicaSampler:
         self._turn()
 
     async def _try(self, doing: Awaitable[None]) -> None:
-        """For a state that a new process is given too: a lost one needs it no more."""
+        """For a state that a new process is given too: a lost one needs it no more. One that is
+        alive and did not take it is an error."""
+        remote = self.remote
         try:
             await doing
         except InfraFailure as failure:
+            assert remote is not None
+            await asyncio.wait([remote.lost], timeout=END_PATIENCE_S)
+            if not remote.lost.done():
+                raise
             log.debug("%s: %s", self.name, failure)
 
     def _check_open(self) -> None:

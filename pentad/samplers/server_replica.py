@@ -19,14 +19,13 @@ from pentad.core.roles import Installed
 from pentad.core.types import Generation, Request
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.samplers.process import ServerProcess
+from pentad.samplers.replica import END_PATIENCE_S
 from pentad.samplers.server_sampler import OnToken, ServerSampler
 from pentad.sync.publisher import Snapshot
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-LAST_WORDS_S = 1.0
-"""Between a call that failed and the end of its server's process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +133,7 @@ class ServerRemote:
         self.lost.set_result(f"it {ended}")
 
     async def _has_ended(self) -> bool:
-        await asyncio.wait([self.lost], timeout=LAST_WORDS_S)
+        await asyncio.wait([self.lost], timeout=END_PATIENCE_S)
         return self.lost.done()
 
 

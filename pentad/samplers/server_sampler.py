@@ -286,10 +286,15 @@ class ServerSampler:
             return
         self.asleep = list(MEMORIES)
         self._gate()
-        async with self.updating:
-            if self.dialect.loses_requests_asleep:
-                await self._interrupt(keeps=False)
-            await self.dialect.sleep()
+        try:
+            async with self.updating:
+                if self.dialect.loses_requests_asleep:
+                    await self._interrupt(keeps=False)
+                await self.dialect.sleep()
+        except InfraFailure:
+            self.asleep = []
+            self._gate()
+            raise
 
     async def _interrupt(self, *, keeps: bool) -> None:
         """What is under way ends here and is asked again later: from where it came to, or from its

@@ -138,6 +138,10 @@ class Sglang:
         self.group: BroadcastGroup | None = None
         self.group_name = ""
         self.num_loads = 0
+        self.num_asked = 0
+        self.rids: dict[str, str] = {}
+        """Calls under way, and what the server knows each as. No name is used twice: two seconds
+        after a stream has ended SGLang aborts whatever has its name."""
         self.ended_by: dict[str, int] = {}
         """Calls that ended at an id that ends no answer."""
         can = {"pause", "abort"}
@@ -167,8 +171,16 @@ class Sglang:
         return joined(*parts)
 
     async def _generate(self, call: Call) -> Generation:
+        self.num_asked += 1
+        self.rids[call.id] = f"{call.id}{self.num_asked}."
+        try:
+            return await self._drawn(call, self.rids[call.id])
+        finally:
+            del self.rids[call.id]
+
+    async def _drawn(self, call: Call, rid: str) -> Generation:
         body = {
-            "rid": call.id,
+            "rid": rid,
             "input_ids": call.prompt_ids,
             "sampling_params": sampling_params(call),
             "return_logprob": True,
@@ -224,8 +236,8 @@ class Sglang:
         return meta
 
     async def abort(self, call_ids: Sequence[str]) -> bool:
-        for call_id in call_ids:
-            await self.wire.post("/abort_request", {"rid": call_id})
+        for rid in [self.rids[call_id] for call_id in call_ids if call_id in self.rids]:
+            await self.wire.post("/abort_request", {"rid": rid})
         return True
 
     async def cut(self, call_ids: Sequence[str]) -> None:
@@ -329,7 +341,7 @@ class Sglang:
             raise InfraFailure(f"{self.where}: {path} failed ({done.message})")
 
     async def sleep(self) -> None:
-        await self.wire.post("/flush_cache")
+        await self.wire.post("/flush_cache", is_json=False)
         await self.wire.post("/release_memory_occupation", {"tags": MEMORIES})
 
     async def wake(self, memories: Sequence[str]) -> None:

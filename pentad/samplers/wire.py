@@ -35,7 +35,8 @@ class Wire:
         )
 
     async def get(self, path: str, **params: str) -> Any:
-        return await self._call("GET", path, params=params)
+        answer = await self._call("GET", path, params=params)
+        return self._parsed(path, answer) if answer else None
 
     async def post(
         self,
@@ -43,9 +44,11 @@ class Wire:
         body: Mapping[str, Any] | None = None,
         *,
         timeout_s: float | None = CALL_TIMEOUT_S,
+        is_json: bool = True,
         **params: str | Sequence[str],
     ) -> Any:
-        return await self._call("POST", path, body=body, timeout_s=timeout_s, params=params)
+        answer = await self._call("POST", path, body=body, timeout_s=timeout_s, params=params)
+        return self._parsed(path, answer) if is_json and answer else None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The server-sent events of an answer, parsed; ends at its [DONE]."""
@@ -85,7 +88,7 @@ class Wire:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = CALL_TIMEOUT_S,
         params: Mapping[str, str | Sequence[str]],
-    ) -> Any:
+    ) -> str:
         async with self._failing(path):
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
             response = await self.http.request(
@@ -93,7 +96,7 @@ class Wire:
             )
         if response.status_code != 200:
             raise self.refused(path, response)
-        return self._parsed(path, response.text) if response.content else None
+        return response.text
 
     @asynccontextmanager
     async def _failing(self, path: str) -> AsyncIterator[None]:

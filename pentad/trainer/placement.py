@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from pentad.core.errors import RunError
+from pentad.core.failures import InfraFailure
 from pentad.core.roles import Sampler
 
 
@@ -80,12 +82,20 @@ class Turnstile:
                 await self.offload()
             self._note_memory("before_wake")
             for sampler in self.samplers:
-                await sampler.wake()
+                await _required(sampler.wake())
             self._note_memory("awake")
             self.holder = role
             return
         self.holder = role  # also of those that sleep already, if this is cut short
         self._note_memory("before_sleep")
         for sampler in self.samplers:
-            await sampler.sleep()
+            await _required(sampler.sleep())
         self._note_memory("asleep")
+
+
+async def _required(turn: Awaitable[None]) -> None:
+    """A sampler that does not give or take back its memory leaves the other side none."""
+    try:
+        await turn
+    except InfraFailure as failure:
+        raise RunError(str(failure)) from failure

@@ -169,6 +169,7 @@ class StandIn:
         self.routed: set[str] = set()
         self.extra_keys: list[str | None] = []
         self.calls: list[str] = []
+        self.rids: set[str] = set()
 
     def app(self) -> Starlette:
         routes = {
@@ -229,6 +230,8 @@ class StandIn:
             stop_strings=tuple(wanted.stop or ()),
         )
         assert body.return_logprob and wanted.sampling_seed is not None
+        assert body.rid not in self.rids, "two seconds after its stream SGLang aborts what it named"
+        self.rids.add(body.rid)
         request = Request(
             id=body.rid,
             prompt_ids=tuple(body.input_ids),
@@ -371,7 +374,9 @@ class StandIn:
         return JSONResponse({"success": True, "message": "Success."})
 
     async def flush(self) -> Response:
-        return Response(status_code=400 if self.sampler.open else 200)
+        """A sentence, as SGLang answers, and no JSON."""
+        text = "Cache flushed. Please check backend logs for more details."
+        return Response(text, status_code=400 if self.sampler.open else 200)
 
     async def release(self, body: Tags) -> Response:
         assert not self.sampler.open, "release_memory_occupation should be called when idle"
@@ -381,7 +386,9 @@ class StandIn:
 
     async def wake(self, body: Tags) -> Response:
         """The engine behind is awake when all of it is; weights can be installed before."""
-        self.released -= set(body.tags or ("weights", "kv_cache"))
+        tags = set(body.tags or ("weights", "kv_cache"))
+        assert tags <= self.released, "waking what is awake ends SGLang"
+        self.released -= tags
         if not self.released:
             await self.sampler.wake()
         return JSONResponse(None)

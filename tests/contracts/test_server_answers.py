@@ -505,3 +505,21 @@ def test_sglang_ends_at_the_ids_it_was_given_and_at_no_other(model_folder):
         assert answer.finish == ("stop" if is_end else "length") and (
             is_end or len(answer.ids) == 60
         )
+
+
+def test_an_sglang_that_does_not_fall_asleep_goes_on_serving(model_folder):
+    """To wake a server that is awake would end it."""
+
+    class Sleepless(StandIn):
+        async def flush(self) -> Response:
+            return PlainTextResponse("requests are under way", status_code=400)
+
+    async def main():
+        async with attached(sglang.attach, address, server_settings(model_folder)) as sampler:
+            with pytest.raises(InfraFailure, match="/flush_cache answered 400"):
+                await sampler.sleep()
+            await sampler.wake()
+            return await sampler.generate(ASKED)
+
+    with served(Sleepless(lambda: embedded(9, -1)).app()) as address:
+        assert all(answer.ids for answer in asyncio.run(main()))

@@ -1,6 +1,7 @@
 """What a run refuses before anything starts, and how it ends when it must."""
 
 import os
+import re
 import signal
 import time
 
@@ -126,7 +127,7 @@ def test_a_first_batch_that_fails_alike_ends_the_run(lab, tmp_path):
         lab.train(f"reward.fn={file}:score", "rollout.max_retries=0")
     said = str(caught.value)
     assert said.startswith(f"the first 4 groups failed alike, the last ({lab.task}/train.jsonl:")
-    assert f"ValueError: odd length 6 ({file}, line 3)" in said
+    assert re.search(rf"ValueError: odd length \d \({re.escape(str(file))}, line 3\)", said), said
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])

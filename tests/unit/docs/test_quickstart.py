@@ -55,7 +55,7 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     if block.language == "python":
         command = [sys.executable, "-c", code]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100", "LC_ALL": "C"}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
 
 

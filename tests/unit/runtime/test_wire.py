@@ -218,6 +218,7 @@ def test_a_server_without_the_token_is_refused():
         heard = await reader.readexactly(len(wire.MAGIC) + wire.NONCE + 32)
         writer.write(heard[-32:])
         await writer.drain()
+        writer.close()  # Python 3.12 waits for it where the server is closed
 
     async def scenario(listener, address):
         async with await asyncio.start_server(parrot, "127.0.0.1", 0) as server:
