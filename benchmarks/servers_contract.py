@@ -138,7 +138,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
 
     async def stops() -> None:
         """A third of all ids end an answer: no two answers of a server in bf16 need be equal."""
-        ends = range(0, DIMS.vocab_size, 3)
+        ends = range(0, sampler.dims.vocab_size, 3)
         answers = await sampler.generate(ask("stop", 4, new=200, stop_ids=tuple(ends)))
         for g in answers:
             *before, last = g.ids
