@@ -20,6 +20,8 @@ from typing import Any
 from pentad.chaos.workloads import Workload
 from pentad.core.faults import VARIABLE, InjectedFault
 from pentad.runtime.local_roles import OF_A_RANK
+from pentad.runtime.spares import make_spares
+from pentad.runtime.standby import ENVIRONMENT, IMPORTED_LATE, overwrite
 from pentad.runtime.worker import load_target
 from pentad.telemetry.steps import read_lines
 
@@ -29,8 +31,16 @@ LIMIT_S = 900.0
 """A wait that takes longer is a failure; nothing else is judged by the clock."""
 POLL_S = 0.02
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pentad.trainer.assemble"])
-"""Runs are forked from a process that has imported torch: most of a short run is that import."""
+CONTEXT.set_forkserver_preload(
+    [
+        *("pentad.trainer.assemble", "pentad.trainer.sft"),
+        *("pentad.samplers.hosted", "pentad.runtime.rank_host", *IMPORTED_LATE),
+    ]
+)
+"""Runs and their ranks are forked from a process that has imported everything: most of a short run
+would be imports."""
+GROUPS = 4
+"""Groups of ranks that are ready in a run, for as many losses; others are started."""
 
 
 class Broken(Exception):
@@ -122,7 +132,12 @@ class ChaosRun:
         environment |= {MARK: str(self.folder / self.name)}
         if faults:
             environment[VARIABLE] = ";".join(map(str, faults))
-        process = CONTEXT.Process(target=run_command, args=(given, environment, str(self.log)))
+        load = self.workload
+        is_alone = load.world == 1 and load.command != "train"
+        num_spares = 0 if is_alone else GROUPS * (load.world + 1)
+        process = CONTEXT.Process(
+            target=run_command, args=(given, environment, str(self.log), num_spares)
+        )
         process.start()
         return process
 
@@ -233,17 +248,19 @@ class ChaosRun:
         return is_new
 
 
-def run_command(words: list[str], environment: dict[str, str], log: str) -> None:
+def run_command(words: list[str], environment: dict[str, str], log: str, num_spares: int) -> None:
     """In the child: the command line, with its output in a file."""
     os.setsid()  # a signal to its group reaches no other process
     os.environ.clear()
     os.environ.update(environment)
+    overwrite(ENVIRONMENT, f"{MARK}={environment[MARK]}".encode())  # for `processes_of`
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for number in (1, 2):
         os.dup2(output, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.argv[:] = ["pentad", *words]
     sys.orig_argv[:] = [sys.executable, "-m", "pentad.cli.main", *words]
+    make_spares(num_spares)
     main: Any = load_target("pentad.cli.main:main")
     main()
 
@@ -256,7 +273,7 @@ def processes_of(mark: str) -> dict[int, str]:
             continue
         with suppress(OSError):
             if wanted not in (folder / "environ").read_bytes().split(b"\0"):
-                continue  # the forked run itself has the environment of who forked it
+                continue
             if (folder / "stat").read_text().rpartition(") ")[2].split()[0] != "Z":
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                 found[int(folder.name)] = line.decode(errors="replace").strip()

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from pentad.chaos.broken_run import ChaosRun, require
 from pentad.chaos.invariants import check_groups
-from pentad.chaos.scenarios import RECOVERED, WENT_ON, Scenario, kill_rank, kill_scheduler, says
+from pentad.chaos.scenarios import (
+    RECOVERED,
+    WENT_ON,
+    Scenario,
+    kill_rank,
+    kill_scheduler,
+    says,
+    shrink,
+)
 
 NUM_BAD = 2
 """Rows whose reward fails."""
@@ -52,6 +60,12 @@ def kill_samplers(trial: ChaosRun) -> None:
     check_groups(trial, None)
 
 
+def shrink_and_grow(trial: ChaosRun) -> None:
+    """Fewer ranks round otherwise, so samples may differ; prompts may not."""
+    shrink(trial, grows=True)
+    check_groups(trial, None)
+
+
 def fail_reward(trial: ChaosRun, how: str) -> None:
     """Rewards of two rows fail every time; other rows take their place."""
     folder = trial.workload.folder
@@ -78,6 +92,7 @@ OF_ROLLOUT = (
     Scenario(
         "kill-scheduler-rl", partial(kill_scheduler, at="backward"), RECOVERED, "rl", is_soaked=True
     ),
+    Scenario("shrink-and-grow-rl", shrink_and_grow, RECOVERED, "rl", is_equal=False),
     Scenario("reward-hang", partial(fail_reward, how="hang"), WENT_ON, "rl", is_equal=False),
     Scenario("reward-crash", partial(fail_reward, how="crash"), WENT_ON, "rl", is_equal=False),
 )

@@ -107,6 +107,7 @@ def shrink(trial: ChaosRun, *, grows: bool) -> None:
     words = ["elastic.enabled=true", "elastic.standbys=false", "elastic.drop_grace_s=0"]
     trial.start(*((first, second) if grows else (first,)), words=words)
     trial.wait_fault(first)
+    samplers = trial.roles("rollout")
     slots.drop(slot, "its device is gone")
     trial.release(first)
     if grows:
@@ -115,6 +116,7 @@ def shrink(trial: ChaosRun, *, grows: bool) -> None:
         trial.look()
         took = trial.recovery_s
         trial.wait_fault(second)
+        require(trial.roles("rollout") == samplers, "a sampler was started again")
         slots.join(slot)
         trial.release(second)
         trial.recovery_s = took

@@ -3,8 +3,9 @@
 1. p, t and c stay as they are while p*t*c ranks are left; d becomes as large as the ranks allow.
 2. Only where d1 is still too large do p, t and c shrink: their product stays the largest that fits,
    and among equals t stays before p, and p before c.
-3. e stays if it divides the ranks of a stage and the experts, else it becomes the largest below
-   that does; so do t of ffn, and dp_replicate, which divides d.
+3. e stays if it divides the ranks of a stage, else it becomes the largest below that does and
+   leaves no rank without an expert (the last may have fewer than the others); t of ffn too, and
+   dp_replicate, which divides d.
 
 Whether a model can be cut so is for the caller's rules: the first layout that they accept is taken.
 """

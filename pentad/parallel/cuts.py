@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pentad.core.fit import experts_each
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.cuts import REPEATED, UNITS, Plan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
@@ -97,7 +99,11 @@ def _cut(entry: Entry, weight_map: WeightMap, plan: Plan, meshes: Meshes) -> Cut
     (box, _), *_ = part.boxes
     is_expert = any(axis in axes for axis in EXPERT_AXES)
     num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp
-    dim = storage_dim(part.shape, num_stored)
+    sizes = list(part.shape)
+    if "ep" in axes:  # all ranks must choose one dim, whether they hold as many experts or not
+        num = entry.shape[axes["ep"]]
+        sizes[axes["ep"]] = gcd(experts_each(num, layout.ep), num)
+    dim = storage_dim(tuple(sizes), num_stored)
     copies, mesh, placements = _outside(entry, weight_map, axes, meshes, is_expert)
     return Cut(
         shape=entry.shape,

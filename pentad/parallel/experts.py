@@ -16,11 +16,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from pentad.core.fit import experts_each
 from pentad.ops.experts import sort_pairs, sum_rows, take_rows, take_weights
 from pentad.ops.meter import timed
 from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
+from pentad.weights.cuts import cut_range
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert, how many each has, the weight of each row) to their results."""
@@ -38,8 +41,12 @@ class CellDispatch:
         self.cell = cell
         self.etp = etp
         self.num_ep = cell.size // etp
-        assert num_experts % self.num_ep == 0, f"{num_experts} experts over ep = {self.num_ep}"
         self.num_experts = num_experts
+        start, stop = cut_range(num_experts, self.num_ep, cell.rank // etp)
+        assert stop > start, f"{num_experts} experts over ep = {self.num_ep}"
+        self.num_held = stop - start
+        self.num_each = experts_each(num_experts, self.num_ep)
+        """The last rank may hold fewer."""
 
     def __call__(
         self,
@@ -51,7 +58,7 @@ class CellDispatch:
     ) -> Tensor:
         road = Road(x_TD.device)
         pairs = sort_pairs(chosen_Tk, self.num_experts)
-        sent_PE = pairs.sizes_E.view(self.num_ep, -1).repeat_interleave(self.etp, dim=0)
+        sent_PE = self._by_rank(pairs.sizes_E).repeat_interleave(self.etp, dim=0)
         with road.after(sent_PE):
             got_PE = self._swap_counts(sent_PE)
             numbers = Numbers(torch.stack([sent_PE.sum(1), got_PE.sum(1)]))
@@ -72,13 +79,18 @@ class CellDispatch:
             # only added up, and nobody has to keep it for the weights' gradients.
             weights_M = exchange(self._for_cell(weights_N, sent), self.cell, got, sent)
         road.join(got_PE, x_MD, weights_M)
-        y_MD = _run_here(x_MD, weights_M, got_PE, experts)
+        y_MD = _run_here(x_MD, weights_M, got_PE[:, : self.num_held], experts)
         with road.after(y_MD), timed("combine", x_TD.device, got_bytes):
             back_MD = exchange(y_MD, self.cell, sent, got)
         beside_TD = None if finish is None else finish()
         road.join(back_MD)
         y_TD = sum_rows(self._from_cell(back_MD, sent), pairs).to(x_TD.dtype)
         return y_TD if beside_TD is None else y_TD + beside_TD
+
+    def _by_rank(self, sizes_R: Tensor) -> Tensor:
+        """Pairs of each expert by the rank that holds it; places without an expert stay empty."""
+        lack = self.num_ep * self.num_each - self.num_experts
+        return (pad(sizes_R, (0, lack)) if lack else sizes_R).view(self.num_ep, -1)
 
     def _num_leaving(self, counts: list[int]) -> int:
         """Of pairs by rank of the cell those that are another's."""

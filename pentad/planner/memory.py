@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from pentad.core import sizes
 from pentad.core.dims import ModelDims
+from pentad.core.fit import experts_each
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
 from pentad.core.sizes import (
@@ -158,7 +159,7 @@ def layer_dense(dims: ModelDims, layer: int, tp: int) -> int:
 
 def layer_experts(dims: ModelDims, layer: int, layout: Layout) -> int:
     part = dims.layer_parts(layer)
-    return part.expert * (part.num_experts // layout.ep) // layout.etp
+    return part.expert * experts_each(part.num_experts, layout.ep) // layout.etp
 
 
 def sharded_params(training: Training, held: HeldParams) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from pentad.core.fit import experts_each
 from pentad.core.layout import Coords, Layout
 from pentad.core.stages import stages_of_rank
 from pentad.planner.figures import TrainPlan
@@ -88,10 +89,11 @@ def _row(
     run: list[tuple[int, Coords]], layout: Layout, num_heads: int, num_experts: int
 ) -> InnerRow:
     heads = num_heads // layout.tp
-    experts = num_experts // layout.ep
+    experts = experts_each(num_experts, layout.ep)
     places = [place for _, place in run]
     held = [i for p in places for i in range(p.tp * heads, (p.tp + 1) * heads)]
     routed = [i for p in places for i in range(p.ep * experts, (p.ep + 1) * experts)]
+    routed = [i for i in routed if i < num_experts]
     return InnerRow(
         offsets="+" + span([rank for rank, _ in run]),
         dp=span([p.dp_replicate * layout.dp_shard + p.dp_shard for p in places]),

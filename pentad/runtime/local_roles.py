@@ -16,6 +16,7 @@ from pentad.runtime.process import RankProcess
 from pentad.runtime.report import describe_exit, tail
 from pentad.runtime.role_host import job_of
 from pentad.runtime.roles import RoleSpec
+from pentad.runtime.spares import take_spare
 from pentad.runtime.standby import StandbyPool
 
 COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
@@ -36,7 +37,8 @@ class LocalProcess:
         self.log = spec.log
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         job = job_of(spec, token, standing_in=own_environment(spec))
-        if standbys is not None and (taken := standbys.take(job)) is not None:
+        taken = standbys.take(job) if standbys is not None else None
+        if (taken := taken or take_spare(job)) is not None:
             self.process, self.address = taken
         else:
             self._start(spec)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+
+class Child(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int: ...
 
 
 class RankProcess:
     """A process that keeps its number until `end`, so that no signal can reach another's."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, popen: Child) -> None:
         self.popen = popen
         self.pid = popen.pid
         self._code: int | None = None

@@ -128,6 +128,11 @@ def main() -> int:
         job = json.load(sys.stdin)
         if job.get("parent") is not None:
             die_with_parent(job["parent"])
+    return run_job(job)
+
+
+def run_job(job: Mapping[str, Any]) -> int:
+    """The life of this process, with a socket in `listen_fd`; its exit code."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")

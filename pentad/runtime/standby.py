@@ -28,6 +28,13 @@ WAIT = "--standby"
 READY = b"ready\n"
 NAME = "standby-" + "." * 24
 """In the command line, with room for the name of the role it takes."""
+ARGUMENTS, ENVIRONMENT = 45, 47
+"""Where /proc/PID/stat says that they begin, the name of the program not counted."""
+IMPORTED_LATE = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    "transformers.models.auto.tokenization_auto",
+)
+"""What making a model and reading its tokenizer import besides, seconds of a core."""
 
 
 class Standby:
@@ -147,6 +154,11 @@ def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
         importlib.import_module(module)
     os.write(1, READY)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.read() or b"null") or sys.exit(0)
+    return stand_in(job) | {"listen_fd": int(fd)}
+
+
+def stand_in(job: dict[str, Any]) -> dict[str, Any]:
+    """Log, environment, threads and name of the job for a process that was started before."""
     with Path(job["log"]).open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -155,18 +167,26 @@ def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
     if "torch" in sys.modules and threads:  # it has read the variable already
         sys.modules["torch"].set_num_threads(int(threads))
     rename(job["name"])
-    return job | {"listen_fd": int(fd)}
+    return job
 
 
 def rename(name: str) -> None:
     """Puts the name of the role in the place of the standby's and of what follows in the command
-    line, for people who list processes."""
+    line, for people who list processes; of the whole line, where it is another program's."""
     if sys.platform != "linux":
         return
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end
-    words = ctypes.string_at(start, end - start)
+    words = Path("/proc/self/cmdline").read_bytes()
     place = words.find(NAME.encode())
     if place >= 0:
-        rest = len(words) - place
-        ctypes.memmove(start + place, name.encode()[: len(NAME)].ljust(rest, b"\0"), rest)
+        overwrite(ARGUMENTS, words[:place] + name.encode()[: len(NAME)])
+    else:
+        overwrite(ARGUMENTS, f"python -m pentad.runtime.role_host {name}".encode())
+
+
+def overwrite(region: int, text: bytes) -> None:
+    """Has /proc say something else of this process, as far as there is room; nobody reads the
+    memory for anything else any more."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    start, end = int(fields[region]), int(fields[region + 1])
+    size = end - start
+    ctypes.memmove(start, text[: size - 1].ljust(size, b"\0"), size)

@@ -241,6 +241,10 @@ class StepRecord:
     )
     num_groups: int | None = about("prompts trained in the step", "groups")
     num_samples: int | None = about("sequences trained", "sequences")
+    rows_digest: str | None = about(
+        "of the token ids of the step's rows, in their order: steps of two runs with the same one "
+        "trained the same samples; null in reinforcement learning, where samples.jsonl names groups"
+    )
     num_tokens: int | None = about("tokens the model was run on, prompts included", "tokens")
     num_microbatches: int | None = about("forward and backward passes", "passes")
     tokens_per_sec: float | None = about("num_tokens over the wall clock", "tokens/s", varies=True)

@@ -6,10 +6,10 @@ process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runt
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -42,28 +42,22 @@ from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
-from pentad.runtime.standby import StandbyPool
+from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
 from pentad.runtime.worker import load_target
-from pentad.telemetry.log import NOTICE, log_to
+from pentad.telemetry.log import log_to
 from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
 from pentad.trainer.retries import Retries, newest_step
-from pentad.trainer.run import RunSummary, take_folder
+from pentad.trainer.run import RunSummary, checkpoint_path, noted_end, standing, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
-
-log = logging.getLogger(__name__)
+from pentad.trainer.stopping import stop_early
 
 Run = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
 """A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
 what outlives them."""
-IMPORTED_LATE = (
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    "transformers.models.auto.tokenization_auto",
-)
-"""What making a model and reading its tokenizer import besides, seconds of a core."""
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
@@ -82,7 +76,8 @@ def run_over_ranks(
     """
     own = rank_from_environment()
     if own is not None and config.elastic.enabled:
-        config, own = fit_torchrun(config, own)
+        config, own, why = fit_torchrun(config, own)
+        notes = [*notes, f"elastic: {why}"] if why else notes
     world = component_of(config, "actor").world
     if own is not None and own.world != world:
         raise UserError(wrong_world(own.world, world))
@@ -101,9 +96,9 @@ def wrong_world(found: int, world: int) -> Problem:
     return Problem(f"WORLD_SIZE = {found}", rule, remedy)
 
 
-def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank]:
+def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
     """The layout for the ranks that torchrun's agents came together with, fewer than it asks for or
-    not. A rank that it has no use for ends here."""
+    not, and what changed, in words. A rank that it has no use for ends here."""
     if shares_store() and not is_one_machine():
         rule = "the agents keep one store over restarts, with the addresses of ranks that are gone"
         remedy = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines (scripts/launch.sh does)"
@@ -116,8 +111,6 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank]:
         )
         remedy = "give torchrun --nnodes MIN:MAX with a larger MIN"
         raise UserError(Problem(f"WORLD_SIZE = {rank.world}", rule, remedy))
-    if fitted.why and rank.rank == 0:
-        log.info("elastic: %s", fitted.why, extra=NOTICE)
     if rank.rank >= fitted.world:
         raise SystemExit(0)
     if fitted.world < rank.world:
@@ -125,7 +118,7 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", fitted.world))
         os.environ["LOCAL_WORLD_SIZE"] = str(min(local, fitted.world))
         rank.world = fitted.world
-    return fitted.config, rank
+    return fitted.config, rank, fitted.why
 
 
 def run_beside_group(
@@ -163,9 +156,7 @@ def run_beside_group(
             away=members.why_away,
         )
         while True:
-            (folder.parent / "exit.json").unlink(missing_ok=True)  # it goes on
-            with log_to(folder.parent / "log.txt"):
-                formed = members.form(generation)
+            formed = form_group(members, config, generation)
             specs = rank_specs(
                 formed,
                 with_config(given, formed.config),
@@ -203,6 +194,18 @@ def run_beside_group(
             os.environ[AGAIN] = str(retries)
             unsettle()  # the life that ended leaves cycles
             generation += 1
+
+
+def form_group(members: Membership, config: Config, generation: int) -> Formed:
+    """The next group. Waiting for it may be what the run ends with: the folder stays ours, and
+    `exit.json` says how."""
+    with (
+        take_folder(config, fresh=False) as folder,
+        log_to(folder.file("log.txt")),
+        noted_end(folder, checkpoint_path(config), is_last=False),
+        stop_early(partial(standing, config)),
+    ):
+        return members.form(generation)
 
 
 def judge_loss(

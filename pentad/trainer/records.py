@@ -91,6 +91,7 @@ class StepRecorder:
         memory: MemoryUse,
         saver: Saver,
         recover: RecoverHandler,
+        rows_digest: str | None = None,
     ) -> StepRecord:
         return self._record(
             step=step,
@@ -101,6 +102,7 @@ class StepRecorder:
             saver=saver,
             recover=recover,
             version=step,
+            rows_digest=rows_digest,
         )
 
     def _record(

@@ -484,9 +484,9 @@ def alarms_of(config: Config) -> FindAlarms:
 
 
 @contextmanager
-def noted_end(folder: RunFolder, checkpoints: Path) -> Iterator[None]:
+def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> Iterator[None]:
     """How this start of the run ended goes to its log and to exit.json; a refusal of the operating
-    system is a sentence."""
+    system is a sentence. `is_last`: the run is complete after this part of it."""
     marker = folder.file("exit.json")
     marker.unlink(missing_ok=True)
 
@@ -514,8 +514,9 @@ def noted_end(folder: RunFolder, checkpoints: Path) -> Iterator[None]:
         log.info("the run failed", exc_info=True)
         note("failed", repr(error))
         raise
-    log.info("the run is complete")
-    note("complete")
+    if is_last:
+        log.info("the run is complete")
+        note("complete")
 
 
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:

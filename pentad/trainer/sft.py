@@ -224,8 +224,16 @@ def train(
                 saver.after_step(step)
                 recover.after_step(step, is_doubtful=bounds.is_doubtful)
             memory = MemoryUse(**calls.ask("memory"))
-            lengths = found["lengths"]
-            record = run.steps.sft_record(step + 1, result, lengths, timer, memory, saver, recover)
+            record = run.steps.sft_record(
+                step + 1,
+                result,
+                found["lengths"],
+                timer,
+                memory,
+                saver,
+                recover,
+                found["rows_digest"],
+            )
             run.recorder.step(record)
             recover.commit()
             if sentence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -64,7 +65,7 @@ class ExampleService(EngineService, ABC):
         )
 
     def step(self, step: int) -> dict[str, Any]:
-        """Trains the examples of a step, counted from 0; its result and the lengths of its rows."""
+        """Trains the examples of a step, counted from 0; its result, and which rows those were."""
         self.rank.report(step + 1)
         rows = self.data["train"].batch(step, self.config.train_dataset.batch_size)
         engine = self.engines["actor"]
@@ -72,7 +73,12 @@ class ExampleService(EngineService, ABC):
         engine.accumulate(rows, self.loss)
         result = engine.end_step()
         self.after_step(step + 1)
-        return {"result": asdict(result), "lengths": [len(row.ids) for row in rows]}
+        digest = hashlib.blake2b(digest_size=8)
+        for row in rows:
+            digest.update(row.ids.numpy().tobytes())
+            digest.update(b".")
+        lengths = [len(row.ids) for row in rows]
+        return {"result": asdict(result), "lengths": lengths, "rows_digest": digest.hexdigest()}
 
     def evaluate(self) -> dict[str, float | int]:
         """The loss on the examples that are not trained."""

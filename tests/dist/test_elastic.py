@@ -13,7 +13,8 @@ from role_processes import role_processes
 from run_cases import config_of
 
 from pentad.cli.slots import run_slots
-from pentad.core.errors import RunError
+from pentad.cli.verify_checkpoint import run_verify_checkpoint
+from pentad.core.errors import RunError, UserError
 from pentad.data.toy import write_byte_model, write_model, write_task
 from pentad.runtime.slots import Slots
 from pentad.telemetry.recorder import Recorder
@@ -72,6 +73,13 @@ def values_of(records):
     return [[line["loss"], line["grad_norm"]] for line in read_lines(records / "steps.jsonl")]
 
 
+def samples_of(records):
+    """What stands for the rows of each step."""
+    found = [line["rows_digest"] for line in read_lines(records / "steps.jsonl")]
+    assert len(set(found)) == len(found), "every step has its own"
+    return found
+
+
 def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, capsys):
     """Experts are cut anew twice; every step has the batch and the loss of one process."""
     torch.set_num_threads(1)
@@ -101,6 +109,7 @@ def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, c
     assert met.num_steps == 6 and not learners()
     for mine, truth in zip(values_of(records), values_of(alone.records), strict=True):
         assert mine == pytest.approx(truth, rel=CLOSE, abs=1e-6)
+    assert samples_of(records) == samples_of(alone.records)
     log = (records / "log.txt").read_text()
     assert "elastic: slot 1 is retired: its process failed 1 times in a row" in log
     assert "elastic: generation 1 has 1 ranks: archon:(attn:d1|ffn:e1) for " in log
@@ -114,8 +123,64 @@ def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, c
     assert "generation 1: archon:(attn:d1|ffn:e1) on 1 of 2 slots" in capsys.readouterr().out
 
 
-def test_rl_goes_on_with_fewer_ranks_and_its_sampler_stays(task, tmp_path):
-    given = ["total_train_steps=4", "allocation_mode=embedded:d1|archon:d2"]
+def test_a_smaller_group_holds_bit_for_bit_what_the_larger_one_saved(
+    texts, tmp_path, monkeypatch, capsys
+):
+    """Four ranks save step 2, three load it with experts cut 3, 3 and 2. No number in the gradient
+    has step 3 change nothing: what they save after it is what they held when they had loaded."""
+    torch.set_num_threads(1)
+    (texts / "eight").mkdir()
+    write_byte_model(texts / "eight", num_experts=8)
+    given = [
+        *(f"actor.path={texts / 'eight'}", "train_dataset.max_length=48"),
+        *("train_dataset.batch_size=4", "total_train_steps=3", "recover.freq_steps=1"),
+        *("actor.optimizer.lr=1e-3", "recover.keep_last=3", "saver.mode=sync"),
+    ]
+    faults = (
+        f"at=forward rank=3 step=3 do=hold note={tmp_path}/held; "
+        f"at=all-reduce rank=0 step=3 do=nan times=0 note={tmp_path}/nan"
+    )
+    monkeypatch.setenv("PENTAD_FAULT", faults)
+    config, notes = config_of(texts, tmp_path, "pretrain", "alone", *given)
+    alone = run_pretrain(config, notes, device="cpu")
+    layout = "allocation_mode=archon:(attn:d4|ffn:e4)"
+    config, notes = config_of(texts, tmp_path, "pretrain", "met", *given, *ELASTIC, layout)
+    slots = Slots(tmp_path / "logs/me/default/met/slots")
+    with after_steps({2: lambda: slots.drop(1, "its device is gone")}):
+        met = run_pretrain(config, notes, device="cpu")
+    assert slots.now().layout == "archon:(attn:d3|ffn:e3)" and slots.now().used == (0, 2, 3)
+
+    found = tmp_path / "checkpoints/me/default/met/recover_info"
+
+    def tensors_that_differ(one, other):
+        capsys.readouterr()
+        run_verify_checkpoint(
+            [str(found / f"globalstep{n - 1}") for n in (one, other)], as_json=True
+        )
+        told = json.loads(capsys.readouterr().out)
+        assert told["is_whole"]
+        first, second = told["checkpoints"]
+        names = [line for line in told["differences"] if line.startswith("default ")]
+        return first, second, names
+
+    saved, held, changed = tensors_that_differ(2, 3)
+    assert (saved["ranks"], held["ranks"]) == ({"default": 4}, {"default": 3})
+    assert all(name.startswith("default rng.3.") for name in changed), "the rank that is no more"
+    _, _, trained = tensors_that_differ(1, 2)
+    is_moment = ["optimizer.exp_avg" in name for name in trained]
+    assert any(is_moment) and not all(is_moment), "weights and moments are what is compared"
+    assert len(trained) > held["tensors"]["default"] // 2
+
+    lines, truth = (read_lines(run.records / "steps.jsonl") for run in (met, alone))
+    assert [line["update_skipped"] for line in lines] == [False, False, True]
+    assert samples_of(met.records) == samples_of(alone.records)
+    for mine, theirs in zip(lines, truth, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=CLOSE)
+
+
+def test_rl_goes_on_with_fewer_ranks_and_grows_again_and_its_sampler_stays(task, tmp_path):
+    given = ["total_train_steps=5", "total_train_epochs=2"]
+    given += ["allocation_mode=embedded:d1|archon:d2"]
     config, notes = config_of(task, tmp_path, "train", "met", *given, *ELASTIC)
     slots = Slots(tmp_path / "logs/me/default/met/slots")
     seen = []
@@ -127,14 +192,21 @@ def test_rl_goes_on_with_fewer_ranks_and_its_sampler_stays(task, tmp_path):
         look()
         slots.drop(0, "its device is gone")
 
-    with after_steps({1: drop, 3: look}):
+    def give_back():
+        look()
+        slots.join(0)
+
+    with after_steps({1: drop, 3: give_back, 5: look}):
         met = run_train(config, notes, device="cpu")
-    assert met.num_steps == 4 and not learners()
-    (before, sampler), (after, same) = seen
-    assert (before, after) == (2, 1) and sampler == same and sampler
+    assert met.num_steps == 5 and not learners()
+    assert [world for world, _ in seen] == [2, 1, 2]
+    samplers = [pids for _, pids in seen]
+    assert samplers[0] and samplers == samplers[:1] * 3
     log = (met.records / "log.txt").read_text()
     assert "elastic: slot 0 is lost: its place is gone (its device is gone)" in log
-    assert slots.now().used == (1,)
+    assert "elastic: generation 1 has 1 ranks" in log
+    assert "elastic: ranks have returned, the group is formed anew after step " in log
+    assert slots.now().used == (0, 1)
 
 
 def test_too_few_ranks_are_waited_for_and_not_for_ever(task, tmp_path):
@@ -169,3 +241,37 @@ def test_too_few_ranks_are_waited_for_and_not_for_ever(task, tmp_path):
     with pytest.raises(RunError, match="0 of 2 slots are there, elastic.min_ranks = 2 .*waited"):
         run_sft(config, notes, device="cpu")
     assert not learners()
+    end = json.loads((records / "exit.json").read_text())
+    assert (end["end"], end["saved_step"]) == ("failed", 3) and "0 of 2 slots" in end["reason"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_run_that_waits_for_ranks_can_be_stopped(task, tmp_path, number):
+    """Its end is in exit.json, and meanwhile nobody else has its folder."""
+    given = ["total_train_steps=3", "allocation_mode=archon:d2", *ELASTIC]
+    config, notes = config_of(task, tmp_path, "sft", "met", *given)
+    records = tmp_path / "logs/me/default/met"
+    for slot in range(2):
+        Slots(records / "slots").drop(slot, "gone")
+    refused = []
+
+    def stop_waiting():
+        until, log = time.monotonic() + 300, records / "log.txt"
+        while not (log.exists() and "elastic: waiting for ranks" in log.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        try:
+            run_sft(config, notes, device="cpu")
+        except UserError as error:
+            refused.append(str(error))
+        os.kill(os.getpid(), number)
+
+    waiting = threading.Thread(target=stop_waiting)
+    waiting.start()
+    sentence = f"stopped by {number.name} before the first step; nothing was trained"
+    with pytest.raises(RunError, match=sentence):
+        run_sft(config, notes, device="cpu")
+    waiting.join()
+    assert "another program runs in it" in refused[0]
+    end = json.loads((records / "exit.json").read_text())
+    assert (end["end"], end["saved_step"]) == ("stopped", 0) and sentence in end["reason"]

@@ -108,6 +108,9 @@ MOE = [
     Layout(cp=2, etp=2),
     Layout(dp_replicate=2, ep=1),
     Layout(dp_shard=3),
+    Layout(dp_shard=3, ep=3),  # 3, 3 and 2 experts
+    Layout(dp_shard=6, ep=3),
+    Layout(dp_shard=3, tp=2, ep=3, etp=2),
     Layout(dp_shard=4, ep=2, etp=2),
     Layout(dp_shard=2, tp=2, ep=2),
     Layout(dp_shard=2, tp=2, ep=4),
@@ -122,6 +125,7 @@ MOE = [
 
 
 MOE_REST = [
+    *(Layout(dp_shard=3), Layout(dp_shard=6, ep=3), Layout(dp_shard=3, tp=2, ep=3, etp=2)),
     *(Layout(dp_shard=2), Layout(dp_shard=2, ep=2), Layout(tp=2, ep=2), Layout(tp=2, etp=2)),
     *(Layout(cp=2, ep=2), Layout(dp_replicate=2, ep=1), Layout(dp_shard=2, tp=2, ep=2)),
     *(Layout(dp_shard=2, tp=2, etp=2), Layout(cp=2, tp=2, ep=2, etp=2)),

@@ -16,7 +16,7 @@ CASES = [
     ("parity", "moe", Layout(dp_shard=2, ep=2), "file", {"compute_dtype": "bfloat16"}),
     ("hf", "qwen3", Layout(dp_shard=2), "file", {}),
     ("pipeline", "tied8", Layout(pp=2), "shm", {"compute_dtype": "bfloat16"}),
-    ("parity", "dense", Layout(dp_shard=3), "shm", {"compute_dtype": "bfloat16"}),
+    ("parity", "moe", Layout(dp_shard=3, ep=3), "shm", {"compute_dtype": "bfloat16"}),
     ("parity", "dense", Layout(dp_shard=2, cp=2), "file", {}),
     ("parity", "moe", Layout(dp_shard=2, tp=2, ep=2), "shm", {"compute_dtype": "bfloat16"}),
     ("parity", "glm", Layout(pp=2, dp_shard=2, ep=2), "shm", {"pp_schedule": "1F1B"}),

@@ -66,6 +66,12 @@ def spoil_equal(trial):
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
 
 
+def spoil_near(trial):
+    path = trial.records / "steps.jsonl"
+    digest = json.loads(path.read_text().splitlines()[0])["rows_digest"]
+    path.write_text(path.read_text().replace(digest, "f" * len(digest)))
+
+
 def spoil_whole(trial):
     path = invariants.newest_state(trial)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -82,7 +88,7 @@ def spoil_tokens(trial):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("check", ["once", "monotone", "equal", "whole", "leaks", "tokens"])
+@pytest.mark.parametrize("check", ["once", "monotone", "equal", "near", "whole", "leaks", "tokens"])
 def test_each_check_holds_and_can_fail(broken, tmp_path, check):
     _, folder = broken
     trial = opened(folder, "flipped-bit", tmp_path)

@@ -34,7 +34,11 @@ MOE = {"num_experts": 6, "moe_intermediate_size": 9, "moe_layers": (True, False)
         (Layout(tp=2, cp=3), {}, "t2 must divide num_kv_heads = 3 or be a multiple"),
         (Layout(tp=3), {}, "t3 must divide intermediate_size = 40"),
         (Layout(tp=6), {"vocab_size": 8}, "t6 leaves a rank without any of the 8 words"),
-        (Layout(dp_shard=4, ep=4), MOE, "e4 must divide num_experts = 6; e can be 1, 2 on 4 ranks"),
+        (
+            Layout(dp_shard=4, ep=4),
+            MOE,
+            "6, 2 to a rank, leave a rank of e4 none; e can be 1, 2 on 4",
+        ),
         (Layout(dp_shard=2, etp=2), MOE, "t2 of ffn must divide moe_intermediate_size = 9"),
         (Layout(dp_shard=2, ep=2), {}, "e2 and t1 of ffn need experts, and the model has none"),
     ],

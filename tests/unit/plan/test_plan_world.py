@@ -17,7 +17,7 @@ def config_of(allocation, *words):
 @pytest.mark.parametrize(
     ("allocation", "world", "expected"),
     [
-        ("archon:(attn:d8|ffn:e8)", 6, "archon:(attn:d6|ffn:e2)"),
+        ("archon:(attn:d8|ffn:e8)", 6, "archon:(attn:d6|ffn:e6)"),
         ("archon:d4p2t2", 11, "archon:d2p2t2"),
         ("embedded:d2+archon:d4", 3, "embedded:d2+archon:d3"),
         (

@@ -67,7 +67,14 @@ RED = [
     ),
     ("experts", DENSE, ["archon:d2e2"], None, "e2 needs experts", "use archon:d2"),
     ("experts", DENSE, ["archon:(attn:d2|ffn:e2)"], None, "an ffn side needs experts", "archon:d2"),
-    ("experts", MOE, ["archon:d6e6"], None, "e6 must divide num_experts = 128", "1, 2 on 6 ranks"),
+    (
+        "experts",
+        MOE,
+        ["archon:d72e72"],
+        None,
+        "num_experts = 128, 2 to a rank, leave a rank of e72 none",
+        "e can be 1, 2, 3, 4, 6, 8, 9, 12 on 72 ranks",
+    ),
     (
         "replicas",
         DENSE,
@@ -228,7 +235,7 @@ def config_of(*overrides: str):
 
 
 def test_the_model_is_looked_up():
-    bad = config_of("actor.path=Qwen/Qwen3-30B-A3B", "allocation_mode=archon:d6e6")
+    bad = config_of("actor.path=Qwen/Qwen3-30B-A3B", "allocation_mode=archon:d72e72")
     assert ["num_experts = 128" in p.rule for p in check_layout(bad)] == [True]
     unknown = config_of("actor.path=Qwen/Qwen3-9B", "allocation_mode=archon:d0")
     assert [p.where.split(" ")[0] for p in check_layout(unknown)] == [

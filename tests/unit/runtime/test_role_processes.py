@@ -178,33 +178,41 @@ def test_stacks_are_written_to_the_log(tmp_path):
 STARTER = """
     import asyncio, sys, time
     from pathlib import Path
+    from pentad.runtime.spares import SPARES, make_spares
     from test_role_processes import LocalRuntime, roles, spec
+
+    make_spares(int(sys.argv[2]))
+    known = [one.process.pid for one in SPARES]
 
     async def main():
         process = await LocalRuntime().start(spec(Path(sys.argv[1])))
         connection = await roles.connect(process)
         await connection.call("echo")
-        print(process.process.pid, flush=True)
+        assert known[:1] in ([], [process.process.pid])
+        print(*dict.fromkeys([process.process.pid, *known]), flush=True)
         await asyncio.sleep(600)
 
     asyncio.run(main())
 """
 
 
-def test_it_ends_with_its_parent(tmp_path):
+@pytest.mark.parametrize("num_spares", [0, 2])
+def test_it_ends_with_its_parent_whether_it_was_started_or_forked(tmp_path, num_spares):
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     starter = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(STARTER), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(STARTER), str(tmp_path), str(num_spares)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
     )
-    pid = int(starter.stdout.readline())
-    assert is_alive(pid)
+    pids = [int(pid) for pid in starter.stdout.readline().split()]
+    assert len(pids) == max(num_spares, 1) and all(map(is_alive, pids))
+    shown = Path(f"/proc/{pids[0]}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+    assert shown.endswith(b"-m pentad.runtime.role_host rollout-0")
     starter.kill()
     starter.wait()
     starter.stdout.close()
     deadline = time.monotonic() + 60
-    while is_alive(pid):
+    while any(map(is_alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -21,13 +21,14 @@ def config(monkeypatch):
 
 def test_fewer_ranks_get_the_layout_of_the_plan_and_idle_ones_leave(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
-    fitted, rank = fit_torchrun(config, Rank(5, 7))
+    fitted, rank, why = fit_torchrun(config, Rank(5, 7))
+    assert why.startswith("archon:d3t2 for archon:d4t2 on 7 ranks: d 4 -> 3")
     assert fitted.allocation_mode == "archon:d3t2" and rank == Rank(5, 6)
     assert os.environ["WORLD_SIZE"] == "6", "torch makes a group of so many"
     with pytest.raises(SystemExit) as left:
         fit_torchrun(config, Rank(6, 7))
     assert left.value.code == 0
-    assert fit_torchrun(config, Rank(0, 8)) == (config, Rank(0, 8))
+    assert fit_torchrun(config, Rank(0, 8)) == (config, Rank(0, 8), "")
 
 
 def test_too_few_ranks_and_a_store_that_outlives_them_are_refused(config, monkeypatch):

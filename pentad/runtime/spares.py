@@ -1,0 +1,90 @@
+"""Spares: forks of a program that has imported everything, made while it has no threads.
+
+A fork takes milliseconds where a process of its own imports for seconds. `pentad chaos` makes them
+at the start of every run that it breaks; each waits to become the process of a role.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pentad.runtime.process import RankProcess
+from pentad.runtime.role_host import run_job
+from pentad.runtime.standby import stand_in
+from pentad.runtime.worker import FAILED, die_with_parent
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """As much of `Popen` as a `RankProcess` needs."""
+
+    pid: int
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    process: RankProcess
+    address: tuple[str, int]
+    pipe: int
+    """It reads its job there."""
+
+
+SPARES: list[Spare] = []
+
+
+def make_spares(count: int) -> None:
+    """In the main thread of a process that has no other."""
+    sys.stdout.flush(), sys.stderr.flush()
+    for _ in range(count):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            reads, writes = os.pipe()
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                _be_spare(parent, reads, writes, listening)
+            os.close(reads)
+            address = listening.getsockname()[:2]
+            SPARES.append(Spare(RankProcess(Fork(pid)), address, writes))
+
+
+def take_spare(job: Mapping[str, Any]) -> tuple[RankProcess, tuple[str, int]] | None:
+    """The process that does this job from now on and its address; None where there is none."""
+    while SPARES:
+        spare = SPARES.pop(0)
+        try:
+            with os.fdopen(spare.pipe, "wb") as pipe:
+                pipe.write(json.dumps(job).encode())
+        except BrokenPipeError:
+            spare.process.end()
+            continue
+        return spare.process, spare.address
+    return None
+
+
+def _be_spare(parent: int, reads: int, writes: int, listening: socket.socket) -> NoReturn:
+    code = FAILED
+    try:
+        os.setsid()
+        die_with_parent(parent)
+        for others in (writes, *(one.pipe for one in SPARES)):
+            os.close(others)
+        SPARES.clear()
+        with os.fdopen(reads, "rb") as pipe:
+            job = json.loads(pipe.read() or b"null")
+        code = 0
+        if job is not None:
+            code = run_job(stand_in(job) | {"listen_fd": listening.fileno()})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)

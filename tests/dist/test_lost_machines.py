@@ -1,0 +1,166 @@
+"""Machines that are lost for good and return: torchrun's agents, nodes of a Ray cluster.
+
+Each machine is stood for by processes of its own on this one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from run_cases import config_of, settings_of
+
+from pentad.data.toy import write_byte_model
+from pentad.telemetry.steps import read_lines
+from pentad.trainer.sft import run_pretrain
+
+pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+CLOSE = 1e-5
+LIMIT_S = 500.0
+STEPS = 6
+GIVEN = (
+    *("train_dataset.max_length=48", "train_dataset.batch_size=4", f"total_train_steps={STEPS}"),
+    *("actor.optimizer.lr=1e-3", "recover.freq_steps=1", "saver.mode=sync"),
+)
+ELASTIC = ("elastic.enabled=true", "elastic.standbys=false")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    write_byte_model(folder / "model", num_experts=8)
+    lines = [f"{n} is followed by {n + 1}; " * (1 + n % 4) for n in range(30)]
+    told = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (folder / "pretrain.jsonl").write_text(told)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(texts, tmp_path_factory):
+    """The records of the run that nobody disturbed, in one process."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("truth")
+    config, notes = config_of(texts, folder, "pretrain", "alone", *GIVEN)
+    return read_lines(run_pretrain(config, notes, device="cpu").records / "steps.jsonl")
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until, f"{LIMIT_S:g} s without {what}"
+        time.sleep(0.05)
+
+
+def check_steps(records, truth):
+    lines = read_lines(records / "steps.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for name in ("rows_digest", "num_tokens"):
+        assert [line[name] for line in lines] == [line[name] for line in truth]
+    losses = [[line["loss"] for line in found] for found in (lines, truth)]
+    assert losses[0] == pytest.approx(losses[1], rel=CLOSE)
+    return lines
+
+
+class Machine:
+    """An agent of torchrun and the ranks it starts."""
+
+    def __init__(self, words, output, environment):
+        self.output = output.open("ab")
+        self.agent = subprocess.Popen(
+            [ROOT / "scripts" / "launch.sh", *words],
+            env=environment,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def processes(self):
+        """The agent's, and those of its ranks: each rank is the first of a session of its own."""
+        found, parents = {self.agent.pid}, {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(") ")[2].split()
+            except OSError:
+                continue
+            parents[int(stat.parent.name)] = int(fields[1])
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        return found
+
+    def lose(self):
+        """As if its power were cut."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.agent.wait()
+
+    def close(self):
+        if self.agent.poll() is None:
+            self.lose()
+        self.output.close()
+
+
+@contextmanager
+def closed_at_end():
+    machines = []
+    try:
+        yield machines
+    finally:
+        for machine in machines:
+            machine.close()
+
+
+def test_agents_of_torchrun_go_on_without_a_lost_one(texts, tmp_path, truth):
+    """Two agents with a rank each; one is lost in step 3, and another one comes in step 5."""
+    words = settings_of(texts, tmp_path, "pretrain", "met", *GIVEN, *ELASTIC)
+    words += ["allocation_mode=archon:(attn:d2|ffn:e2)"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    holds = [f"at=forward step={step} do=hold note={tmp_path}/held{step}" for step in (3, 5)]
+    plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment = plain | {
+        **{"NUM_NODES": "1:2", "GPUS_PER_NODE": "1", "RDZV_ENDPOINT": f"localhost:{port}"},
+        **{"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "RUN_ID": "met"},
+        **{"PENTAD_FAULT": ";".join(holds), "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"},
+    }
+    soon = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10"
+    records = tmp_path / "logs/me/default/met"
+    said = [tmp_path / f"agent{number}.log" for number in range(3)]
+
+    def start(number):
+        host = {"RDZV_CONF": f"is_host={int(number == 0)},{soon}"}
+        return Machine(words, said[number], environment | host)
+
+    with closed_at_end() as machines:
+        machines += [start(0), start(1)]
+        wait_for((tmp_path / "held3.0").exists, "step 3")
+        lost_at = time.monotonic()
+        machines[1].lose()
+        (tmp_path / "held3.go").touch()
+        wait_for(lambda: len(read_lines(records / "steps.jsonl")) >= 3, "a step with one rank")
+        took_s = time.monotonic() - lost_at
+        wait_for((tmp_path / "held5.0").exists, "step 5")
+        machines.append(start(2))
+        wait_for(lambda: " new nodes from " in said[0].read_text(), "the agent that joins")
+        (tmp_path / "held5.go").touch()
+        for machine in (machines[0], machines[2]):
+            machine.agent.wait(LIMIT_S)
+        assert machines[0].agent.returncode == 0, said[0].read_text()
+    check_steps(records, truth)
+    log = (records / "log.txt").read_text()
+    print(f"{took_s:.1f} s from the loss of an agent to the next step")
+    assert "elastic: archon:(attn:d1|ffn:e1) for archon:(attn:d2|ffn:e2) on 1 ranks" in log
+    assert "stopped by SIGTERM after 5 of 6 steps" in log
+    assert log.count("dp_shard=2") == 2 and log.count("dp_shard=1,") == 1
