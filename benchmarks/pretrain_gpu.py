@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -49,7 +50,7 @@ from pentad.telemetry.steps import LineWriter, read_lines  # noqa: E402
 
 RECORDS = "runs/logs/bench/pretrain/one"
 KILL = Path(__file__).parents[1] / "scripts" / "simulate_node_failure.sh"
-COPIED = ("steps.jsonl", "recoveries.jsonl", "log.txt", "manifest.json")
+COPIED = ("steps.jsonl", "recoveries.jsonl", "log.txt", "manifest.json", "ranks/rank-0.log")
 NUM_POINTS = 10
 NUM_CHECKED, TOLERANCE = 10, 1e-4
 """First steps whose losses must agree in float32, before a token at the edge of two experts goes to
@@ -89,7 +90,7 @@ FULL = Size(
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 512,
     },
-    num_bytes=120_000_000,
+    num_bytes=100_000_000,
     length=2048,
     batch_size=32,
     per_pass=32768,
@@ -142,7 +143,7 @@ def train_tokenizer(found: list[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(found[:: max(1, len(found) // 1000)], trainer)
+    tokenizer.train_from_iterator(found[:: max(1, len(found) // 400)], trainer)
     return tokenizer
 
 
@@ -158,14 +159,15 @@ def make_inputs(work: Path, size: Size) -> None:
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS
     ).save_pretrained(plain)
     eos = tokenizer.token_to_id(EOS)
-    ids: list[int] = []
-    for encoded in tokenizer.encode_batch_fast(found):
-        ids += [*encoded.ids, eos]
-    np.save(work / "tokens.npy", np.array(ids, np.uint16))
+    parts = [np.array([*one.ids, eos], np.uint16) for one in tokenizer.encode_batch_fast(found)]
+    ids = np.concatenate(parts)
+    np.save(work / "tokens.npy", ids)
     config = {**size.model, "pad_token_id": 0, "eos_token_id": eos, "bos_token_id": None}
     device = pick_device()
     model = create_model(dims_of(config), device=device, seed=1)
     save_model(model, work / "model", hf_config=config, tokenizer_folder=plain)
+    del model
+    torch.cuda.empty_cache()  # others have the device from here on
     (work / "recipe.yaml").write_text(yaml.safe_dump(recipe(work, size)))
     print(f"inputs: {len(ids):,} tokens of {len(found)} files, {time.monotonic() - began:.1f} s")
 
@@ -216,8 +218,14 @@ def run_ours(asked: argparse.Namespace, size: Size, config: Config, until: float
     begun = shown = time.time()
     kill: dict[str, Any] | None = None
     command = [sys.executable, "-m", "pentad.cli.main", "pretrain", str(asked.work / "recipe.yaml")]
+    says = {"TORCH_LOGS": "graph_breaks,recompiles"}  # to rank-0.log
     with (out / "screen.txt").open("wb") as screen:
-        run = subprocess.Popen([*command, *asked.words], stdout=screen, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(
+            [*command, *asked.words],
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+            env=os.environ | says,
+        )
         while run.poll() is None and time.time() < until:
             time.sleep(1.0)
             copy_records(records, out)
@@ -253,7 +261,7 @@ def run_ours(asked: argparse.Namespace, size: Size, config: Config, until: float
 def copy_records(records: Path, out: Path) -> None:
     for name in COPIED:
         if (records / name).exists():
-            shutil.copyfile(records / name, out / name)
+            shutil.copyfile(records / name, out / Path(name).name)
 
 
 # The peer

@@ -99,17 +99,18 @@ def route(
     The experts of a token must be distinct. Gradients flow from the weights to the logits.
     """
     is_fused = HAS_TRITON and logits_TE.is_cuda and logits_TE.dtype == torch.float32
-    run = reference_route
     if is_fused and logits_TE.shape[1] <= MAX_EXPERTS:
-        run = fused_route
-    with timed("route", logits_TE.device, moved_bytes(logits_TE, rule)):
-        return run(logits_TE, rule, bias_E, chosen_Tk)
+        return fused_route(logits_TE, rule, bias_E, chosen_Tk)
+    if torch.compiler.is_compiling():  # a clock is nothing that a graph can hold
+        return reference_route(logits_TE, rule, bias_E, chosen_Tk)
+    with timed("route", logits_TE.device, moved_bytes(logits_TE, rule.num_chosen)):
+        return reference_route(logits_TE, rule, bias_E, chosen_Tk)
 
 
-def moved_bytes(logits_TE: Tensor, rule: RouteRule) -> int:
+def moved_bytes(logits_TE: Tensor, num_chosen: int) -> int:
     """What routing must read and write: the logits, and the weight and index of each choice."""
     wide = torch.int64.itemsize + logits_TE.element_size()
-    return logits_TE.nbytes + len(logits_TE) * rule.num_chosen * wide
+    return logits_TE.nbytes + len(logits_TE) * num_chosen * wide
 
 
 def reference_route(
@@ -355,8 +356,11 @@ if HAS_TRITON:
         weights = logits.new_empty((num_tokens, num_chosen), dtype=torch.float32)
         rows = num_tokens if given is None else 0
         chosen = logits.new_empty((rows, num_chosen), dtype=torch.int64)
+        if not num_tokens:
+            return weights, chosen
         options = _options(num_experts, num_chosen, is_softmax)
-        if num_tokens:
+        # Within the operator, which runs as it is in compiled code too.
+        with timed("route", logits.device, moved_bytes(logits, num_chosen)):
             kernel = _forward_kernel[(triton.cdiv(num_tokens, options["BLOCK"]),)](
                 logits,
                 logits if bias is None else bias.contiguous(),

@@ -18,6 +18,7 @@ from pentad.models.balance import (
 )
 from pentad.models.decoder import Decoder, causal_attend
 from pentad.models.registry import build_model, create_model, load_model, save_model
+from pentad.ops.meter import Meter
 from pentad.ops.router import RouteRule, balance_loss, expert_load, gate_logits, z_loss
 
 DIMS = ModelDims(
@@ -143,6 +144,20 @@ def test_the_choice_is_the_same_in_low_precision_weights_computed_in_fp32():
     wanted = exact.softmax(-1).gather(1, chosen)
     wanted = wanted / wanted.sum(-1, keepdim=True)
     torch.testing.assert_close(weights.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_mixture_with_a_balancing_loss_is_one_graph_while_its_work_is_counted():
+    """In bf16: grouped products are traced in no other dtype."""
+    model = create_model(DIMS, seed=1, dtype=torch.bfloat16)
+    apply_balance(model, BalanceSettings(aux_loss_coef=0.7))
+    scale_losses(model, 0.25)
+    mixture = model.layers["0"].ffn
+    compiled = torch.compile(mixture, backend="eager", dynamic=True, fullgraph=True)
+    with Meter().counting():
+        for num_tokens in (16, 40):
+            x = torch.randn(num_tokens, 24, dtype=torch.bfloat16)
+            for ours, wanted in zip(compiled(x), mixture(x), strict=True):
+                assert torch.equal(ours, wanted)
 
 
 @pytest.mark.parametrize("settings", [{"aux_loss_coef": 0.7}, {"z_loss_coef": 0.3}], ids=str)
