@@ -36,7 +36,7 @@ from pentad.infer.engine import Report
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder, causal_attend
-from pentad.models.exchange import install_hf, iter_hf
+from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.models.registry import build_model
 from pentad.models.strict import apply_strict
 from pentad.ops.attention import build_attend

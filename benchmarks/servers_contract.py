@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sampler_gpu import forced, random_model, requests  # noqa: E402
 
 from pentad.core.dims import ModelDims  # noqa: E402
-from pentad.core.failures import InfraFailure  # noqa: E402
+from pentad.core.errors import InfraFailure  # noqa: E402
 from pentad.core.types import Generation, Request, SamplingParams  # noqa: E402
 from pentad.models.decoder import Decoder, causal_attend  # noqa: E402
-from pentad.models.exchange import iter_hf  # noqa: E402
+from pentad.models.hf_weights import iter_hf  # noqa: E402
 from pentad.ops.digest import digest_of  # noqa: E402
 from pentad.samplers import sglang, vllm  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from pentad.checkpoint.folders import Checkpoint, find_checkpoints, state_folder
 from pentad.checkpoint.restore import fill_state, open_state, read_counters
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, UserError
-from pentad.core.trial_paths import STATE, RecoveryPath
-from pentad.models.exchange import hf_metadata
+from pentad.core.folders import STATE, RecoveryPath
+from pentad.models.hf_weights import hf_metadata
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_face, save_model
 from pentad.weights.dcp import DcpFolder
-from pentad.weights.flow import TensorInfo
+from pentad.weights.transfer import TensorInfo
 
 ACTOR = "default"
 """The folder of the actor's state."""

@@ -21,9 +21,8 @@ from typing import Any
 
 from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
 from pentad.checkpoint.hold import is_held
-from pentad.core.errors import RunError
-from pentad.core.text import visible
-from pentad.core.trial_paths import INFO, STATE, step_of
+from pentad.core.errors import RunError, visible
+from pentad.core.folders import INFO, STATE, step_of
 
 FORMAT = 1
 MANIFEST, COMMIT, DAMAGED = "manifest.json", "COMMIT", "damaged"

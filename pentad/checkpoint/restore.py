@@ -26,12 +26,12 @@ from pentad.checkpoint.folders import (
 )
 from pentad.checkpoint.shards import COUNTERS, Stateful
 from pentad.core.errors import RunError, UserError
-from pentad.models.exchange import box_of
+from pentad.models.hf_weights import box_of
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import DcpFolder, Demand
-from pentad.weights.flow import target_block
-from pentad.weights.megatron.folders import INDEX
+from pentad.weights.megatron.layout import INDEX
 from pentad.weights.regions import Region, clip_all
+from pentad.weights.transfer import target_block
 
 OF_A_RANK = "rng."
 """How names of state begin that belongs to one rank: another world may not have it."""

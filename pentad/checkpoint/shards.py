@@ -43,7 +43,7 @@ from pentad.core.errors import RunError
 from pentad.core.group_values import broadcast_value
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import frame_of
-from pentad.weights.megatron.folders import INDEX
+from pentad.weights.megatron.layout import INDEX
 from pentad.weights.regions import Box, Shape, box_shape, show
 
 COUNTERS = "counters.json"

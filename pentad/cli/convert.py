@@ -20,11 +20,11 @@ from rich.progress import (
 )
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.trial_paths import INFO, STATE, RecoveryPath, recovery_path
+from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path
 from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import Progress as Report
 from pentad.models.conversion_files import check_target
-from pentad.weights.megatron.folders import RELEASE, Kind, checkpoint_name, find_weights
+from pentad.weights.megatron.layout import RELEASE, Kind, checkpoint_name, find_weights
 
 UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, "vocab_divisor": 128}
 """What the options of Megatron's formats are where nobody gives them; the others are None."""

@@ -18,8 +18,7 @@ from typing import Any
 
 import typer
 
-from pentad.core.errors import Interrupted, RunError, UserError
-from pentad.core.text import visible
+from pentad.core.errors import Interrupted, RunError, UserError, visible
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 

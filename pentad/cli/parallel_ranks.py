@@ -21,7 +21,7 @@ from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row, StepResult
 from pentad.engine.engine import Engine, build_engine
-from pentad.models.exchange import gather_whole
+from pentad.models.hf_weights import gather_whole
 from pentad.rl.losses import SftLoss
 from pentad.runtime.join import device_of
 from pentad.runtime.rank import Rank

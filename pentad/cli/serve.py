@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from pentad.core.device import pick_device
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES, pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler

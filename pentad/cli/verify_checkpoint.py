@@ -26,10 +26,9 @@ from pentad.checkpoint.folders import (
 )
 from pentad.cli.plan import make_console
 from pentad.config.rules.resume import changed_keys
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, one_line, visible
 from pentad.core.machine import GIB
 from pentad.core.remote import Remote, split_uri
-from pentad.core.text import one_line, visible
 
 if TYPE_CHECKING:
     from pentad.weights.dcp import DcpFolder

@@ -29,8 +29,8 @@ from pentad.cli.parallel_cases import (
 from pentad.cli.plan import make_console
 from pentad.config.rules.start import too_many_ranks
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Layout
-from pentad.core.stages import default_stages_per_rank, splits_backward
 from pentad.models.families import dims_of
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime

@@ -10,7 +10,7 @@ from typing import Any
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.model_files import read_object
+from pentad.core.folders import read_object
 from pentad.models.families import planned_dims, public_configs, public_models, register
 
 VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")

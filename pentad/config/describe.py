@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from pentad.config.schema import Config, Section, leaves
+from pentad.core.errors import visible
 from pentad.core.settings import MAX_INT, Bound
-from pentad.core.text import visible
 
 
 def section_of(annotation: Any) -> type[Section] | None:

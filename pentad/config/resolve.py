@@ -24,9 +24,9 @@ from pentad.config.describe import show, value_at
 from pentad.config.rules.algorithm import off_policy
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.algorithms import SWITCHES
+from pentad.core.fit import default_stages_per_rank, splits_backward
 from pentad.core.layout import Allocation, Component
 from pentad.core.specs import absolute
-from pentad.core.stages import default_stages_per_rank, splits_backward
 
 DEFAULT_KL_COEF = 0.001
 DEFAULT_RECOVERY = {"recover.freq_secs": 600.0, "recover.freq_epochs": 1}

@@ -1,6 +1,9 @@
-"""Which device this process computes on."""
+"""What this process computes with: its device, number formats by name, and its garbage collector."""
 
 from __future__ import annotations
+
+import atexit
+import gc
 
 import torch
 
@@ -33,3 +36,30 @@ def gpu_name(device: torch.device) -> str:
         gpus = ()
     index = device.index or 0
     return gpus[index].name if index < len(gpus) else torch.cuda.get_device_name(device)
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+WARM_STEPS = 2
+"""Steps after which a process holds what it will hold: models, compiled code, captured graphs."""
+
+
+def settle(num_steps: int) -> None:
+    """Called after every step: when the warm ones are over, what was built so far is kept out of
+    further collections. A full collection walks every object of the process, about half a second
+    with torch's compiler loaded, and begins in the middle of whatever step it likes."""
+    if num_steps == WARM_STEPS:
+        gc.collect()
+        gc.freeze()
+        atexit.register(unsettle)  # or what frees itself at the end is reported as leaked
+
+
+def unsettle() -> None:
+    """At the end of a run, for a process that goes on: what it held can be collected again."""
+    gc.unfreeze()

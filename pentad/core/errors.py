@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -70,3 +71,49 @@ def first_cause(failure: BaseException) -> BaseException:
     causes = [first_cause(one) for one in failure.exceptions]
     own = [cause for cause in causes if isinstance(cause, RunError | UserError)]
     return (own or causes)[0]
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Characters that a terminal would obey, or not show, as their escapes; except `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def one_line(text: str, limit: int) -> str:
+    """One visible line, the middle left out when it is too long."""
+    half = (limit - 5) // 2
+    if len(text) > 2 * limit:  # most of it will not be shown: do not escape all of it
+        text = text[:limit] + text[-limit:]
+    line = visible(text.strip())
+    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
+
+
+class InfraFailure(Exception):
+    """A replica, a connection or the reward pool failed; the prompt itself is not to blame."""
+
+
+class FlawedAnswer(InfraFailure):
+    """What a replica answered is no answer, though it lives: waiting for it would not help."""
+
+
+class GivenUp(RunError):
+    """A part of the machinery that was started again as often as it may be: the run ends."""
+
+
+class DataFailure(Exception):
+    """This prompt cannot become a group; the caller drops it and counts the reason."""
+
+    def __init__(self, reason: str, detail: str, *, is_final: bool = False) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        """A short word for counting, such as too_long or reward_timeout."""
+        self.detail = detail
+        self.is_final = is_final
+        """Fresh samples would fail the same way, so none are drawn."""
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled this task, and not only something that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.stages import (
+from pentad.core.fit import (
     SCHEDULES,
     default_stages_per_rank,
     splits_backward,

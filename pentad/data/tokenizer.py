@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.model_files import check_plain, read_object
+from pentad.core.folders import check_plain, read_object
 from pentad.data.stamp import digest_of_file
 from pentad.weights.hf import companion_files
 

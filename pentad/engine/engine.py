@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
 from pentad.core.errors import RunError, UserError
 from pentad.core.faults import hit
 from pentad.core.fit import balance_problems, check_fit
@@ -32,18 +32,16 @@ from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
 from pentad.engine.held import HeldModel, decoder_maker
-from pentad.engine.offload import Offload
-from pentad.engine.optim import build_adamw, clip_scale, compute_lr, optimizer_state
+from pentad.engine.optim import OpenStep, build_adamw, clip_scale, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
 from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.predictor import Predicted
 from pentad.engine.state import present_all, read_random, sources_between, write_random
-from pentad.engine.step import OpenStep
-from pentad.engine.tags import WeightTags
+from pentad.engine.tags import Offload, WeightTags
 from pentad.models.balance import measure_balance, move_biases, scale_losses
-from pentad.models.exchange import box_of, hf_metadata
 from pentad.models.families import ConfigLike, dims_of, read_config
+from pentad.models.hf_weights import box_of, hf_metadata
 from pentad.models.moe import Routes
 from pentad.models.registry import build_face, plan_export
 from pentad.ops.meter import Meter
@@ -54,10 +52,10 @@ from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
-from pentad.weights.flow import Shard, TensorInfo
 from pentad.weights.hf import FolderPlan, save_folder
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import Box, Region
+from pentad.weights.transfer import Shard, TensorInfo
 
 log = logging.getLogger(__name__)
 

@@ -10,22 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
 from pentad.core.settings import EngineSettings
-from pentad.engine.predictor import Predictor
-from pentad.engine.wrap import wrap_model
+from pentad.engine.predictor import Predictor, wrap_model
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
-from pentad.models.exchange import hf_metadata, iter_hf, kept_buffers
+from pentad.models.hf_weights import hf_metadata, iter_hf, kept_buffers
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, initialise, load_weights
 from pentad.models.strict import apply_strict
 from pentad.parallel.cuts import Cut
 from pentad.parallel.mesh import Meshes
-from pentad.parallel.pipeline import Pipeline, plan_pipeline
+from pentad.parallel.pipeline import Pipeline, TiedHead, plan_pipeline
 from pentad.parallel.storage import give_memory, reshard
-from pentad.parallel.tied import TiedHead
 
 TIED = "head.weight"
 """Native name of the copy of a tied embedding on the last of several stages."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.core.errors import RunError
 from pentad.core.faults import hit, is_armed
 from pentad.core.settings import EngineSettings

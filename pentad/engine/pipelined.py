@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.core.settings import EngineSettings
 from pentad.core.types import Loss
 from pentad.engine.batch import PackedRows
@@ -29,9 +29,8 @@ from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
 from pentad.parallel.collectives import reduce_ranks
 from pentad.parallel.mesh import Meshes
-from pentad.parallel.pipeline import Pipeline
+from pentad.parallel.pipeline import Pipeline, TiedHead
 from pentad.parallel.pipeline_run import PartCompute, PipelineRun
-from pentad.parallel.tied import TiedHead
 
 
 class PipelinedPasses:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.engine.held import Maker
-from pentad.engine.predictor import Predictor
-from pentad.engine.wrap import present_cut
+from pentad.engine.predictor import Predictor, present_cut
 from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model

@@ -22,13 +22,12 @@ from pentad.core.roles import Installed
 from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes
 from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.blocks import BlockPool
-from pentad.infer.checks import RequestLimits
 from pentad.infer.runner import Runner
 from pentad.infer.scheduler import Plan, RequestScheduler
 from pentad.infer.sequence import Sequence, Table
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.settings import RequestLimits, SamplerSettings
 from pentad.models.decoder import Decoder
-from pentad.models.exchange import install_hf, iter_hf
+from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.ops.digest import digest_of
 
 if TYPE_CHECKING:

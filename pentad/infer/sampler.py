@@ -19,14 +19,13 @@ from typing import TypeVar
 
 import torch
 
+from pentad.core.device import settle, unsettle
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.heap import settle, unsettle
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request, TopTokens
-from pentad.infer.checks import check_request
 from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.sequence import Sequence
-from pentad.infer.settings import SamplerSettings
+from pentad.infer.settings import SamplerSettings, check_request
 from pentad.models.decoder import Decoder
 from pentad.models.registry import load_model
 

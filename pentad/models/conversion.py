@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.models.columns import padded_vocab
 from pentad.models.conversion_files import (
     RECORD,
     ConversionRecord,
@@ -38,8 +37,8 @@ from pentad.models.conversion_files import (
 )
 from pentad.models.families import dims_of, map_of, path_of, read_config, spec_of
 from pentad.models.registry import column_of, open_weights, warn_left_out
-from pentad.weights import flow
-from pentad.weights.flow import Reader
+from pentad.models.spec import padded_vocab
+from pentad.weights import transfer
 from pentad.weights.hf import INDEX as HF_INDEX
 from pentad.weights.hf import (
     SHARD_BYTES,
@@ -52,15 +51,17 @@ from pentad.weights.hf import (
 from pentad.weights.map import WeightMap
 from pentad.weights.megatron.arguments import build_args, command_line
 from pentad.weights.megatron.dist import COMMON
-from pentad.weights.megatron.folders import (
+from pentad.weights.megatron.layout import (
     INDEX,
+    RANK_FILE,
     Kind,
+    build_layout,
+    check_rank_files,
     checkpoint_name,
     find_weights,
     iteration_of,
     write_tracker,
 )
-from pentad.weights.megatron.layout import RANK_FILE, build_layout, check_rank_files
 from pentad.weights.megatron.outputs import (
     DistOutput,
     Filler,
@@ -72,6 +73,7 @@ from pentad.weights.megatron.outputs import (
     hf_files_of,
 )
 from pentad.weights.megatron.stored import Form, Spelling
+from pentad.weights.transfer import Reader
 
 VERSION = 2
 """Of what is written for a request; a record of another version is not the same output."""
@@ -349,9 +351,9 @@ def _dtype(recipe: Conversion) -> torch.dtype | None:
 
 def _check_source(weight_map: WeightMap, reader: Reader) -> None:
     """Every tensor the output needs is there, none is left over, tied ones agree."""
-    nothing = flow.Shard(torch.empty(0), ())
-    flow.check(dict.fromkeys(weight_map.entries, nothing), weight_map, reader)
-    flow.check_tied(weight_map, reader)
+    nothing = transfer.Shard(torch.empty(0), ())
+    transfer.check(dict.fromkeys(weight_map.entries, nothing), weight_map, reader)
+    transfer.check_tied(weight_map, reader)
 
 
 def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
@@ -365,7 +367,7 @@ def _hf_plan(recipe: Conversion, opened: Opened) -> list[HfFile]:
         return known
     sources, dtype = map_of(opened.dims).sources, _dtype(recipe)
     infos = {
-        name: replace(info, dtype=flow.written_dtype(sources[name], dtype) or info.dtype)
+        name: replace(info, dtype=transfer.written_dtype(sources[name], dtype) or info.dtype)
         for name, info in opened.reader.infos.items()
     }
     return hf_files(plan_files(infos, recipe.shard_bytes))

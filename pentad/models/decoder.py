@@ -18,9 +18,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.types import Attend
 from pentad.models.families import map_of, spec_of
 from pentad.models.language_model import LanguageModel
-from pentad.models.layers import Attention, Embedding, Linear, Mlp, Norm
+from pentad.models.layers import Attention, Embedding, Linear, Mlp, Norm, Rotary
 from pentad.models.moe import Moe, Routes
-from pentad.models.rope import Rotary
 from pentad.weights.map import WeightMap
 
 

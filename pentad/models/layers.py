@@ -1,19 +1,150 @@
-"""The parts of a decoder layer: norm, attention around a given core, gated mlp.
+"""The parts of a decoder layer: norm, rotary positions, attention around a given core, gated mlp.
 
 Shape suffixes: T tokens (all sequences, flat), D hidden, H query heads, K key-value heads,
 d head dim, F ffn width. Widths are read from the weights, so a part that holds only a shard of
-its heads or ffn columns computes that shard.
+its heads or ffn columns computes that shard. Rotary frequencies are computed on the CPU in float32,
+in the order transformers computes them, so both give the same angles at large positions.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
+from pentad.core.errors import Problem, UserError
 from pentad.core.types import Attend
-from pentad.models.rope import rotate
+
+
+class Rotary(nn.Module):
+    """cos and sin of every position, once per forward."""
+
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__()
+        check_scaling(dims)
+        self.dims = dims
+        # Not a buffer: a model is built on the meta device, where a buffer would lose its values.
+        self.on_device: dict[torch.device, Tensor] = {}
+        self.scale = 1.0
+
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        device = positions_T.device
+        if device not in self.on_device:
+            with torch.device("cpu"):
+                inverse, self.scale = frequencies(self.dims)
+            self.on_device[device] = inverse.to(device)
+        angles = positions_T.float()[:, None] * self.on_device[device]
+        cos_Td, sin_Td = self.turns(torch.cat((angles, angles), dim=-1))
+        return (cos_Td * self.scale).to(dtype), (sin_Td * self.scale).to(dtype)
+
+    def turns(self, angles_Td: Tensor) -> tuple[Tensor, Tensor]:
+        return angles_Td.cos(), angles_Td.sin()
+
+
+def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """Turns the pairs (j, j + r/2) of each head by the angle of its position; where the r numbers
+    of cos and sin are fewer than a head's, the rest stays as it is."""
+    width = cos_Td.shape[-1]
+    part, rest = x_THd[..., :width], x_THd[..., width:]
+    first, second = part.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    part = part * cos_Td[:, None] + turned * sin_Td[:, None]
+    return part if rest.shape[-1] == 0 else torch.cat((part, rest), dim=-1)
+
+
+def frequencies(dims: ModelDims) -> tuple[Tensor, float]:
+    """The inverse frequencies, one for each pair that is turned, and the factor on cos and sin."""
+    return SCALINGS[_kind(dims)](dims, dims.rope_scaling)
+
+
+def _kind(dims: ModelDims) -> str:
+    return str(dims.rope_scaling.get("rope_type", "default"))
+
+
+def check_scaling(dims: ModelDims) -> None:
+    """Raises for a scaling that is not built or lacks a setting."""
+    kind = _kind(dims)
+    where = f"config.json: rope_type = {kind}"
+    if kind in ("dynamic", "longrope"):
+        rule = (
+            "its angles change with the longest sequence of a batch, so packing would change them"
+        )
+        raise UserError(Problem(where, rule, "use none of it, or yarn"))
+    if kind not in SCALINGS:
+        raise UserError(Problem(where, "no such scaling", f"use one of {', '.join(SCALINGS)}"))
+    missing = [key for key in NEEDS.get(kind, ()) if dims.rope_scaling.get(key) is None]
+    if missing:
+        raise UserError(Problem(where, f"{', '.join(missing)} missing"))
+
+
+def _old_length(dims: ModelDims, scaling: Mapping[str, Any]) -> float:
+    return float(scaling.get("original_max_position_embeddings") or dims.max_position)
+
+
+def _plain(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    exponent = torch.arange(0, dims.turned_dim, 2, dtype=torch.float) / dims.turned_dim
+    return 1.0 / (dims.rope_theta**exponent), 1.0
+
+
+def _linear(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return _plain(dims, scaling)[0] / scaling["factor"], 1.0
+
+
+def _llama3(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
+    inverse, _ = _plain(dims, scaling)
+    old_length = _old_length(dims, scaling)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    stretched = torch.where(wavelength > old_length / low, inverse / scaling["factor"], inverse)
+    ramp = (old_length / wavelength - low) / (high - low)
+    between = (1 - ramp) * stretched / scaling["factor"] + ramp * stretched
+    is_between = ~(wavelength < old_length / high) * ~(wavelength > old_length / low)
+    return torch.where(is_between, between, stretched), 1.0
+
+
+def _yarn(dims: ModelDims, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """YaRN (https://arxiv.org/abs/2309.00071): a ramp over the dims between two rotation counts."""
+    old_length = _old_length(dims, scaling)
+    factor = scaling.get("factor") or dims.max_position / old_length
+    size = dims.turned_dim
+
+    def dim_at(num_rotations: float) -> float:
+        log_base = 2 * math.log(dims.rope_theta)
+        return size * math.log(old_length / (num_rotations * 2 * math.pi)) / log_base
+
+    low = dim_at(scaling.get("beta_fast") or 32)
+    high = dim_at(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # the ramp would divide by zero
+    keep = 1 - torch.clamp((torch.arange(size // 2, dtype=torch.float) - low) / (high - low), 0, 1)
+    power = dims.rope_theta ** (torch.arange(0, size, 2).to(torch.float) / size)
+    inverse = 1.0 / (factor * power) * (1 - keep) + 1.0 / power * keep
+    return inverse, _yarn_scale(scaling, factor)
+
+
+def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1)
+
+
+SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
 class Linear(nn.Linear):

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
 from pentad.core.errors import Problem, UserError
-from pentad.models.columns import MEGATRON_PLAN, megatron_sizes
 from pentad.models.decoder import Decoder
-from pentad.models.exchange import hf_metadata, iter_hf, native_shards
 from pentad.models.families import (
     ConfigLike,
     class_of,
@@ -24,14 +22,16 @@ from pentad.models.families import (
     read_config,
     spec_of,
 )
+from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards
 from pentad.models.language_model import LanguageModel
-from pentad.weights import flow
-from pentad.weights.flow import RandomReader, Reader
+from pentad.models.spec import MEGATRON_PLAN, megatron_sizes
+from pentad.weights import transfer
 from pentad.weights.hf import SHARD_BYTES, FolderPlan, HfFolder, plan_folder, save_folder
 from pentad.weights.map import WeightMap, sizes_of
-from pentad.weights.megatron.folders import find_weights
+from pentad.weights.megatron.layout import find_weights
 from pentad.weights.megatron.stored import MegatronColumn
 from pentad.weights.regions import slices
+from pentad.weights.transfer import RandomReader, Reader
 
 log = logging.getLogger(__name__)
 
@@ -145,11 +145,11 @@ def initialise(model: LanguageModel, seed: int) -> None:
     shards, weight_map = native_shards(model), model.weight_map
     if all(_place_drawn(model, name, shard, seed) for name, shard in shards.items()):
         return
-    flow.fill(shards, weight_map, RandomReader(weight_map, shards, seed))
+    transfer.fill(shards, weight_map, RandomReader(weight_map, shards, seed))
 
 
 @torch.no_grad()
-def _place_drawn(model: LanguageModel, name: str, shard: flow.Shard, seed: int) -> bool:
+def _place_drawn(model: LanguageModel, name: str, shard: transfer.Shard, seed: int) -> bool:
     """Whether the model draws its weights itself."""
     drawn = model.draw(name, seed)
     if drawn is not None:
@@ -164,13 +164,13 @@ def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> 
     """
     reader = open_weights(folder, model.dims)
     shards, weight_map = native_shards(model), model.map_for(reader.infos)
-    flow.fill(shards, weight_map, reader, has_heads=model.is_last, must_be_finite=True)
+    transfer.fill(shards, weight_map, reader, has_heads=model.is_last, must_be_finite=True)
     if model.is_last:
         warn_left_out(weight_map, reader)
-    fresh = flow.missing_optional(shards, weight_map, reader)
+    fresh = transfer.missing_optional(shards, weight_map, reader)
     if fresh:
         own = {name: shards[name] for name in fresh}
-        flow.fill(own, weight_map, RandomReader(weight_map, own, seed))
+        transfer.fill(own, weight_map, RandomReader(weight_map, own, seed))
     return fresh
 
 

@@ -17,10 +17,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from pentad.core.errors import Problem, UserError
-from pentad.models.columns import ATTN, DECODER, FFN, LAYER
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.families import has_file
 from pentad.models.proof.cases import EXPERT_SIZES, SIZES
+from pentad.models.spec import ATTN, DECODER, FFN, LAYER
 from pentad.weights.hf import HfFolder
 from pentad.weights.map import Glu, Rows, Rule, Stack
 

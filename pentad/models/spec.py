@@ -1,4 +1,10 @@
-"""What a model file declares: `ModelSpec`, all data, no torch."""
+"""What a model file declares: `ModelSpec`, and the rules that families share; all data, no torch.
+
+`DECODER` has the customary HF-on-disk names. `MEGATRON`, joined with a family's map
+(`weights.map.through`), gives Megatron's tensors as regions of HF-on-disk ones, so it is written
+once for all families: names of the Transformer-Engine layer spec, with those of the local spec and
+of sequential experts as aliases. Layer and expert numbers are global here.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,214 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pentad.core.dims import ModelDims
-from pentad.core.seams import Seam
-from pentad.models.columns import DECODER, MEGATRON, is_dense, megatron_sizes
 from pentad.models.config_reader import dims_from_hf
-from pentad.weights.map import Rule, WeightMap, build_map, through
+from pentad.weights.cuts import Seam
+from pentad.weights.map import (
+    Condition,
+    Expert,
+    Glu,
+    Init,
+    Padded,
+    Planes,
+    Qkv,
+    Rule,
+    Stack,
+    WeightMap,
+    build_map,
+    through,
+)
+
+
+def has_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.qkv_bias
+
+
+def has_out_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.out_bias
+
+
+def has_qk_norm(dims: ModelDims, layer: int) -> bool:
+    return dims.qk_norm
+
+
+def is_moe(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer)
+
+
+def has_shared_expert(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer) and bool(dims.shared_expert_size)
+
+
+def has_shared_gate(dims: ModelDims, layer: int) -> bool:
+    return has_shared_expert(dims, layer) and dims.shared_expert_gate
+
+
+def has_router_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.is_moe(layer) and dims.router_bias
+
+
+def is_dense(dims: ModelDims, layer: int) -> bool:
+    return not dims.is_moe(layer)
+
+
+def has_mlp_bias(dims: ModelDims, layer: int) -> bool:
+    return dims.mlp_bias and not dims.is_moe(layer)
+
+
+ATTN = "layers.{i}.attn."
+FFN = "layers.{i}.ffn."
+LAYER = "model.layers.{i}."
+EXPERT = LAYER + "mlp.experts.{e}."
+
+
+def gated(native: str, shape: str, hf: str, kind: str, when: Condition, init: Init) -> Rule:
+    """Gate and up side by side, which files hold apart."""
+    sources = Glu(f"{hf}gate_proj{kind}", f"{hf}up_proj{kind}")
+    return Rule(f"{native}gate_up{kind}", shape, sources, when, init)
+
+
+DECODER = (
+    Rule("embed.weight", "V D", "model.embed_tokens.weight"),
+    Rule("layers.{i}.attn_norm.weight", "D", LAYER + "input_layernorm.weight", init="ones"),
+    Rule(ATTN + "q.weight", "Q D", LAYER + "self_attn.q_proj.weight"),
+    Rule(ATTN + "k.weight", "K D", LAYER + "self_attn.k_proj.weight"),
+    Rule(ATTN + "v.weight", "K D", LAYER + "self_attn.v_proj.weight"),
+    Rule(ATTN + "o.weight", "D Q", LAYER + "self_attn.o_proj.weight"),
+    Rule(ATTN + "q.bias", "Q", LAYER + "self_attn.q_proj.bias", has_bias, "zeros"),
+    Rule(ATTN + "k.bias", "K", LAYER + "self_attn.k_proj.bias", has_bias, "zeros"),
+    Rule(ATTN + "v.bias", "K", LAYER + "self_attn.v_proj.bias", has_bias, "zeros"),
+    Rule(ATTN + "o.bias", "D", LAYER + "self_attn.o_proj.bias", has_out_bias, "zeros"),
+    Rule(ATTN + "q_norm.weight", "d", LAYER + "self_attn.q_norm.weight", has_qk_norm, "ones"),
+    Rule(ATTN + "k_norm.weight", "d", LAYER + "self_attn.k_norm.weight", has_qk_norm, "ones"),
+    Rule("layers.{i}.ffn_norm.weight", "D", LAYER + "post_attention_layernorm.weight", init="ones"),
+    gated(FFN, "2 F D", LAYER + "mlp.", ".weight", is_dense, "normal"),
+    Rule(FFN + "down.weight", "D F", LAYER + "mlp.down_proj.weight", is_dense),
+    gated(FFN, "2 F", LAYER + "mlp.", ".bias", has_mlp_bias, "zeros"),
+    Rule(FFN + "down.bias", "D", LAYER + "mlp.down_proj.bias", has_mlp_bias, "zeros"),
+    Rule(FFN + "router.weight", "R D", LAYER + "mlp.gate.weight", is_moe),
+    Rule(
+        FFN + "experts.gate_up",
+        "E 2 M D",
+        Stack(Glu(EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight")),
+        is_moe,
+    ),
+    Rule(FFN + "experts.down", "E D M", Stack(EXPERT + "down_proj.weight"), is_moe),
+    Rule("norm.weight", "D", "model.norm.weight", init="ones"),
+    Rule("head.weight", "V D", "lm_head.weight", tied="embed.weight"),
+    Rule("value_head.weight", "1 D", "score.weight", optional=True),
+)
+"""The names that Llama and Qwen share: a tensor is there as the dimensions say."""
+
+
+def shared_expert(hf: str) -> tuple[Rule, ...]:
+    """The expert that every token passes, by the name of its module in files."""
+    place = f"{LAYER}mlp.{hf}."
+    return (
+        gated(FFN + "shared.", "2 S D", place, ".weight", is_moe, "normal"),
+        Rule(FFN + "shared.down.weight", "D S", place + "down_proj.weight", is_moe),
+    )
+
+
+THEIRS = "decoder.layers.{i}."
+
+MEGATRON = (
+    Rule("embedding.word_embeddings.weight", "Vp D", Padded("embed.weight", "V")),
+    Rule(
+        THEIRS + "self_attention.linear_qkv.layer_norm_weight",
+        "D",
+        "layers.{i}.attn_norm.weight",
+        alias=(THEIRS + "input_layernorm.weight",),
+    ),
+    Rule(
+        THEIRS + "self_attention.linear_qkv.weight",
+        "P D",
+        Qkv(ATTN + "q.weight", ATTN + "k.weight", ATTN + "v.weight"),
+    ),
+    Rule(
+        THEIRS + "self_attention.linear_qkv.bias",
+        "P",
+        Qkv(ATTN + "q.bias", ATTN + "k.bias", ATTN + "v.bias"),
+        has_bias,
+    ),
+    Rule(THEIRS + "self_attention.linear_proj.weight", "D Q", ATTN + "o.weight"),
+    Rule(THEIRS + "self_attention.linear_proj.bias", "D", ATTN + "o.bias", has_out_bias),
+    Rule(THEIRS + "self_attention.q_layernorm.weight", "d", ATTN + "q_norm.weight", has_qk_norm),
+    Rule(THEIRS + "self_attention.k_layernorm.weight", "d", ATTN + "k_norm.weight", has_qk_norm),
+    Rule(
+        THEIRS + "mlp.linear_fc1.layer_norm_weight",
+        "D",
+        "layers.{i}.ffn_norm.weight",
+        is_dense,
+        alias=(THEIRS + "pre_mlp_layernorm.weight",),
+    ),
+    Rule(THEIRS + "pre_mlp_layernorm.weight", "D", "layers.{i}.ffn_norm.weight", is_moe),
+    Rule(THEIRS + "mlp.linear_fc1.weight", "F+F D", Planes(FFN + "gate_up.weight"), is_dense),
+    Rule(THEIRS + "mlp.linear_fc1.bias", "F+F", Planes(FFN + "gate_up.bias"), has_mlp_bias),
+    Rule(THEIRS + "mlp.linear_fc2.weight", "D F", FFN + "down.weight", is_dense),
+    Rule(THEIRS + "mlp.linear_fc2.bias", "D", FFN + "down.bias", has_mlp_bias),
+    Rule(THEIRS + "mlp.router.weight", "R D", FFN + "router.weight", is_moe),
+    Rule(
+        THEIRS + "mlp.router.expert_bias",
+        "R",
+        FFN + "router.bias",
+        has_router_bias,
+        dtype="float32",
+    ),
+    Rule(
+        THEIRS + "mlp.experts.linear_fc1.weight{e}",
+        "M+M D",
+        Expert(Planes(FFN + "experts.gate_up")),
+        is_moe,
+        alias=(THEIRS + "mlp.experts.local_experts.{e}.linear_fc1.weight",),
+    ),
+    Rule(
+        THEIRS + "mlp.experts.linear_fc2.weight{e}",
+        "D M",
+        Expert(FFN + "experts.down"),
+        is_moe,
+        alias=(THEIRS + "mlp.experts.local_experts.{e}.linear_fc2.weight",),
+    ),
+    Rule(
+        THEIRS + "mlp.shared_experts.linear_fc1.weight",
+        "S+S D",
+        Planes(FFN + "shared.gate_up.weight"),
+        has_shared_expert,
+    ),
+    Rule(
+        THEIRS + "mlp.shared_experts.linear_fc2.weight",
+        "D S",
+        FFN + "shared.down.weight",
+        has_shared_expert,
+    ),
+    Rule(
+        THEIRS + "mlp.shared_experts.gate_weight",
+        "1 D",
+        FFN + "shared.gate.weight",
+        has_shared_gate,
+    ),
+    Rule("decoder.final_layernorm.weight", "D", "norm.weight"),
+    Rule(
+        "output_layer.weight",
+        "Vp D",
+        Padded("head.weight", "V"),
+        tied="embedding.word_embeddings.weight",
+    ),
+)
+
+MEGATRON_PLAN = {"Vp": "tp", "P": "tp", "Q": "tp", "F": "tp", "S": "tp", "M": "etp"}
+"""P is the interleaved qkv, cut in plain rows; experts are dealt whole by their number."""
+
+
+def padded_vocab(vocab_size: int, tp: int, divisor: int = 128) -> int:
+    """Megatron's vocabulary: the next multiple of divisor * tp, so it depends on the layout."""
+    step = divisor * tp
+    return -(-vocab_size // step) * step
+
+
+def megatron_sizes(dims: ModelDims, vocab_rows: int) -> dict[str, int]:
+    """The symbols that only Megatron's column has."""
+    return {"P": (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim, "Vp": vocab_rows}
+
 
 DECODER_SEAMS = (
     Seam("embed", "lookup"),

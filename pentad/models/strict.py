@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from pentad.core.swap import swap_classes
 from pentad.models.decoder import Decoder
-from pentad.models.layers import GateUp, Linear, Mlp, Norm
+from pentad.models.layers import GateUp, Linear, Mlp, Norm, Rotary
 from pentad.models.moe import Beside, Experts, Moe, Router, SharedExpert
-from pentad.models.rope import Rotary
 from pentad.ops import invariant
 from pentad.ops.experts import sort_pairs, take_rows, take_weights
 from pentad.ops.router import add_loss, route

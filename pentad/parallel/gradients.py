@@ -1,4 +1,4 @@
-"""Gradients over ranks: the sums that storage does not make, and the exact norm.
+"""Gradients over ranks: the sums that storage does not make, the exact norm, and copies compared.
 
 FSDP2 has summed over the ranks a parameter is stored on. What is left are parameters that several
 ranks of one microbatch compute with (norms and routers under tp, kv heads that are held more than
@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 from pentad.core.errors import RunError
+from pentad.core.group_values import Group, gather_values
+from pentad.ops.digest import digest_of
 from pentad.parallel.collectives import reduce_ranks
-from pentad.parallel.cuts import Cut
+from pentad.parallel.cuts import Cut, local, stored_box
 from pentad.parallel.mesh import Axis, Meshes
 
 MAX_APART = 0.05
@@ -77,3 +80,20 @@ def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     wide = functools.reduce(torch.promote_types, {x.dtype for x in parts}, torch.float32)
     norms = torch.stack(torch._foreach_norm(list(parts), dtype=wide))
     return norms.double().square().sum().to(device)
+
+
+def differing_copies(tensors: Mapping[str, Tensor], group: Group) -> list[tuple[str, int, int]]:
+    """(name, rank, other rank) of each shard that the other rank has other bits of, on every rank.
+
+    Every rank of the group calls it, with the tensors that it holds shards of.
+    """
+    shards = ((name, one) for name, one in tensors.items() if isinstance(one, DTensor))
+    mine = digest_of((f"{name} {stored_box(one)}", local(one)) for name, one in shards).entries
+    first: dict[str, tuple[int, str]] = {}
+    found = []
+    for rank, held in enumerate(gather_values(mine, group)):
+        for shard, digest in held.items():
+            holder, known = first.setdefault(shard, (rank, digest))
+            if digest != known:
+                found.append((shard.partition(" ")[0], holder, rank))
+    return found

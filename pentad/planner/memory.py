@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from pentad.core import sizes
 from pentad.core.dims import ModelDims
-from pentad.core.fit import experts_each
+from pentad.core.fit import experts_each, peak_in_flight, split_layers, stages_of_rank
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
 from pentad.core.sizes import (
@@ -27,7 +27,6 @@ from pentad.core.sizes import (
     PUBLISH_BUCKET_BYTES,
     HandoffKind,
 )
-from pentad.core.stages import peak_in_flight, split_layers, stages_of_rank
 from pentad.planner.activations import (
     Checkpointing,
     ends_bytes,

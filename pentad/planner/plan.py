@@ -29,6 +29,7 @@ from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
+from pentad.core.fit import is_interleaved
 from pentad.core.layout import Allocation, Layout
 from pentad.core.machine import GIB, GpuQueryError, find_gpus, free_disk, host_memory
 from pentad.core.sizes import (
@@ -44,7 +45,6 @@ from pentad.core.sizes import (
     export_bytes,
     state_bytes,
 )
-from pentad.core.stages import is_interleaved
 from pentad.planner.activations import Checkpointing
 from pentad.planner.figures import Batch, Device, Files, RunPlan, SamplePlan, TrainPlan
 from pentad.planner.memory import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from pentad.core.fit import experts_each
+from pentad.core.fit import experts_each, stages_of_rank
 from pentad.core.layout import Coords, Layout
-from pentad.core.stages import stages_of_rank
 from pentad.planner.figures import TrainPlan
 from pentad.planner.memory import held_params, sharded_params, stage_layers
 

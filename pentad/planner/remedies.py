@@ -25,9 +25,9 @@ from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
+from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component, Dims
 from pentad.core.machine import GIB
-from pentad.core.stages import splits_backward
 from pentad.planner.figures import Device, RunPlan
 from pentad.planner.plan import build_plan, saves_async
 

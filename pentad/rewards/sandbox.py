@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pentad.core.errors import Problem, UserError
-from pentad.core.text import one_line
+from pentad.core.errors import Problem, UserError, one_line
 from pentad.rewards import breakout, confine
 from pentad.rewards.warden import FRAME
 from pentad.runtime.scratch import scratch_folder

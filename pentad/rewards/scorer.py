@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pentad.core.errors import Problem, UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.core.roles import Scored
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards import code_tests, verifiers

@@ -23,8 +23,13 @@ from torch import Tensor
 from pentad.core.algorithms import Clip, Correction, KlEstimator
 from pentad.core.errors import RunError
 from pentad.core.types import Segments, TokenOutputs
-from pentad.rl.corrections import correction_weights, sequence_means
-from pentad.rl.kl import clamp_log_ratio, estimate_kl, masked_difference
+from pentad.rl.kl import (
+    clamp_log_ratio,
+    correction_weights,
+    estimate_kl,
+    masked_difference,
+    sequence_means,
+)
 
 MIN_LOGPROB = -100.0
 """Log-probs of the policy are taken for at least this: nobody draws a token of exp(-100)."""

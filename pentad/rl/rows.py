@@ -16,9 +16,14 @@ from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Row, Sample
 from pentad.rl.advantages import Advantages
-from pentad.rl.normalise import normalise
 from pentad.rl.ragged import Rollouts
-from pentad.rl.shaping import kl_rewards, overlong_penalties, scale_rewards, teacher_rewards
+from pentad.rl.shaping import (
+    kl_rewards,
+    normalise,
+    overlong_penalties,
+    scale_rewards,
+    teacher_rewards,
+)
 
 CARRIED = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
 """Columns of a sample that its row takes over."""

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from pentad.core.errors import Problem, UserError
-from pentad.core.failures import DataFailure
+from pentad.core.errors import DataFailure, Problem, UserError
 from pentad.core.specs import load
 from pentad.core.types import Prompt, Sample
 from pentad.rollout.proxy import MODEL, Episode, Proxy

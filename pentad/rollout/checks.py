@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pentad.core.errors import Problem, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.types import Generation, Prompt, Request, Sample
 from pentad.samplers.answers import flaw_of
 

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pentad.core.errors import RunError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, RunError
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rollout.estimators import interval95, majority_is_correct, mean, pass_at_k
 from pentad.rollout.executor import Executor

@@ -14,8 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from pentad.core.errors import Problem, RunError, UserError, first_cause
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Sampler, Scorer
 from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples

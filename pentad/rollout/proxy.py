@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pentad.core.errors import Problem
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, Problem
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Request, Sample
 from pentad.data.tokenizer import Tokenizer, find_prefix

@@ -12,8 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pentad.core.errors import UserError
-from pentad.core.failures import GivenUp, InfraFailure, is_cancelled
+from pentad.core.errors import GivenUp, InfraFailure, UserError, is_cancelled
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request

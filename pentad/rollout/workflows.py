@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from pentad.core.failures import DataFailure, is_cancelled
+from pentad.core.errors import DataFailure, is_cancelled
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.rollout.environments import Environment, RolloutTokenizer, observation_ids

@@ -15,8 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from pentad.core.errors import Interrupted, Problem, RunError, Transient, UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import (
+    DataFailure,
+    InfraFailure,
+    Interrupted,
+    Problem,
+    RunError,
+    Transient,
+    UserError,
+)
 
 SIZES = struct.Struct("!IIQ")
 """Bytes of the table, of the items and of the arrays."""

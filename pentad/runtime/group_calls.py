@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pentad.core.errors import RunError, Transient
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, Transient
 from pentad.runtime import roles
 from pentad.runtime.awake import AwakeLoop, awake_s
 from pentad.runtime.frames import revive_error

@@ -34,8 +34,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from pentad.core.errors import Problem, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.machine import (
     RAY_SETTINGS,
     find_gpus,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure
 from pentad.runtime import wire
 
 BEAT_S = 0.5

@@ -18,8 +18,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, RunError, UserError
 from pentad.runtime.awake import awake_s
 from pentad.runtime.frames import (
     MAX_FRAME_BYTES,

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, NonNegativeInt
 
 from pentad.core.dims import ModelDims
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure
 from pentad.core.types import FinishReason, Generation
 from pentad.infer.sequence import filled
 

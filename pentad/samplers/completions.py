@@ -12,8 +12,7 @@ from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
 from pentad.samplers.answers import finish_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure
 from pentad.ops.digest import words_of
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pentad
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.runtime.environment import visible_devices
 from pentad.samplers.wire import Wire
 

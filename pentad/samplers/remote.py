@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from pentad.core.errors import RunError, WrongWeights
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, WrongWeights
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.runtime import roles

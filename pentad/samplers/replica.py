@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import FlawedAnswer, GivenUp, InfraFailure
+from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.samplers.remote import OnToken

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pentad.core.errors import RunError
-from pentad.core.failures import FlawedAnswer, InfraFailure
+from pentad.core.errors import FlawedAnswer, InfraFailure, RunError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, Request
 from pentad.ops.digest import WeightDigest, digest_of

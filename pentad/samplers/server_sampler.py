@@ -18,18 +18,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import InfraFailure, is_cancelled
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_cancelled
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request, SamplingParams
-from pentad.infer.checks import RequestLimits, check_request
-from pentad.models.exchange import native_shards
+from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
+from pentad.models.hf_weights import native_shards
 from pentad.models.registry import create_model
 from pentad.samplers.answers import flaw_of, joined
 from pentad.samplers.process import ServerProcess
-from pentad.weights import flow
+from pentad.weights import transfer
 
 log = logging.getLogger(__name__)
 
@@ -479,13 +478,13 @@ class ServerSampler:
 
     def _check_weights(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         """Raises UserError unless these are all weights of the model, each once, of its shape."""
-        given = flow.PairsReader(pairs)
+        given = transfer.PairsReader(pairs)
         if not self.dims.is_whole:
             return  # no model file: what its tensors are only the trainer's own map knows
         if self.expected is None:  # its tensors, and the map to them: slow to make
             skeleton = create_model(self.dims, device="meta")
             self.expected = native_shards(skeleton), map_of(self.dims)
-        flow.check(self.expected[0], self.expected[1], given)
+        transfer.check(self.expected[0], self.expected[1], given)
 
     def _check_open(self) -> None:
         if self.is_closed:

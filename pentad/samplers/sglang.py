@@ -27,9 +27,8 @@ from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from pentad.core.dtypes import DTYPES
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.device import DTYPES
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, SamplingParams

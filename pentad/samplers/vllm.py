@@ -18,9 +18,8 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
-from pentad.core.dtypes import DTYPES
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.device import DTYPES
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of

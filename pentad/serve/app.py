@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.infer.checks import RequestLimits
+from pentad.infer.settings import RequestLimits
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.limits import ServeLimits, check_body, check_sizes
 from pentad.serve.service import (

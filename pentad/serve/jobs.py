@@ -12,7 +12,7 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import Request, SamplingParams
 from pentad.data.render import Columns, encode_prompts
 from pentad.data.tokenizer import Tokenizer
-from pentad.infer.checks import RequestLimits, check_request
+from pentad.infer.settings import RequestLimits, check_request
 from pentad.serve.conversation import chat_ids, check_unicode, read_conversation
 from pentad.serve.wire import (
     MAX_CHOICES,

@@ -32,7 +32,7 @@ from pentad.sync.tickets import (
     wait_written,
     write_ticket,
 )
-from pentad.weights.flow import TensorInfo
+from pentad.weights.transfer import TensorInfo
 
 _numbers = itertools.count()
 

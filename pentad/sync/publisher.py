@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pentad.core.errors import RunError, WrongWeights
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, WrongWeights
 from pentad.core.roles import Installed, Sampler
 from pentad.ops.digest import WeightDigest, digest_of
 

@@ -44,7 +44,6 @@ from pentad.sync.tickets import (
     share_on_gpu,
     views,
 )
-from pentad.weights.flow import Shard, TensorInfo, source_block, target_block
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import (
     Box,
@@ -56,6 +55,7 @@ from pentad.weights.regions import (
     slices,
     within,
 )
+from pentad.weights.transfer import Shard, TensorInfo, source_block, target_block
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
-from pentad.weights.flow import TensorInfo
+from pentad.core.errors import InfraFailure, RunError
 from pentad.weights.regions import box_shape, coverage_fault, slices
+from pentad.weights.transfer import TensorInfo
 
 Kind = Literal["shm", "file", "ipc"]
 Pairs = Sequence[tuple[str, Tensor]]

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
-from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import write_file
+from pentad.weights.transfer import TensorInfo
 
 T = TypeVar("T")
 Pairs = Sequence[tuple[str, Tensor]]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentad.core.text import visible
+from pentad.core.errors import visible
 
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOTICE = {"is_notice": True}

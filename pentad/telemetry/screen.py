@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pentad.core.text import one_line
+from pentad.core.errors import one_line
 from pentad.telemetry.samples import transcript_of
 
 Record = Mapping[str, Any]

@@ -14,9 +14,8 @@ import torch
 from pentad.config.catalog import register_models
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.schema import Config
-from pentad.core.device import pick_device
+from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
 from pentad.core.roles import Sampler
 from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer

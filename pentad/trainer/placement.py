@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError
 from pentad.core.roles import Sampler
 
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError
 from pentad.core.roles import Sampler
 from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_thread import LearnerThread

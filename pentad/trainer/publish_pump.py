@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.evaluator import Evaluator
 from pentad.trainer.placement import Placement, Turnstile

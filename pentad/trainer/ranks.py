@@ -30,9 +30,8 @@ from pentad.config.elastic import fit_world
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
-from pentad.core.device import pick_device
+from pentad.core.device import pick_device, unsettle
 from pentad.core.errors import Problem, RunError, Transient, UserError
-from pentad.core.heap import unsettle
 from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
 from pentad.runtime.group_calls import GroupSettings, RankGroup

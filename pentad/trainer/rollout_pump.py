@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from pentad.core.algorithms import AlgorithmSettings
-from pentad.core.errors import RunError, Transient
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, RunError, Transient
 from pentad.core.types import Group
 from pentad.data.prompts import PromptStream, RejectedPrompt
 from pentad.rl.shaping import has_signal

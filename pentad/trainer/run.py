@@ -31,13 +31,12 @@ from pentad.config.rules.resume import changed_keys, judge_changes
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, RunError, Stopped, UserError
+from pentad.core.errors import Problem, RunError, Stopped, UserError, visible
 from pentad.core.faults import check_armed
 from pentad.core.layout import Layout
 from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
 from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
-from pentad.core.text import visible
 from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
 from pentad.planner.remedies import saves_beside

@@ -25,10 +25,9 @@ from pentad.config.derived import (
     scorers,
 )
 from pentad.config.schema import Config
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
-from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.settings import into

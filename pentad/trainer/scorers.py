@@ -20,8 +20,7 @@ from pentad.config.derived import component_of, scorers
 from pentad.config.processes import scorer_devices
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
-from pentad.core.errors import Problem, RunError, Transient, UserError, first_cause
-from pentad.core.failures import GivenUp
+from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
 from pentad.data.store import GroupStore
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup

@@ -21,15 +21,15 @@ from pentad.checkpoint.staging import HostMemory
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.config.derived import scorers
 from pentad.config.schema import Config
+from pentad.core.device import settle, unsettle
 from pentad.core.errors import RunError, UserError
 from pentad.core.faults import hit
 from pentad.core.group_values import gather_values
-from pentad.core.heap import settle, unsettle
 from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
 from pentad.engine.engine import Engine
-from pentad.parallel.replicas import differing_copies
+from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
 from pentad.runtime.rank import Rank

@@ -11,11 +11,11 @@ from pentad.config.derived import component_of
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.dims import ModelDims
 from pentad.models.conversion import Conversion, convert
-from pentad.models.exchange import native_shards
 from pentad.models.families import dims_of, known_families, read_config
+from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_model, open_weights
-from pentad.weights import flow
+from pentad.weights import transfer
 
 Role = Literal["actor", "critic"]
 FAMILY_NAMES = {"qwen2.5": "qwen2"}
@@ -97,7 +97,7 @@ def check_weights(config: Config, role: Role) -> None:
     face = _face(config, path, role)
     if folder is not None:
         reader = open_weights(folder, face.dims)
-        flow.check(native_shards(face), face.map_for(reader.infos), reader)
+        transfer.check(native_shards(face), face.map_for(reader.infos), reader)
 
 
 def _face(config: Config, path: str, role: Role) -> LanguageModel:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentad.core.failures import GivenUp
+from pentad.core.errors import GivenUp
 from pentad.core.types import Group
 from pentad.data.ledger import Ledger, LiveState
 from pentad.data.store import GroupStore, MissingGroups

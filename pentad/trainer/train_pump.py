@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
+from pentad.core.device import settle
 from pentad.core.errors import RunError
-from pentad.core.heap import settle
 from pentad.core.types import Group
 from pentad.data.ledger import PromptFunnel
 from pentad.rl.bounds import Bounds

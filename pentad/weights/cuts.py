@@ -9,11 +9,12 @@ so that a rank holds its gate rows and its up rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from pentad.core.errors import Problem, UserError
-from pentad.weights.map import Entry, Sizes, size_of
+from pentad.weights.map import Condition, Entry, Sizes, always, size_of
 from pentad.weights.regions import Box, Region, Shape, clip
 
 Coords = Mapping[str, tuple[int, int]]
@@ -96,16 +97,28 @@ def cut_entry(entry: Entry, plan: Plan, coords: Coords, sizes: Sizes) -> Local:
         box = tuple((s.start, s.start + s.length) for s in segments)
         origin = tuple(s.local for s in segments)
         boxes.append((box, origin))
-        regions += [_moved(part, origin) for r in entry.regions if (part := clip(r, box))]
+        regions += [part.moved(origin) for r in entry.regions if (part := clip(r, box))]
     return Local(shape, tuple(boxes), tuple(regions))
-
-
-def _moved(region: Region, origin: Sequence[int]) -> Region:
-    start = tuple(a + b for a, b in zip(region.target_start, origin, strict=True))
-    return Region(region.source, region.source_shape, region.source_start, start, region.runs)
 
 
 def split_dims(entry: Entry, plan: Plan) -> dict[str, int]:
     """Axis -> tensor dim that it cuts, for an entry without sums: {"ep": 0, "etp": 2}."""
     symbols = entry.rule.shape.split()
     return {plan[symbol]: dim for dim, symbol in enumerate(symbols) if symbol in plan}
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A module at which a model meets other ranks' parts of it, as its model file declares it.
+
+    Under tensor parallelism the residual stream is dealt over the ranks by tokens, while
+    projections are cut by heads or columns and need all tokens: here one becomes the other.
+    Example: Seam("layers.{i}.attn", "gather"), {i} counts layers.
+    """
+
+    module: str
+    kind: Literal["lookup", "gather", "scatter"]
+    """lookup: a table cut by rows; what each rank finds is summed and dealt by tokens.
+    gather: the module takes all tokens; its first argument is put together from the ranks.
+    scatter: its product is a part of a sum; the sum is dealt by tokens, a bias added after it."""
+    when: Condition = always

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import skip_data
 
 from pentad.core.errors import Problem, UserError
-from pentad.weights.flow import NUM_READERS, TensorInfo
-from pentad.weights.megatron.folders import INDEX
+from pentad.weights.megatron.layout import INDEX
 from pentad.weights.pickles import load_metadata, load_tensor
 from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, show, within
+from pentad.weights.transfer import NUM_READERS, TensorInfo
 
 CACHE_BYTES = 256 << 20
 """Blocks kept after reading: one serves all the HF tensors that were fused into it."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.model_files import MAX_JSON_BYTES, open_file, parse_json
-from pentad.weights.flow import TensorInfo
+from pentad.core.folders import MAX_JSON_BYTES, open_file, parse_json
 from pentad.weights.regions import Box, box_shape, full_box, intersect
+from pentad.weights.transfer import TensorInfo
 
 BUFFER_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.model_files import read_object
+from pentad.core.folders import read_object
 from pentad.core.roles import StagedFile
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
-from pentad.weights.flow import NUM_READERS, TensorInfo
 from pentad.weights.regions import Box
+from pentad.weights.transfer import NUM_READERS, TensorInfo
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

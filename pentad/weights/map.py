@@ -14,7 +14,16 @@ from typing import Literal, Protocol
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.weights.regions import Lookup, Region, Run, Shape, coverage_fault, flip, join
+from pentad.weights.regions import (
+    Lookup,
+    Region,
+    Run,
+    Shape,
+    coverage_fault,
+    flip,
+    join,
+    whole_region,
+)
 
 Condition = Callable[[ModelDims, int], bool]
 """Whether a rule holds for a model and a layer (0 for rules outside the layers)."""
@@ -59,9 +68,7 @@ class One:
     source: str
 
     def regions(self, shape: Shape, sizes: Sizes, index: Indices) -> list[Region]:
-        zeros = (0,) * len(shape)
-        runs = tuple(Run(dim, dim, size) for dim, size in enumerate(shape))
-        return [Region(self.source.format(**index), shape, zeros, zeros, runs)]
+        return [whole_region(self.source.format(**index), shape)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,19 @@ class Region:
         """The region within a tensor that holds just its source box."""
         return replace(self, source_start=(0,) * len(self.source_start))
 
+    def moved(self, by: Shape) -> Region:
+        """The region so much further on in the target."""
+        start = tuple(a + b for a, b in zip(self.target_start, by, strict=True))
+        return replace(self, target_start=start)
+
+
+def whole_region(source: str, shape: Shape) -> Region:
+    """A tensor that is the target itself."""
+    zeros = (0,) * len(shape)
+    return Region(
+        source, shape, zeros, zeros, tuple(Run(dim, dim, size) for dim, size in enumerate(shape))
+    )
+
 
 def _box(start: Shape, lengths: Mapping[int, int]) -> Box:
     return tuple((s, s + lengths.get(dim, 1)) for dim, s in enumerate(start))

@@ -41,8 +41,8 @@ from pentad.core.errors import UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import iter_hf
 from pentad.models.families import dims_of
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.sync.group import broadcast
 

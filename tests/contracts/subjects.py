@@ -20,7 +20,7 @@ from pentad.core.roles import Sampler
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import Decoder
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.role_host import RoleHost, job_of
 from pentad.runtime.roles import RoleSpec

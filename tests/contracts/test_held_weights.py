@@ -9,9 +9,8 @@ from http_thread import served
 from sglang_stand_in import StandIn
 from subjects import DIMS, embedded, policy, server_settings
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
-from pentad.models.exchange import iter_hf
+from pentad.core.errors import InfraFailure, RunError
+from pentad.models.hf_weights import iter_hf
 from pentad.samplers import sglang
 from pentad.samplers.held import prove, sglang_checksum
 from pentad.samplers.server_replica import KeptOffer, KeptWeights, ServerRemote

@@ -12,7 +12,7 @@ from subjects import decode, policy
 from pentad.core.errors import RunError, UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.models.decoder import Decoder, causal_attend
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.ops.digest import digest_of
 
 ATOL = 10 * ROUNDING  # the logits of the policy are at most 10

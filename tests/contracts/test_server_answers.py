@@ -15,10 +15,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from subjects import DIMS, attached, embedded, policy, server_settings
 
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, UserError
 from pentad.core.types import Prompt, Request, SamplingParams
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.ops.digest import digest_of
 from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import SingleTurn

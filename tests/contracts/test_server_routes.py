@@ -12,13 +12,12 @@ from http_thread import served
 from sglang_stand_in import StandIn
 from subjects import DIMS, server_settings
 
-from pentad.core.errors import UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, UserError
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.samplers import sglang
 from pentad.samplers.answers import routes_of

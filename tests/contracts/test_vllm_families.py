@@ -10,8 +10,8 @@ from subjects import server_settings, write_tokenizer
 
 from pentad.core.types import Request, SamplingParams
 from pentad.models.decoder import causal_attend
-from pentad.models.exchange import iter_hf
 from pentad.models.families import dims_of
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 from pentad.samplers import vllm

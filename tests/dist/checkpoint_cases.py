@@ -18,9 +18,9 @@ from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import StateSaver, save_learner
 from pentad.checkpoint.writer import Writer
 from pentad.core.layout import Layout
-from pentad.engine.engine import Engine, build_engine
 from pentad.core.settings import EngineSettings, OptimizerSettings
-from pentad.weights.flow import iter_sources
+from pentad.engine.engine import Engine, build_engine
+from pentad.weights.transfer import iter_sources
 
 CONFIGS["moe6"] = MOE | {"num_hidden_layers": 4, "num_experts": 6}
 """Six experts: three or two on a rank, and uneven over the ranks that share them."""

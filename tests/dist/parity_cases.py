@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from engine_toys import (
     CONFIG,
     PolicyLoss,
@@ -21,13 +19,12 @@ from engine_toys import (
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pentad.ops.digest import digest_of, tensor_checksum
 from pentad.core.errors import RunError
 from pentad.core.layout import Layout
+from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.engine.engine import Engine, build_engine
-from pentad.core.settings import EngineSettings, OptimizerSettings
-from pentad.core.settings import BalanceSettings
-from pentad.models.exchange import gather_whole
+from pentad.models.hf_weights import gather_whole
+from pentad.ops.digest import digest_of, tensor_checksum
 from pentad.parallel.cuts import local, stored_box
 from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.sync.publisher import take_snapshot

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentad.core.failures import DataFailure
+from pentad.core.errors import DataFailure, one_line, visible
 from pentad.core.roles import Scored
-from pentad.core.text import one_line, visible
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards.code_tests import same_value
 from pentad.rewards.functions import as_scored

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pentad.core.errors import RunError, Transient
-from pentad.core.failures import DataFailure, GivenUp, InfraFailure
+from pentad.core.errors import DataFailure, GivenUp, InfraFailure, RunError, Transient
 from pentad.core.roles import Installed
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data.ledger import Ledger

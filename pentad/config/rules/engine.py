@@ -8,7 +8,7 @@ from pentad.config.derived import pipeline_size
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem
-from pentad.core.stages import splits_backward
+from pentad.core.fit import splits_backward
 
 RULES: Rules[[Config]] = Rules()
 

@@ -12,7 +12,7 @@ from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config
 from pentad.core.errors import Problem, UserError
-from pentad.core.trial_paths import recovery_problem
+from pentad.core.folders import recovery_problem
 from pentad.models.families import register
 
 RULES: Rules[[Config]] = Rules()

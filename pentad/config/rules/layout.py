@@ -22,17 +22,15 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.fit import (
     balance_problems,
+    default_stages_per_rank,
     expert_problems,
     head_problems,
+    is_interleaved,
     list_of,
+    takes_microbatches,
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors
-from pentad.core.stages import (
-    default_stages_per_rank,
-    is_interleaved,
-    takes_microbatches,
-)
 
 TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
 ROLES = (*TRAINING_ROLES, "rollout")

@@ -7,7 +7,7 @@ from pathlib import Path
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.errors import Problem
-from pentad.core.trial_paths import recovery_problem
+from pentad.core.folders import recovery_problem
 
 RULES: Rules[[Config]] = Rules()
 

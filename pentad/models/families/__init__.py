@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.core.model_files import check_plain, read_object
+from pentad.core.folders import check_plain, read_object
 from pentad.core.specs import import_named
 from pentad.models.config_reader import dims_from_hf
 from pentad.models.spec import ModelSpec

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pentad.models.columns import DECODER, FFN, LAYER, is_moe, shared_expert
 from pentad.models.config_reader import ConfigReader, ConfigValues
-from pentad.models.spec import ModelSpec, sizes
+from pentad.models.spec import DECODER, FFN, LAYER, ModelSpec, is_moe, shared_expert, sizes
 from pentad.weights.map import Rule
 
 DEFAULTS = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pentad.models.columns import LAYER
 from pentad.models.config_reader import ConfigReader
-from pentad.models.spec import ModelSpec, sizes
+from pentad.models.spec import LAYER, ModelSpec, sizes
 
 SPEC = ModelSpec(
     family="llama",

@@ -2,34 +2,42 @@
 
 Its body runs as transformers wrote it, with our attention core inside; its head is left to the
 fused log-probs. Parameters keep transformers' names.
+
+What a class makes of its head's product, and how its tensors lie on disk, is asked of the class
+itself, not listed by family: its forward is run with stand-ins for body and head, and transformers
+writes tensors without memory, whose views show which block of which tensor each one is.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SCALAR_CLASSES,
 )
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Attend
 from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, NoCoreError
 from pentad.models.hf.config import measure
-from pentad.models.hf.head import read_logit_rule
-from pentad.models.hf.names import VALUE_HEAD, build_hf_map
 from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Routes
-from pentad.weights.map import WeightMap
+from pentad.weights.map import Entry, Rule, WeightMap, sources_of
+from pentad.weights.regions import Region, Run, Shape, whole_region
 
 
 def build_hf_model(
@@ -244,3 +252,181 @@ def check_packable(causal: PreTrainedModel, where: str) -> int:
         if vars(module).get(WINDOW) is not None:
             setattr(causal.get_submodule(name), WINDOW, vars(module)[WINDOW])
     return note.head_dim
+
+
+TOLERANCE = 1e-6
+"""Some classes compute their logits in float32."""
+FAR = 1e6
+"""Where a cap is reached, to the last digit."""
+NEAR = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """logits = bend(scale * (hidden @ weight^T)), with bend(x) = cap * tanh(x / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x if self.cap is None else self.cap * torch.tanh(x / self.cap)
+
+
+class _Output(MoeModelOutputWithPast):
+    """Of what a body gives besides hidden states it has nothing."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Body(nn.Module):
+    """Gives the hidden states it was made with."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: object, **kwargs: object) -> MoeModelOutputWithPast:
+        return _Output(last_hidden_state=self.hidden)
+
+
+class _Head(nn.Module):
+    """Passes on what it is given."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def read_logit_rule(causal: PreTrainedModel, where: str) -> LogitRule:
+    """The rule of a class, with the numbers of its config; UserError where it has another form."""
+    head = causal.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        rule = "its head has a bias or is no linear layer, which the fused log-probs cannot take"
+        raise UserError(Problem(where, rule))
+    given = torch.tensor([*range(-60, 61), NEAR, FAR], dtype=torch.float64, device="cpu")
+    try:
+        with _stand_ins(causal, _Body(given.view(1, 1, -1)), _Head()), torch.no_grad():
+            ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+            logits = causal(input_ids=ids, use_cache=False).logits.double().flatten()
+    except Exception as error:  # layers between body and head fail in ways of their own
+        rule = f"its forward is no body and head one after the other ({error})"
+        raise UserError(Problem(where, rule)) from error
+    for found in _candidates(logits):
+        if torch.allclose(found.apply(given), logits, rtol=TOLERANCE, atol=TOLERANCE):
+            return found
+    rule = "its logits are neither scaled nor capped in a known way: log-probs would be others"
+    raise UserError(Problem(where, rule))
+
+
+def _candidates(logits: Tensor) -> Iterator[LogitRule]:
+    near, far = float(logits[-2]), float(logits[-1])
+    yield LogitRule(scale=round(far / FAR, 9))
+    if far > near > 0:
+        slope = float(torch.atanh(logits[-2] / far)) * far / NEAR
+        yield LogitRule(scale=round(slope, 6), cap=far)
+
+
+@contextmanager
+def _stand_ins(causal: PreTrainedModel, body: nn.Module, head: nn.Module) -> Iterator[None]:
+    prefix = causal.base_model_prefix
+    real = causal.get_submodule(prefix), causal.get_output_embeddings()
+    setattr(causal, prefix, body)
+    causal.set_output_embeddings(head)
+    try:
+        yield
+    finally:
+        setattr(causal, prefix, real[0])
+        causal.set_output_embeddings(real[1])
+
+
+VALUE_HEAD = "value_head.weight"
+VALUE_HEAD_ON_DISK = "score.weight"
+
+
+def build_hf_map(causal: PreTrainedModel, dims: ModelDims, where: str) -> WeightMap:
+    """Exact and complete, or UserError."""
+    held = causal.state_dict()
+    tied = _tied(causal, held)
+    shapes = {name: tuple(x.shape) for name, x in held.items() if name not in tied}
+    parts = _parts_on_disk(causal, shapes, where)
+    entries: dict[str, Entry] = {}
+    for name, shape in shapes.items():
+        is_wide = any(part in name for part in causal._keep_in_fp32_modules_strict or ())
+        rule = Rule(name, "", name, dtype="float32" if is_wide else "")
+        entries[name] = Entry(name, shape, tuple(parts[name]), rule, _layer(name))
+    rule = Rule(VALUE_HEAD, "", VALUE_HEAD_ON_DISK, optional=True)
+    value_shape = (1, dims.hidden_size)
+    region = whole_region(VALUE_HEAD_ON_DISK, value_shape)
+    entries[VALUE_HEAD] = Entry(VALUE_HEAD, value_shape, (region,), rule, None)
+    twins = {
+        source: entries[twin].regions[0].source
+        for name, twin in tied.items()
+        for source in {name, *revert_weight_conversion(causal, {name: held[name]})}
+    }
+    return WeightMap(dims, {}, entries, sources_of(entries, dims), twins)
+
+
+def _layer(name: str) -> int | None:
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found.group(1)) if found else None
+
+
+def _tied(causal: PreTrainedModel, held: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the name before it of the same tensor."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    parameters = dict(causal.named_parameters(remove_duplicate=False))
+    for name in held:
+        if name in parameters:
+            known = first.setdefault(id(parameters[name]), name)
+            if known != name:
+                tied[name] = known
+    return tied
+
+
+def _parts_on_disk(
+    causal: PreTrainedModel, shapes: Mapping[str, Shape], where: str
+) -> dict[str, list[Region]]:
+    """Of every tensor in memory, the tensors on disk that it is made of."""
+    blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {x.untyped_storage()._cdata: name for name, x in blank.items()}
+    with _ViewsOnly():
+        written = revert_weight_conversion(causal, dict(blank))
+    parts: dict[str, list[Region]] = {name: [] for name in shapes}
+    for source, view in written.items():
+        owner = owners.get(view.untyped_storage()._cdata)
+        if owner is None:
+            rule = f"on disk {source} is arranged otherwise than in memory, which is not built"
+            raise UserError(Problem(where, rule))
+        parts[owner].append(_region(source, view, shapes[owner]))
+    return parts
+
+
+class _ViewsOnly(TorchFunctionMode):
+    """`contiguous` would copy, and a copy does not show where it comes from."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _region(source: str, view: Tensor, shape: Shape) -> Region:
+    """The view, as it lies on disk, within the contiguous tensor of that shape in memory."""
+    strides = torch.empty(shape, device="meta").stride()
+    if view.shape == shape and view.stride() == strides:
+        return whole_region(source, shape)
+    rest, start = view.storage_offset(), []
+    for stride in strides:
+        start.append(rest // stride)
+        rest %= stride
+    runs = []
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        along = [d for d, step in enumerate(strides) if step == stride and shape[d] > 1]
+        if size > 1:
+            runs.append(Run(dim, along[0], size))
+    zeros = (0,) * view.ndim
+    return Region(source, tuple(view.shape), zeros, tuple(start), tuple(runs))

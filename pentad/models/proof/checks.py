@@ -15,13 +15,12 @@ import transformers
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.dtypes import DTYPES
 from pentad.core.errors import UserError
-from pentad.models.columns import MEGATRON_PLAN, padded_vocab
 from pentad.models.decoder import Decoder, causal_attend
-from pentad.models.exchange import iter_hf, native_tensors
 from pentad.models.families import dims_of, map_of, path_of, read_config
+from pentad.models.hf_weights import iter_hf, native_tensors
 from pentad.models.moe import Experts
 from pentad.models.proof.cases import (
     EXPERT_GRID,
@@ -33,18 +32,19 @@ from pentad.models.proof.cases import (
     randomise,
     read_all,
 )
-from pentad.models.proof.megatron_forward import MegatronForward
 from pentad.models.proof.ranks import (
+    MegatronForward,
     SimulatedLayout,
     local_tensor,
     ranks_of,
     round_trip_fault,
 )
 from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
-from pentad.weights import flow
+from pentad.models.spec import MEGATRON_PLAN, padded_vocab
+from pentad.weights import transfer
 from pentad.weights.cuts import split_dims
-from pentad.weights.flow import whole_shards
 from pentad.weights.hf import HfFolder
+from pentad.weights.transfer import whole_shards
 
 CARRIED = {"max_position_embeddings": "max_position", "initializer_range": "initializer_range"}
 """Config key -> the dimension that takes it; no weight and no logit would show it."""
@@ -180,7 +180,7 @@ def check_headers(folder: Path) -> str:
         map_of(dims).sources[n].optional for n in reader.infos if n in map_of(dims).sources
     )
     model = build_model(dims, device="meta", dtype=torch.float32, value_head=has_value)
-    flow.check(whole_shards(native_tensors(model)), map_of(dims), reader)
+    transfer.check(whole_shards(native_tensors(model)), map_of(dims), reader)
     return f"{len(reader.infos)} tensors, all known, all shapes right"
 
 
@@ -286,7 +286,9 @@ def check_parity(case: FamilyCase) -> str:
         what = f"logits at {_said(layout)}"
         worst = max(worst, _compare(what, logits, expected, LOGITS_TOLERANCE))
         ours = torch.autograd.grad((logits * weight).sum(), [natives[name] for name in trained])
-        by_name = dict(flow.iter_sources(dict(zip(trained, ours, strict=True)), case.weight_map))
+        by_name = dict(
+            transfer.iter_sources(dict(zip(trained, ours, strict=True)), case.weight_map)
+        )
         for name, grad in grads.items():
             what = f"gradient of {name} at {_said(layout)}"
             worst = max(worst, _compare(what, by_name[name], grad, GRADIENT_TOLERANCE))

@@ -23,9 +23,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.weights.dcp import DcpFolder
 from pentad.weights.megatron.arguments import CHECKPOINT_VERSION, check_args, read_args
-from pentad.weights.megatron.folders import INDEX
+from pentad.weights.megatron.layout import INDEX
 from pentad.weights.megatron.legacy import EMBEDDING, IGNORED
-from pentad.weights.megatron.pickles import load_rank_file
 from pentad.weights.megatron.stored import (
     Form,
     MegatronColumn,
@@ -37,6 +36,7 @@ from pentad.weights.megatron.stored import (
     extra_states,
     key_shapes,
 )
+from pentad.weights.pickles import load_rank_file
 from pentad.weights.regions import Shape
 
 COMMON, FORMAT = "common.pt", "metadata.json"

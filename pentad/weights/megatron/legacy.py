@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
-from pentad.weights.flow import TensorInfo
 from pentad.weights.megatron.arguments import (
     CHECKPOINT_VERSION,
     check_args,
@@ -28,7 +27,6 @@ from pentad.weights.megatron.layout import (
     check_rank_files,
     infer_layout,
 )
-from pentad.weights.megatron.pickles import load_rank_file
 from pentad.weights.megatron.stored import (
     EXTRA_STATE,
     MegatronColumn,
@@ -39,7 +37,9 @@ from pentad.weights.megatron.stored import (
     extra_states,
     rank_pieces,
 )
+from pentad.weights.pickles import load_rank_file
 from pentad.weights.regions import Box, slices
+from pentad.weights.transfer import TensorInfo
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"

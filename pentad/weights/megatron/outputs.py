@@ -17,10 +17,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.weights.files import checksum
-from pentad.weights.flow import (
+from pentad.weights.hf import INDEX as HF_INDEX
+from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
+from pentad.weights.map import WeightMap
+from pentad.weights.megatron.dist import WrittenBlock, write_block, write_common, write_index
+from pentad.weights.megatron.layout import MegatronLayout
+from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
+from pentad.weights.megatron.stored import Form, MegatronColumn, Spelling, TensorPiece, dist_pieces
+from pentad.weights.pickles import load_rank_file, load_tensor
+from pentad.weights.regions import full_box
+from pentad.weights.transfer import (
     Reader,
     TensorInfo,
     check_finite,
@@ -29,16 +38,6 @@ from pentad.weights.flow import (
     target_block,
     written_dtype,
 )
-from pentad.weights.hf import INDEX as HF_INDEX
-from pentad.weights.hf import METADATA, HfFolder, bytes_of, write_file, write_json
-from pentad.weights.map import WeightMap
-from pentad.weights.megatron.dist import WrittenBlock, write_block, write_common, write_index
-from pentad.weights.megatron.layout import MegatronLayout
-from pentad.weights.megatron.legacy import chunks_of, pieces_of_file, write_rank_file
-from pentad.weights.megatron.pickles import load_rank_file
-from pentad.weights.megatron.stored import Form, MegatronColumn, Spelling, TensorPiece, dist_pieces
-from pentad.weights.pickles import load_tensor
-from pentad.weights.regions import full_box
 
 Notes = list[WrittenBlock]
 """What an output wants to know of a written file when it finishes."""

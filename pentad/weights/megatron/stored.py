@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, UserError
 from pentad.weights.cuts import Plan, cut_entry
-from pentad.weights.flow import Reader, TensorInfo, source_block, target_block
 from pentad.weights.map import Entry, Rule, Sizes, WeightMap
 from pentad.weights.megatron.layout import MegatronLayout, MegatronRank
 from pentad.weights.regions import (
@@ -26,12 +25,12 @@ from pentad.weights.regions import (
     Run,
     Shape,
     box_shape,
-    clip,
     clip_all,
     coverage_fault,
     full_box,
     join,
 )
+from pentad.weights.transfer import Reader, TensorInfo, source_block, target_block
 
 Spelling = Literal["te", "local"]
 """Which layer spec names the tensors: Transformer Engine's, or Megatron's own modules."""
@@ -90,12 +89,8 @@ class TensorPiece:
     @property
     def fills(self) -> list[Region]:
         """This tensor as regions of HF-on-disk tensors."""
-        parts = [(r, box, at) for box, at in self.blocks for r in self.entry.regions]
-        clipped = [(clip(region, box), at) for region, box, at in parts]
         return [
-            replace(region, target_start=_add(region.target_start, at))
-            for region, at in clipped
-            if region is not None
+            part.moved(at) for box, at in self.blocks for part in clip_all(self.entry.regions, box)
         ]
 
     def gives(self, key: str, key_shape: Shape) -> list[Region]:
@@ -111,10 +106,6 @@ class TensorPiece:
             )
             for box, at in self.blocks
         ]
-
-
-def _add(a: Shape, b: Shape) -> Shape:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def rank_pieces(
@@ -265,7 +256,7 @@ class StoredPiece:
 
 
 class MegatronReader:
-    """Implements `weights.flow.Reader` over the stored tensors of a checkpoint.
+    """Implements `weights.transfer.Reader` over the stored tensors of a checkpoint.
 
     Elements that several ranks hold are read from the first and compared with the others: ranks
     that disagree are a broken checkpoint, whichever of them is taken.

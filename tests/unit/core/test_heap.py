@@ -2,7 +2,7 @@
 
 import gc
 
-from pentad.core.heap import WARM_STEPS, settle, unsettle
+from pentad.core.device import WARM_STEPS, settle, unsettle
 
 
 def test_the_heap_is_frozen_once_and_given_back():

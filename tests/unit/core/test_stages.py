@@ -9,7 +9,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from pentad.core.dims import ModelDims
-from pentad.core.stages import (
+from pentad.core.fit import (
     SCHEDULES,
     default_stages_per_rank,
     peak_in_flight,

@@ -17,8 +17,7 @@ from pentad.cli.recipe import read_recipe
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.resume import judge_changes
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import DataFailure
+from pentad.core.errors import DataFailure, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Generation, Row

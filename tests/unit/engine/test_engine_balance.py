@@ -13,7 +13,7 @@ from pentad.engine.engine import build_engine
 from pentad.infer.engine import InferenceEngine
 from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
-from pentad.models.exchange import install_hf
+from pentad.models.hf_weights import install_hf
 from pentad.models.registry import create_model
 from pentad.ops.router import expert_load
 from pentad.sync.publisher import take_snapshot

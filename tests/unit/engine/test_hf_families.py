@@ -15,8 +15,7 @@ from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.engine.transformers_model import match_layout
 from pentad.models.hf.config import read_hf_config
-from pentad.models.hf.head import LogitRule, read_logit_rule
-from pentad.models.hf.module import build_hf_model
+from pentad.models.hf.module import LogitRule, build_hf_model, read_logit_rule
 
 SMALL = {
     "vocab_size": 40,

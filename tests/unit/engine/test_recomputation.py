@@ -13,7 +13,7 @@ from torch._inductor import compile_fx
 from pentad.core.errors import UserError
 from pentad.core.settings import EngineSettings
 from pentad.engine.engine import build_engine
-from pentad.engine.wrap import mixtures_of
+from pentad.engine.predictor import mixtures_of
 from pentad.models.decoder import causal_attend
 from pentad.parallel.blocks import apply_to_block, apply_to_blocks
 

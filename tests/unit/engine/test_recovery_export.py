@@ -15,7 +15,7 @@ from pentad.core.errors import UserError
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.engine.engine import build_engine
 from pentad.weights.hf import HfFolder
-from pentad.weights.megatron.folders import find_weights
+from pentad.weights.megatron.layout import find_weights
 from pentad.weights.regions import full_box
 
 MOE = CONFIG | {

@@ -11,7 +11,7 @@ from closeness import assert_logprobs
 
 from pentad.core.errors import RunError, UserError
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import install_hf, iter_hf
+from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 

@@ -11,7 +11,7 @@ from pentad.core.errors import UserError
 from pentad.core.types import Group, Prompt, Row
 from pentad.models.balance import iter_routers
 from pentad.models.decoder import causal_attend
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.rl.algorithms import make_rows, settings_for
 from pentad.rollout.workflows import Transcript

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pentad.infer.scheduler import Plan
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 
 

@@ -12,7 +12,7 @@ from pentad.core.types import Row
 from pentad.engine.engine import build_engine
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 
 DENSE = {
@@ -219,7 +219,7 @@ def test_the_gradient_pass_sees_the_same_logprobs(make_request, generate):
 
 
 def test_layouts_that_cut_layers_are_refused():
-    from pentad.engine.wrap import check_strict
+    from pentad.engine.predictor import check_strict
 
     check_strict(Layout())
     with pytest.raises(UserError, match="tp = 2: layers cut over ranks"):

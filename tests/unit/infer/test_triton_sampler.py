@@ -19,7 +19,7 @@ from pentad.infer.graphs import batch_sizes  # noqa: E402
 from pentad.infer.sampler import EmbeddedSampler  # noqa: E402
 from pentad.infer.sampling import draw, uniforms  # noqa: E402
 from pentad.infer.settings import SamplerSettings  # noqa: E402
-from pentad.models.exchange import iter_hf  # noqa: E402
+from pentad.models.hf_weights import iter_hf  # noqa: E402
 from pentad.models.registry import create_model  # noqa: E402
 
 

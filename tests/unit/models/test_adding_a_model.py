@@ -198,7 +198,7 @@ def test_a_draft_never_replaces_a_file(folder):
         ("broken.py:SPEC", r"cannot be imported \(SyntaxError: "),
         ("leaving.py:SPEC", r"cannot be imported \(SystemExit: 3\)"),
         ("absent.py:SPEC", "cannot be imported"),
-        ("pentad.models.columns:DECODER", "is a tuple, not a ModelSpec"),
+        ("pentad.models.spec:DECODER", "is a tuple, not a ModelSpec"),
         (
             "pentad.models.families.qwen3:SPECIAL",
             "there is no SPECIAL in pentad.models.families.qwen3",

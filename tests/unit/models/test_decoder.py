@@ -9,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.models.decoder import Decoder, causal_attend
-from pentad.models.exchange import iter_hf
 from pentad.models.families import dims_of
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model, load_model, load_weights, save_model
 
 DIMS = ModelDims(

@@ -9,7 +9,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
-from pentad.models.exchange import box_of, hf_metadata, install_hf, iter_hf, native_shards, rows_of
+from pentad.models.hf_weights import (
+    box_of,
+    hf_metadata,
+    install_hf,
+    iter_hf,
+    native_shards,
+    rows_of,
+)
 from pentad.models.registry import create_model, load_weights, save_model
 from pentad.ops.digest import digest_of
 

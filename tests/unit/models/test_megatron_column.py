@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from pentad.models.columns import padded_vocab
 from pentad.models.families import dims_of, known_families, map_of, spec_of
-from pentad.weights import flow
-from pentad.weights.flow import PairsReader, whole_shards
+from pentad.models.spec import padded_vocab
+from pentad.weights import transfer
+from pentad.weights.transfer import PairsReader, whole_shards
 
 TINY = dict(
     vocab_size=211,
@@ -33,7 +33,7 @@ def column(request):
     generator = torch.Generator().manual_seed(0)
     hf = {n: torch.randn(s.shape, generator=generator) for n, s in weight_map.sources.items()}
     theirs = {n: torch.zeros(e.shape) for n, e in weight_map.entries.items()}
-    flow.fill(whole_shards(theirs), weight_map, PairsReader(hf.items()))
+    transfer.fill(whole_shards(theirs), weight_map, PairsReader(hf.items()))
     return dims, weight_map, hf, theirs
 
 
@@ -75,7 +75,7 @@ def test_vocabulary_is_padded_with_zeros(column):
 
 def test_every_weight_but_the_value_head_comes_back(column):
     dims, weight_map, hf, theirs = column
-    back = dict(flow.iter_sources(theirs, weight_map))
+    back = dict(transfer.iter_sources(theirs, weight_map))
     assert back.keys() == hf.keys() == map_of(dims).sources.keys() - {"score.weight"}
     assert all(torch.equal(back[name], hf[name]) for name in hf)
 

@@ -6,10 +6,10 @@ import transformers
 from closeness import assert_close
 
 from pentad.models.decoder import causal_attend
-from pentad.models.exchange import hf_metadata, install_hf, iter_hf
 from pentad.models.families import map_of
+from pentad.models.hf_weights import hf_metadata, install_hf, iter_hf
 from pentad.models.registry import create_model, load_model, save_model
-from pentad.weights import flow
+from pentad.weights import transfer
 
 # All dims distinct and odd where they may be; head_dim is not hidden / heads; four kv groups.
 CONFIG = dict(
@@ -55,7 +55,7 @@ def test_logits_and_gradients_equal_transformers(pair):
     (logits * weight).sum().backward()
     (expected * weight).sum().backward()
     grads = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    ours_by_name = dict(flow.iter_sources(grads, map_of(ours.dims)))
+    ours_by_name = dict(transfer.iter_sources(grads, map_of(ours.dims)))
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max()
         error = (ours_by_name[name] - parameter.grad).abs().max() / scale

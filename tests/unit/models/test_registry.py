@@ -14,7 +14,6 @@ from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.families import dims_of, family_of, spec_of
 from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
-from pentad.weights import flow
 
 CONFIG = {
     "model_type": "llama",
@@ -146,7 +145,7 @@ def test_a_config_cannot_name_code_to_run(folder, tmp_path):
 
 
 def test_tied_tables_are_compared_to_their_last_row(folder, monkeypatch):
-    monkeypatch.setattr(flow, "TWIN_BYTES", 200)  # a few rows at a time
+    monkeypatch.setattr(transfer, "TWIN_BYTES", 200)  # a few rows at a time
     table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     edit(folder, **{"lm_head.weight": table.clone()})
     load_model(folder)

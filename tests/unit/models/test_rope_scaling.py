@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pentad.core.errors import UserError
 from pentad.models.families import dims_of
-from pentad.models.rope import Rotary, frequencies
+from pentad.models.layers import Rotary, frequencies
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 CASES = {

@@ -15,7 +15,7 @@ import transformers
 
 from pentad.models.conversion import Conversion, convert
 from pentad.models.decoder import causal_attend
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import load_model
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box

@@ -8,14 +8,14 @@ import pytest
 import transformers
 
 from pentad.core.errors import UserError
-from pentad.core.seams import Seam
 from pentad.models import families
-from pentad.models.columns import MEGATRON
 from pentad.models.families import spec_of
 from pentad.models.proof import checks
 from pentad.models.proof.cases import variants_of
 from pentad.models.proof.verify import FamilySubject, subject_of, verify, verify_subject
+from pentad.models.spec import MEGATRON
 from pentad.weights import cuts
+from pentad.weights.cuts import Seam
 from pentad.weights.map import Glu, Stack, Transposed, as_spec
 
 transformers.utils.logging.disable_progress_bar()

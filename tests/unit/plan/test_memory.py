@@ -12,7 +12,7 @@ from pentad.config.catalog import models
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
-from pentad.engine.wrap import wrap_model
+from pentad.engine.predictor import wrap_model
 from pentad.models.decoder import Decoder
 from pentad.ops import logprob
 from pentad.ops.attention import build_attend

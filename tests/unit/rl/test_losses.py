@@ -12,7 +12,7 @@ from ragged_batches import ListSegments
 from pentad.core.errors import RunError
 from pentad.core.types import TokenOutputs
 from pentad.rl import losses
-from pentad.rl.corrections import Correction, correction_weights
+from pentad.rl.kl import Correction, correction_weights
 from pentad.rl.losses import Clip, PolicyLoss, SftLoss, ValueLoss
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

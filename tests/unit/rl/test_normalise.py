@@ -13,7 +13,7 @@ from pentad.rl.algorithms import (
     make_rows,
     settings_for,
 )
-from pentad.rl.normalise import normalise
+from pentad.rl.shaping import normalise
 
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1]).bool()
 SAMPLES = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3])

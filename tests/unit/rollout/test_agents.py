@@ -11,8 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from pentad.core.errors import UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, UserError
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.agents import AgentWorkflow
 from pentad.rollout.executor import Executor, ExecutorSettings

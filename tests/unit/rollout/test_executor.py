@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, RunError, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Group, Prompt, SamplingParams
 from pentad.rewards.scorer import RewardScorer, RewardSettings

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.core.errors import UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, UserError
 from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards import verifiers
 from pentad.rewards.code_tests import program_in, read_tests, same_output, same_value

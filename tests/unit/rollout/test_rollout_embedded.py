@@ -9,7 +9,7 @@ import torch
 from closeness import assert_logprobs
 
 from pentad.core.dims import ModelDims
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure
 from pentad.core.types import Group, Prompt, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError
 from pentad.samplers.process import ServerProcess
 
 

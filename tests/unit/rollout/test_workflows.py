@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentad.core.errors import UserError
-from pentad.core.failures import DataFailure
+from pentad.core.errors import DataFailure, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.environments import Step, ToolEnvironment, observation_ids

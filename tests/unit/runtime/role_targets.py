@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pentad.core.errors import Problem, RunError, Transient, UserError
-from pentad.core.failures import DataFailure, InfraFailure
+from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, Transient, UserError
 
 ERRORS = {
     "RunError": RunError("it cannot go on"),

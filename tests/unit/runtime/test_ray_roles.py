@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pentad.core.errors import UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, UserError
 from pentad.runtime import roles
 from pentad.runtime.roles import RoleSpec
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, UserError
 from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from role_targets import ERRORS, Thing
 
-from pentad.core.errors import RunError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError
 from pentad.runtime import frames, wire
 
 TOKEN = "secret of the run"

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import RunError, UserError, WrongWeights
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
 from pentad.core.roles import Installed
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 from pentad.runtime.local_roles import LocalRuntime

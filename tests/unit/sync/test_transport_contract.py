@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import RunError, UserError
-from pentad.core.failures import InfraFailure
+from pentad.core.errors import InfraFailure, RunError, UserError
 from pentad.core.roles import Installed
-from pentad.models.exchange import hf_metadata, install_hf, iter_hf, native_shards
+from pentad.models.hf_weights import hf_metadata, install_hf, iter_hf, native_shards
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 from pentad.sync.group import broadcast, send_all, weight_group

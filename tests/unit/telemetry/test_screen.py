@@ -12,7 +12,7 @@ import termios
 import pytest
 from rich.console import Console
 
-from pentad.core.text import one_line
+from pentad.core.errors import one_line
 from pentad.telemetry.record import Rl, StepRecord
 from pentad.telemetry.screen import (
     LiveScreen,

@@ -20,8 +20,8 @@ from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
 from pentad.trainer.start import trained_dims
 from pentad.trainer.translate import data_settings
-from pentad.weights.flow import PairsReader
 from pentad.weights.hf import HfFolder
+from pentad.weights.transfer import PairsReader
 
 SMALL = {
     "hidden_size": 32,

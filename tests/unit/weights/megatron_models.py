@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.models.conversion import Conversion, convert
 from pentad.models.families import dims_of, map_of
-from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import HfFolder, plan_folder, save_folder
 from pentad.weights.regions import full_box
+from pentad.weights.transfer import TensorInfo
 
 SIZES = {
     "vocab_size": 211,

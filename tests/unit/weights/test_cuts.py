@@ -6,8 +6,8 @@ import torch
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.weights.cuts import cut_entry, cut_range, split_dims
-from pentad.weights.flow import source_block, target_block
 from pentad.weights.map import Planes, Qkv, Rule, build_map, sizes_of
+from pentad.weights.transfer import source_block, target_block
 
 DIMS = ModelDims(
     family="toy",

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from pentad.core.errors import RunError, UserError
 from pentad.weights.files import SafeFile, checksum
-from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import (
     INDEX,
     SINGLE,
@@ -25,6 +24,7 @@ from pentad.weights.hf import (
     save_folder,
     sweep,
 )
+from pentad.weights.transfer import TensorInfo
 
 
 def tensors(seed=0):
@@ -267,7 +267,7 @@ def test_folders_without_safetensors_are_refused(tmp_path):
 
 KILLED = """\
 import sys, time, torch
-from pentad.weights.flow import TensorInfo
+from pentad.weights.transfer import TensorInfo
 from pentad.weights.hf import plan_folder, save_folder
 def pairs():
     yield "a", torch.zeros(4)

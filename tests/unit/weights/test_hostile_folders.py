@@ -19,8 +19,8 @@ from pentad.data.toy import write_model, write_task
 from pentad.models.families import dims_of, read_config
 from pentad.models.registry import create_model, load_model, save_model
 from pentad.weights.files import SafeFile
-from pentad.weights.flow import is_finite
 from pentad.weights.hf import INDEX, SINGLE, HfFolder, copy_companions
+from pentad.weights.transfer import is_finite
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pentad.core.errors import RunError, UserError
-from pentad.weights.flow import TensorInfo
 from pentad.weights.hf import SINGLE, plan_folder, push_to_hub, save_folder
+from pentad.weights.transfer import TensorInfo
 
 
 class Hub(BaseHTTPRequestHandler):

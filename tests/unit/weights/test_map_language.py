@@ -5,8 +5,7 @@ import torch
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
-from pentad.weights import flow
-from pentad.weights.flow import PairsReader, whole_shards
+from pentad.weights import transfer
 from pentad.weights.map import (
     Expert,
     Glu,
@@ -19,6 +18,7 @@ from pentad.weights.map import (
     Transposed,
     build_map,
 )
+from pentad.weights.transfer import PairsReader, whole_shards
 
 DIMS = ModelDims(
     family="toy",
@@ -46,8 +46,8 @@ def assemble(rule, sources, sizes=None):
     """The target that a map of this one rule gives, and the sources it gives back."""
     weight_map = build_map([rule], DIMS, extra_sizes=sizes)
     targets = {n: torch.zeros(e.shape) for n, e in weight_map.entries.items()}
-    flow.fill(whole_shards(targets), weight_map, PairsReader(list(sources.items())))
-    back = dict(flow.iter_sources(targets, weight_map))
+    transfer.fill(whole_shards(targets), weight_map, PairsReader(list(sources.items())))
+    back = dict(transfer.iter_sources(targets, weight_map))
     assert back.keys() == sources.keys()
     for name, tensor in sources.items():
         assert torch.equal(back[name], tensor), name
@@ -69,10 +69,10 @@ def test_row_blocks_share_a_fused_source():
     fused = weights(qkv=(Q + 2 * K, D))["qkv"]
     weight_map = build_map(rules, DIMS)
     targets = {n: torch.zeros(e.shape) for n, e in weight_map.entries.items()}
-    flow.fill(whole_shards(targets), weight_map, PairsReader([("qkv", fused)]))
+    transfer.fill(whole_shards(targets), weight_map, PairsReader([("qkv", fused)]))
     for name, part in zip("qkv", fused.split([Q, K, K]), strict=True):
         assert torch.equal(targets[name], part)
-    ((name, back),) = flow.iter_sources(targets, weight_map)
+    ((name, back),) = transfer.iter_sources(targets, weight_map)
     assert name == "qkv" and torch.equal(back, fused)
 
 
@@ -113,7 +113,7 @@ def test_one_expert_of_a_stack_with_its_planes_under_each_other():
     rules = [Rule("{i}.{e}", "M+M D", Expert(Planes("{i}.s")), lambda dims, i: i == 0)]
     weight_map = build_map(rules, DIMS)
     targets = {n: torch.zeros(e.shape) for n, e in weight_map.entries.items()}
-    flow.fill(whole_shards(targets), weight_map, PairsReader([("0.s", native["s"])]))
+    transfer.fill(whole_shards(targets), weight_map, PairsReader([("0.s", native["s"])]))
     assert list(targets) == ["0.0", "0.1", "0.2"]
     for e in range(E):
         assert torch.equal(targets[f"0.{e}"], native["s"][e].reshape(2 * M, D))

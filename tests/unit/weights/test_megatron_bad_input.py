@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pentad.core.errors import UserError
 from pentad.models.conversion_files import RECORD
-from pentad.weights.megatron.pickles import INERT, load_rank_file
-from pentad.weights.pickles import load_metadata
+from pentad.weights.pickles import INERT, load_metadata, load_rank_file
 
 
 @pytest.fixture(scope="module")

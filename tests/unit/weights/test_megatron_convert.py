@@ -17,10 +17,10 @@ from megatron_models import (
 from torch.distributed.checkpoint import load as dcp_load
 
 from pentad.core.errors import UserError
-from pentad.models.exchange import native_tensors
 from pentad.models.families import dims_of, map_of
+from pentad.models.hf_weights import native_tensors
 from pentad.models.registry import build_model, column_of, load_model, open_weights
-from pentad.weights import flow
+from pentad.weights import transfer
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron.arguments import build_args
 from pentad.weights.megatron.dist import WrittenBlock, write_index
@@ -324,8 +324,8 @@ def test_a_model_starts_from_a_megatron_folder(folders, tmp_path, to):
     run(folders["mixed"], tmp_path / "mg", to, tp=2)
     dims = dims_of(folders["mixed"])
     model = build_model(dims, device="cpu", dtype=torch.float32)
-    shards = flow.whole_shards(native_tensors(model))
-    flow.fill(shards, map_of(dims), open_weights(tmp_path / "mg", dims))
+    shards = transfer.whole_shards(native_tensors(model))
+    transfer.fill(shards, map_of(dims), open_weights(tmp_path / "mg", dims))
     expected = native_tensors(load_model(folders["mixed"]))
     assert all(torch.equal(shards[name].tensor, expected[name]) for name in expected)
 

@@ -5,8 +5,8 @@ import torch
 from megatron_models import hf_folder, run
 
 from pentad.core.errors import UserError
-from pentad.models.exchange import native_tensors
 from pentad.models.families import dims_of
+from pentad.models.hf_weights import native_tensors
 from pentad.models.registry import build_model, load_model, load_weights
 
 

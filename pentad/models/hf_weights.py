@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pentad.models.language_model import LanguageModel
-from pentad.weights import flow
+from pentad.weights import transfer
 from pentad.weights.cuts import cut_range
-from pentad.weights.flow import PairsReader, TensorInfo
 from pentad.weights.regions import Box, full_box
+from pentad.weights.transfer import PairsReader, TensorInfo
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into parameter names."""
@@ -43,10 +43,12 @@ def _native(name: str) -> str:
     return name
 
 
-def native_shards(model: LanguageModel) -> dict[str, flow.Shard]:
+def native_shards(model: LanguageModel) -> dict[str, transfer.Shard]:
     """Each parameter's local memory with the box of the global tensor that it holds."""
     tensors = native_tensors(model)
-    return {name: flow.Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()}
+    return {
+        name: transfer.Shard(_local(tensor), box_of(tensor)) for name, tensor in tensors.items()
+    }
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -95,9 +97,9 @@ def hf_metadata(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[
     return {
         source.name: TensorInfo(
             source.shape,
-            flow.written_dtype(source, dtype) or tensors[source.regions[0].source].dtype,
+            transfer.written_dtype(source, dtype) or tensors[source.regions[0].source].dtype,
         )
-        for source in flow.held_sources(tensors, model.weight_map)
+        for source in transfer.held_sources(tensors, model.weight_map)
     }
 
 
@@ -106,7 +108,9 @@ def iter_hf(model: LanguageModel, dtype: torch.dtype | None = None) -> Iterator[
 
     Sharded parameters are gathered one at a time, so every rank must iterate to the end.
     """
-    return flow.iter_sources(native_tensors(model), model.weight_map, dtype, gather=gather_whole)
+    return transfer.iter_sources(
+        native_tensors(model), model.weight_map, dtype, gather=gather_whole
+    )
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
@@ -151,4 +155,4 @@ def install_hf(model: LanguageModel, pairs: Iterable[tuple[str, Tensor]]) -> int
 
     All are held until the end; what does not fit is refused before anything is written.
     """
-    return flow.fill(native_shards(model), model.weight_map, PairsReader(pairs))
+    return transfer.fill(native_shards(model), model.weight_map, PairsReader(pairs))

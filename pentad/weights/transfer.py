@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from pentad.core.dtypes import DTYPES
+from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.weights.map import Entry, Source, WeightMap
