@@ -1,4 +1,4 @@
-"""What this process computes with: its device, number formats by name, and its garbage collector."""
+"""What this process computes with: its device, number formats by name, its garbage collector."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The decoder and its heads as one forward pass, laid out by `parallel.apply`: token ids in, numbers
-per token out.
-"""
+"""The decoder and its heads as one forward pass, laid out by `parallel.apply`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Where weights lie: copies under a name (ref, old_actor, teacher) that are switched to and back, and
-training state in host memory while others have the device.
-"""
+"""Copies of weights under a name (ref, old_actor, teacher), and training state moved to the host."""
 
 from __future__ import annotations
 

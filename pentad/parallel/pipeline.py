@@ -1,4 +1,4 @@
-"""The pipeline of a layout: which stage holds what, how many microbatches, and a tied head's copy."""
+"""The pipeline of a layout: which stage holds what, how many microbatches, a tied head's copy."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.families import dims_of, family_of, spec_of
 from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
+from pentad.weights import transfer
 
 CONFIG = {
     "model_type": "llama",
