@@ -1,4 +1,4 @@
-"""Copies of weights under a name (ref, old_actor, teacher), and training state moved to the host."""
+"""Weights copied under a name (ref, old_actor, teacher), and training state moved to the host."""
 
 from __future__ import annotations
 
