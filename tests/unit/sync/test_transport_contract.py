@@ -146,13 +146,13 @@ def test_what_is_not_the_weights_raises(tmp_path, name, fault):
 
 
 @pytest.mark.gpu
-def test_one_buffer_on_the_gpu_holds_all():
+def test_one_buffer_on_the_gpu_holds_all(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     model = policy(1, "cuda")
     shards = native_shards(model)
     made = ShardWriter(shards, model.weight_map, hf_metadata(model), None).write(
-        1, shards, "ipc", None
+        1, shards, "ipc", tmp_path
     )
     assert made.kept is not None and made.kept.numel() == made.ticket.num_bytes
     assert made.ticket.digest == digest_of(iter_hf(model)).hex()
