@@ -311,6 +311,9 @@ class Engine:
         norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
+        # Here, where the device has just been waited for: after the optimizer's step it would be
+        # waited for once more, and idle while the next step is made ready.
+        balance = measure_balance(loads)
         if not reason:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings):
@@ -332,7 +335,7 @@ class Engine:
             num_tokens=step.num_tokens,
             num_microbatches=step.num_microbatches,
             reason=reason,
-            balance=measure_balance(loads),
+            balance=balance,
             work=self.meter.take(),
         )
 

@@ -21,7 +21,6 @@ from pentad.core.types import LayerBalance
 from pentad.models.decoder import Block
 from pentad.models.language_model import LanguageModel
 from pentad.models.moe import Moe, Router, Routes
-from pentad.ops.router import expert_load
 
 
 def iter_routers(model: LanguageModel) -> Iterator[tuple[int, Router]]:
@@ -53,10 +52,14 @@ def scale_losses(model: LanguageModel, count_per_token: float) -> None:
 
     With it, what the step divides by its count is the mean of the losses over tokens.
     """
-    for _, router in iter_routers(model):
-        if router.aux_loss_coef or router.z_loss_coef:
-            # A tensor, not a number: a compiled block would be compiled anew for each value.
-            router.loss_scale = torch.tensor(count_per_token, device=router.weight.device)
+    routers = [one for _, one in iter_routers(model) if one.aux_loss_coef or one.z_loss_coef]
+    if not routers:
+        return
+    # A tensor, not a number: a compiled block would be compiled anew for each value. Filled on the
+    # device: a number that is copied to it is waited for.
+    scale = torch.full((), count_per_token, device=routers[0].weight.device)
+    for router in routers:
+        router.loss_scale = scale
 
 
 class ExpertLoads:
@@ -67,11 +70,13 @@ class ExpertLoads:
         shape = (dims.num_layers, dims.num_experts)
         # Of all layers, wherever they are held, so that ranks can add up their tables.
         self.table_LR = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.one = torch.ones((), dtype=torch.int64, device=device)
 
     def add(self, routes: Routes) -> None:
         """Counts a pass; passes that compute again what was counted must not be given."""
         for layer, chosen_Tk in routes.items():
-            self.table_LR[layer] += expert_load(chosen_Tk, self.table_LR.shape[1])
+            flat_N = chosen_Tk.flatten()
+            self.table_LR[layer].scatter_add_(0, flat_N, self.one.expand(flat_N.shape))
 
     def reset(self) -> None:
         self.table_LR.zero_()
