@@ -466,6 +466,9 @@ class RolloutConfig(Section):
     replay_routes: bool = False
     """Of a mixture of experts: the sampler tells where it sent each token, and training sends it to
     the same experts, so that rounding cannot choose others."""
+    weight_deltas: bool = True
+    """Weights that travel by disk: only tensors that changed since the version that the sampler
+    holds are written; what it ends with is proven whole. false: all of them, every time."""
     restarts: NonNegativeInt = 3
     """How often an embedded sampler or a scorer in a process of its own, or a server that the run
     started, is started again in a row, without an answer gained in between, before the run ends."""

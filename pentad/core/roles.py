@@ -27,6 +27,8 @@ class Installed:
     """From the weights at hand to the receipt; 0 where it is not known."""
     pause_s: float = field(default=0.0, compare=False)
     """How long no token was drawn for it; 0 where it is not known."""
+    num_bytes: int = field(default=0, compare=False)
+    """Written or sent for it; 0 where the tensors themselves were at hand."""
 
 
 class Sampler(Protocol):

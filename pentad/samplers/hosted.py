@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
+from pentad.models.exchange import iter_hf
 from pentad.models.families import register
 from pentad.models.registry import create_model
 from pentad.runtime.environment import make_deterministic
@@ -88,6 +90,8 @@ class HostedSampler:
     def __init__(self, sampler: EmbeddedSampler, emit: Callable[[str, Any], None]) -> None:
         self.sampler = sampler
         self.emit = emit
+        self.held = -1, ""
+        """Version and digest of the last install."""
 
     def stats(self) -> dict[str, float]:
         return self.sampler.stats()
@@ -130,9 +134,17 @@ class HostedSampler:
         await self.sampler.health()
 
     async def pull(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Installs what the ticket names; the receipt is of what lies in the model then."""
-        pairs = await asyncio.to_thread(open_ticket, ticket)
-        return asdict(await self.sampler.install(ticket["version"], pairs))
+        """Installs what the ticket names; the receipt is of what lies in the model then. Tensors
+        that it holds already since the version before are not read."""
+        own: dict[str, Tensor] = {}
+        if tuple(ticket["base"]) == self.held and self.held[0] == self.sampler.version:
+            same = set(ticket["same"])
+            own = {n: t.detach() for n, t in iter_hf(self.sampler.engine.model) if n in same}
+        self.held = -1, ""
+        pairs = await asyncio.to_thread(open_ticket, ticket, own)
+        receipt = await self.sampler.install(ticket["version"], pairs)
+        self.held = receipt.version, receipt.digest
+        return asdict(receipt)
 
     async def close(self) -> None:
         await self.sampler.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
@@ -104,7 +104,7 @@ class RemoteSampler:
                 f"after it was handed version {ticket.version} with digest {ticket.digest}"
             )
         self.version = receipt.version
-        return receipt
+        return replace(receipt, num_bytes=ticket.num_bytes)
 
     async def sleep(self) -> None:
         await self._call("sleep")

@@ -41,6 +41,8 @@ class ServerSettings:
     transport: TransportName = "disk"
     transfer_folder: Path = field(default_factory=lambda: Path("/dev/shm"))
     """Where weights that travel by disk lie while they do."""
+    weight_deltas: bool = True
+    """Whether by disk only modules travel in which a tensor changed."""
     check_weights_every: int = 0
     """Installs from one that compares every tensor as held to the next; 0: the first alone."""
     record_routes: bool = False

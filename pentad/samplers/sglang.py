@@ -1,8 +1,8 @@
 """SGLang as a sampler, over its native endpoints.
 
-Written from the request schema of SGLang 0.5.23 and held against a stand-in that validates it: no
-real SGLang was run. SGLang acknowledges an update without saying what arrived, so the digest of a
-receipt is of what was sent; the start-up self-test is what proves the weights.
+Written from the request schema of SGLang 0.5.23 and held against a stand-in that validates it, and
+run on 0.5.17. SGLang acknowledges an update without saying what arrived, so the digest of a receipt
+is of what was sent; what it holds is compared at the start, every n-th time and after each delta.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from pentad.samplers.process import (
 from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
 from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
+from pentad.sync.deltas import ChangedOnly
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
 from pentad.sync.transport import own_host, together, write_weights
@@ -141,6 +142,9 @@ class Sglang:
         self.rids: dict[str, str] = {}
         """Calls under way, and what the server knows each as. No name is used twice: two seconds
         after a stream has ended SGLang aborts whatever has its name."""
+        by_disk = settings.transport == "disk" and settings.weight_deltas
+        is_one = about.tp_size * about.pp_size == 1
+        self.changed = ChangedOnly(by_disk and is_one, self.version_label)
         self.ended_by: dict[str, int] = {}
         """Calls that ended at an id that ends no answer."""
         can = {"pause", "abort"}
@@ -253,18 +257,21 @@ class Sglang:
         # A cache that running requests keep cannot be flushed.
         is_idle = self.reprefill or not self.tells_versions
         last = {"weight_version": str(version), "flush_cache": is_idle}
+        part = await self.changed.choose(weights)
         if self.settings.transport == "disk":
-            await self._by_disk(weights, last)
+            await self._by_disk(part, last)
         elif self.settings.transport == "broadcast":
             await self._by_broadcast(weights, last)
         else:
             await self._by_tensors(weights, last)
         # Afterwards, so that tensors which changed on the way are found.
         digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
-        if is_due(self.num_loads, self.settings.check_weights_every):
+        if len(part) < len(weights) or is_due(self.num_loads, self.settings.check_weights_every):
             await self._prove(weights)
         self.num_loads += 1
-        return Installed(version, len(weights), digest)
+        self.changed.keep(version)
+        sent = sum(tensor.nbytes for _, tensor in part)
+        return Installed(version, len(weights), digest, num_bytes=sent)
 
     async def _prove(self, weights: Pairs) -> None:
         """Compares the checksums of all tensors as they are held. Shards have none to compare."""
@@ -342,6 +349,7 @@ class Sglang:
     async def sleep(self) -> None:
         await self.wire.post("/flush_cache", is_json=False)
         await self.wire.post("/release_memory_occupation", {"tags": MEMORIES})
+        self.changed.held = {}  # its weights are gone
 
     async def wake(self, memories: Sequence[str]) -> None:
         await self.wire.post("/resume_memory_occupation", {"tags": memories})

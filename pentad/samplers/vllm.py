@@ -35,6 +35,7 @@ from pentad.samplers.process import (
 from pentad.samplers.server_sampler import CUTS, Call, ServerSampler
 from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
+from pentad.sync.deltas import ChangedOnly
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ TELLS_VERSIONS = (0, 32)
 by name, and that opens its endpoint for tokens only when asked to."""
 TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
-PROTOCOL = 2
+PROTOCOL = 3
 """That of `vllm_worker`, which cannot be imported here."""
 GENERATE = "/inference/v1/generate"
 MIN_TEMPERATURE = 0.01
@@ -118,6 +119,8 @@ class Vllm:
         self.reprefill = settings.on_update == "reprefill"
         self.num_loads = 0
         self.about = about
+        by_disk = settings.transport == "disk" and settings.weight_deltas
+        self.changed = ChangedOnly(by_disk and about.is_comparable, self.version_label)
         self.tells_versions = about.tells_versions
         self.loses_requests_asleep = not about.tells_versions
         can = {"pause", "abort", "seeds"}
@@ -209,11 +212,15 @@ class Vllm:
         await self.wire.post("/resume")
 
     async def load(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Installed:
-        receipts = await self.transport.send(weights, self.ask)
+        part = await self.changed.choose(weights)
+        is_part = len(part) < len(weights)
+        receipts = await self.transport.send(part, self.ask, is_part=is_part)
         first = self.wire.read("/collective_rpc", Receipt, receipts[0])
         if any(receipt != receipts[0] for receipt in receipts):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
-        if is_due(self.num_loads, self.settings.check_weights_every):
+        if is_part and first.digest != self.changed.digest_of_part(part):
+            raise InfraFailure(f"{self.where}: other weights arrived than those that changed")
+        if is_part or is_due(self.num_loads, self.settings.check_weights_every):
             await self._prove(weights)
         self.num_loads += 1
         drop = "true" if self.reprefill else "false"
@@ -222,7 +229,11 @@ class Vllm:
             await self.wire.post("/update_weight_version", {"new_version": str(version)})
         else:
             await self.ask("pentad_label", str(version))
-        return Installed(version, first.num_tensors, first.digest)
+        self.changed.keep(version)
+        sent = sum(tensor.nbytes for _, tensor in part)
+        if is_part:
+            return Installed(version, len(weights), self.changed.digest.hex(), num_bytes=sent)
+        return Installed(version, first.num_tensors, first.digest, num_bytes=sent)
 
     async def _prove(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Compares all tensors as they are held. Shards, and what a CPU holds packed for its

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.sync.group import BroadcastGroup, broadcast, weight_group
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Counts the meanings these calls have had; both sides must have the same."""
 DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device index."""
@@ -80,6 +80,11 @@ class WeightReceiver:
         return take(self, read(path, self.device))
 
     @told
+    def pentad_load_part(self, path: str) -> Receipt:
+        """The tensors of some modules: the others keep theirs."""
+        return take(self, read(path, self.device), is_part=True)
+
+    @told
     def pentad_join(self, spec: str) -> Receipt:
         """Meets the sender, which is rank 0, in a group of its own."""
         wanted = json.loads(spec)
@@ -129,7 +134,7 @@ def opened(handles: dict[str, str], device: torch.device) -> Pairs:
         yield name, rebuild_cuda_tensor(*arguments)
 
 
-def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
+def take(worker: WeightReceiver, pairs: Pairs, *, is_part: bool = False) -> Receipt:
     """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
     model = worker.model_runner.get_model()
     wanted = {plain_name(name) for name, _ in model.named_parameters()}
@@ -154,7 +159,7 @@ def take(worker: WeightReceiver, pairs: Pairs) -> Receipt:
     if worker.device.type == "cpu":
         pack_anew(model)
     missed = sorted(wanted - loaded)
-    if missed:
+    if missed and not is_part:
         raise RuntimeError(f"nothing was loaded into {len(missed)} parameters, first {missed[0]}")
     return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
 

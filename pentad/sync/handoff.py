@@ -1,15 +1,16 @@
 """Weights handed to other processes: receivers pull what the newest ticket (`tickets`) names.
 
-A snapshot is written once for all receivers. The newest ticket stays valid until another one takes
-its place, so that a receiver that was started again can pull it; an older one goes when nobody
-reads it any more. What lies in host memory goes by `shm` also where the kind is `ipc`.
+A snapshot is written once for all receivers, by `file` only what changed (`deltas`). The newest
+ticket stays valid until another one takes its place, so that a receiver that was started again can
+pull it; an older one goes when nobody reads it any more, and its files with the last ticket that
+names them. What lies in host memory goes by `shm` also where the kind is `ipc`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor
 
 from pentad.ops.digest import WeightDigest, digest_of
+from pentad.sync.deltas import WrittenVersion, join_versions, unchanged
 from pentad.sync.publisher import Snapshot
 from pentad.sync.tickets import (
     Kind,
+    Pairs,
     Ticket,
     copy_pairs,
     lay_out,
+    make_file,
     pairs_on_meta,
     read_file,
     share_on_gpu,
@@ -72,7 +76,7 @@ def snapshot_of(
 async def opened(snapshot: TicketSnapshot, check: Callable[[], None]) -> Snapshot:
     """What a ticket names, mapped here; its files have no names any more."""
     await wait_written(snapshot.ticket, check)
-    weights = tuple(await asyncio.to_thread(read_file, snapshot.ticket))
+    weights = tuple(await asyncio.to_thread(read_file, snapshot.ticket, {}))
     remove_files(snapshot.ticket)
     return Snapshot(snapshot.version, weights, snapshot.digest, True, snapshot.gather_s)
 
@@ -80,8 +84,13 @@ async def opened(snapshot: TicketSnapshot, check: Callable[[], None]) -> Snapsho
 class Handoff:
     """The giving end, one for all receivers of a machine (or, by `file`, of all machines)."""
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
+    def __init__(self, kind: Kind, folder: Path, *, deltas: bool = True) -> None:
+        """`deltas`: files hold only what changed since the version before."""
         self.kind = kind
+        self.deltas = deltas
+        self.base: WrittenVersion | None = None
+        self.read: list[Offer] = []
+        """Offers with readers."""
         self.folder = folder
         """Of the files; removed by its owner."""
         self.release: Callable[[int], None] = lambda version: None
@@ -102,7 +111,7 @@ class Handoff:
         """The process that made the tickets is gone, and the next one goes back to an earlier
         version: nobody may pull them any more."""
         ended = [*self.expected.values(), *([self.newest] if self.newest else [])]
-        self.expected, self.newest = {}, None
+        self.expected, self.newest, self.base = {}, None, None
         self.release, self.check = lambda version: None, lambda: None
         for offer in ended:
             self._end(offer)
@@ -132,10 +141,12 @@ class Handoff:
     def reading(self, offer: Offer) -> Iterator[Ticket]:
         """Within, the ticket stays valid also if a newer one is offered."""
         offer.num_readers += 1
+        self.read.append(offer)
         try:
             yield offer.ticket
         finally:
             offer.num_readers -= 1
+            self.read.remove(offer)
             self._end(offer)
 
     def _end(self, offer: Offer) -> None:
@@ -147,15 +158,18 @@ class Handoff:
         elif offer.ticket.kind == "ipc":
             torch.cuda.ipc_collect()
         else:
-            remove_files(offer.ticket)
+            alive = [*self.expected.values(), *self.read, *([self.newest] if self.newest else [])]
+            kept = {file for one in alive for file in one.ticket.files}
+            remove_files(offer.ticket, kept)
 
     def _make(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
         pairs = [(name, tensor.detach()) for name, tensor in weights]
-        digest, source = "", weights
+        known, source = WeightDigest(), weights
         if isinstance(weights, Snapshot):
-            digest, source = weights.digest.hex(), ()
+            known, source = weights.digest, ()
         elif len(dict(pairs)) == len(pairs):
-            digest = digest_of(pairs).hex()
+            known = digest_of(pairs)
+        digest = known.hex() if known.entries else ""
         if self.kind == "ipc" and all(tensor.is_cuda for _, tensor in pairs):
             # The ticket is good until the next one: nobody may write to the tensors meanwhile.
             tensors, size = lay_out((n, TensorInfo(tuple(x.shape), x.dtype)) for n, x in pairs)
@@ -163,13 +177,36 @@ class Handoff:
             copy_pairs(views(flat, tensors), pairs)
             return Offer(share_on_gpu(version, flat, tensors, digest), source, flat)
         path = self.folder / f"{version}-{next(_numbers)}"
+        if self.kind == "file" and digest:
+            return Offer(self._write_changed(version, pairs, known, path), source)
         kind: Kind = "file" if self.kind == "file" else "shm"
         return Offer(write_ticket(version, pairs, digest, path, kind), source)
 
+    def _write_changed(
+        self, version: int, pairs: Pairs, digest: WeightDigest, path: Path
+    ) -> Ticket:
+        base = self.base if self.deltas else None
+        infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in pairs}
+        same = unchanged(base, digest, infos)
+        changed = [(name, tensor) for name, tensor in pairs if name not in set(same)]
+        tensors, size = lay_out((name, infos[name]) for name, _ in changed)
+        sizes, blocks = {}, {}
+        if changed:
+            copy_pairs(views(make_file(path, size), tensors), changed)
+            sizes = {str(path): size}
+            for name, _, shape, offset in tensors:
+                blocks[name] = [[str(path), offset, [[0, stop] for stop in shape]]]
+        written = WrittenVersion(version, digest, blocks, sizes)
+        ticket, self.base = join_versions(
+            version, str(path), infos, digest, written, base, same, ()
+        )
+        return ticket
 
-def remove_files(ticket: Ticket) -> None:
+
+def remove_files(ticket: Ticket, kept: Collection[str] = ()) -> None:
     for file in ticket.files:
-        Path(file).unlink(missing_ok=True)
+        if file not in kept:
+            Path(file).unlink(missing_ok=True)
 
 
 def is_same(offer: Offer, version: int, weights: Iterable[tuple[str, Tensor]]) -> bool:

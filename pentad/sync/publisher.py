@@ -62,7 +62,7 @@ def take_snapshot(
 
 @dataclass(frozen=True, slots=True)
 class PublishTimes:
-    """Of one publish, in seconds; of several samplers the slowest."""
+    """Of one publish, in seconds (and bytes); of several samplers the slowest."""
 
     gather: float
     """The learner's part, from the call to the snapshot."""
@@ -72,6 +72,8 @@ class PublishTimes:
     """No token is drawn."""
     install: float
     """From the weights at hand to the receipt: the step under way, the pause."""
+    num_bytes: int = 0
+    """Written or sent, the most for one sampler."""
 
 
 class Publisher:
@@ -112,7 +114,9 @@ class Publisher:
         seconds = time.monotonic() - started
         install = max(receipt.install_s for _, receipt in receipts)
         pause = max(receipt.pause_s for _, receipt in receipts)
-        self.times = PublishTimes(snapshot.gather_s, max(seconds - install, 0.0), pause, install)
+        num_bytes = max(receipt.num_bytes for _, receipt in receipts)
+        transfer = max(seconds - install, 0.0)
+        self.times = PublishTimes(snapshot.gather_s, transfer, pause, install, num_bytes)
         log.debug("published version %d: %s", snapshot.version, self.times)
         return expected
 

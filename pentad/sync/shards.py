@@ -3,7 +3,7 @@
 No rank gathers anything. Of copies of a shard one rank writes. The digest of a tensor is the sum of
 those of its blocks, so that it too is made without a whole tensor. Where writing would hold the
 learner up (from a GPU, or to a disk) the blocks are staged in host memory, which is the snapshot,
-and a thread writes them while training goes on.
+and a thread writes them while training goes on. To a disk go only tensors that changed (`deltas`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from pentad.ops.digest import (
     is_of_words,
     tensor_checksum,
 )
+from pentad.sync.deltas import Blocks, WrittenVersion, join_versions, unchanged
 from pentad.sync.tickets import (
     ALIGN,
     WRITING,
@@ -114,52 +117,111 @@ class ShardWriter:
         self.tensors, self.num_bytes = lay_out(infos.items())
         self.staging: Tensor | None = None
         self.thread: threading.Thread | None = None
+        self.is_whole = True
+        """Whether the last file of this rank was written to its end."""
+        self.base: WrittenVersion | None = None
         self.num_written = 0
 
     @torch.no_grad()
     def write(
-        self, version: int, shards: Mapping[str, Shard], kind: Kind, folder: Path
+        self,
+        version: int,
+        shards: Mapping[str, Shard],
+        kind: Kind,
+        folder: Path,
+        *,
+        deltas: bool = False,
     ) -> ShardTicket:
-        """When it returns the weights may change; it fails on all ranks or on none."""
+        """When it returns the weights may change; it fails on all ranks or on none. `deltas`: files
+        of earlier versions stay as long as a ticket names them."""
         self.close()
         device = next(iter(shards.values())).tensor.device
         if kind == "ipc" and device.type != "cuda":  # parameters that live on the host
             kind = "shm"
         path = folder / f"{version}-{self._gather(os.getpid())[0]}-{self.num_written}"
         self.num_written += 1
+        if kind == "file":
+            return self._write_files(version, shards, path, device, deltas)
         failure, sums, mark = "", [], ""
-        is_staged = kind == "file" or (kind == "shm" and device.type == "cuda")
+        is_staged = device.type == "cuda" and kind == "shm"
         try:
             flat = self._make(kind, path, device)
         except RunError as error:
             failure, flat = str(error), None
         self._agree(failure)
         try:
-            if flat is None and kind != "file":
+            if flat is None:
                 flat = torch.from_file(str(path), True, self.num_bytes, dtype=torch.uint8)
             if is_staged:
                 sums = self._stage(shards, device)
                 mark = f"{path}-mark-{self.rank}"
-                self._begin(path, flat, Path(mark))
+                self._begin(path, partial(self._copy_to, flat), Path(mark))
             else:
-                assert flat is not None
                 sums = self._write_into(flat, shards)
         except (OSError, RuntimeError) as error:
             failure = f"{folder}: rank {self.rank} cannot write weights ({error})"
-        places = self._places() if kind == "file" else []
-        found = self._agree(failure, [sums, mark, self.staged_bytes, places])
+        found = self._agree(failure, [sums, mark])
         digest = digest_from([one[0] for one in found], self.infos)
         if kind == "ipc":
             assert flat is not None
             made = share_on_gpu(version, flat, self.tensors, digest.hex())
             return ShardTicket(made, digest, flat)
-        tensors, size = self.tensors, self.num_bytes
-        if kind == "file":
-            tensors = join_places([one[3] for one in found], self.infos)
-            size = sum(one[2] for one in found)
         marks = tuple(one[1] for one in found if one[1])
-        made = Ticket(version, kind, str(path), size, tensors, digest.hex(), marks=marks)
+        made = Ticket(
+            version, kind, str(path), self.num_bytes, self.tensors, digest.hex(), marks=marks
+        )
         return ShardTicket(made, digest, None)
+
+    def _write_files(
+        self,
+        version: int,
+        shards: Mapping[str, Shard],
+        path: Path,
+        device: torch.device,
+        deltas: bool,
+    ) -> ShardTicket:
+        """Each rank its own, of blocks of tensors that changed."""
+        is_whole = all(self._gather(self.is_whole))
+        base = self.base if deltas and is_whole else None
+        self.base, failure, sums = None, "", []
+        try:
+            sums = self._stage(shards, device)
+        except (OSError, RuntimeError) as error:
+            failure = f"{path.parent}: rank {self.rank} cannot write weights ({error})"
+        digest = digest_from(self._agree(failure, sums), self.infos)
+        same = unchanged(base, digest, self.infos)
+        placed, size = self._placed(set(same))
+        file, mark = rank_file(str(path), self.rank), f"{path}-mark-{self.rank}"
+        self.is_whole = True
+        try:
+            if placed:
+                make_file(Path(file), size)
+                self._begin(path, partial(self._write_blocks, Path(file), placed), Path(mark))
+        except (OSError, RunError) as error:
+            failure = str(error)
+        places = [[block.name, [file, at, block.box]] for block, at in placed]
+        found = self._agree(failure, [mark, file, size, places] if placed else [])
+        blocks: Blocks = {}
+        for _, _, _, of_rank in filter(None, found):
+            for name, block in of_rank:
+                blocks.setdefault(name, []).append(block)
+        sizes = {one[1]: one[2] for one in found if one}
+        written = WrittenVersion(version, digest, blocks, sizes)
+        marks = [one[0] for one in found if one]
+        ticket, self.base = join_versions(
+            version, str(path), self.infos, digest, written, base, same, marks
+        )
+        return ShardTicket(ticket, digest, None)
+
+    def _placed(self, same: set[str]) -> tuple[list[tuple[ShardBlock, int]], int]:
+        """Blocks that are written, where each lies in this rank's file, and the bytes of it."""
+        placed, end = [], 0
+        for block in self.blocks:
+            if block.name not in same:
+                placed.append((block, end))
+                end += _size(block, self.infos)
+                end += -end % ALIGN
+        return placed, end
 
     def close(self) -> None:
         """Waits for what is being written; how it ended is in its mark."""
@@ -172,10 +234,6 @@ class ShardWriter:
         if kind == "ipc":
             assert self.group is None, "several ranks have a GPU each"
             return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        if kind == "file":
-            if self.blocks:
-                make_file(Path(rank_file(str(path), self.rank)), self.staged_bytes)
-            return None
         return make_file(path, self.num_bytes) if self.rank == 0 else None
 
     def _source(self, block: ShardBlock, shards: Mapping[str, Shard]) -> Tensor:
@@ -235,19 +293,17 @@ class ShardWriter:
         sums = zip(known, hasher.finish(), strict=True)
         return out + [[block.name, block.box, value] for block, value in sums]
 
-    def _begin(self, path: Path, flat: Tensor | None, mark: Path) -> None:
+    def _begin(self, path: Path, move: Callable[[], None], mark: Path) -> None:
         """A thread writes what is staged. Files that are gone by then were not wanted any more."""
         mark.write_text(WRITING, encoding="utf-8")
+        self.is_whole = False
 
         def write() -> None:
             told = ""
             try:
-                if flat is None:
-                    self._write_file(Path(rank_file(str(path), self.rank)))
-                else:
-                    whole = dict(views(flat, self.tensors))
-                    for block in self.blocks:
-                        whole[block.name][slices(block.box)].copy_(self._staged(block))
+                with suppress(FileNotFoundError):
+                    move()
+                    self.is_whole = True
             except OSError as error:
                 told = no_room(path, self.staged_bytes, error)
             except Exception as error:
@@ -265,22 +321,23 @@ class ShardWriter:
         self.thread = threading.Thread(target=write, name="weights", daemon=True)
         self.thread.start()
 
-    def _write_file(self, path: Path) -> None:
+    def _copy_to(self, flat: Tensor) -> None:
+        whole = dict(views(flat, self.tensors))
+        for block in self.blocks:
+            whole[block.name][slices(block.box)].copy_(self._staged(block))
+
+    def _write_blocks(self, path: Path, placed: Sequence[tuple[ShardBlock, int]]) -> None:
         assert self.staging is not None
+        data = self.staging.numpy().data
+        file = os.open(path, os.O_WRONLY)
         try:
-            file = os.open(path, os.O_WRONLY)
-        except FileNotFoundError:
-            return
-        try:
-            data, done = self.staging.numpy().data, 0
-            while done < self.staged_bytes:
-                done += os.write(file, data[done : done + PUBLISH_BUCKET_BYTES])
+            for block, at in placed:
+                done, end = block.offset, block.offset + _size(block, self.infos)
+                os.lseek(file, at, os.SEEK_SET)
+                while done < end:
+                    done += os.write(file, data[done : min(end, done + PUBLISH_BUCKET_BYTES)])
         finally:
             os.close(file)
-
-    def _places(self) -> list[Any]:
-        """[name, offset in this rank's file, box] of its blocks."""
-        return [[block.name, block.offset, block.box] for block in self.blocks]
 
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self.group is None else gather_values(value, self.group)
@@ -379,12 +436,3 @@ def digest_from(sums: Sequence[list[Any]], infos: Mapping[str, TensorInfo]) -> W
     for name, info in infos.items():
         digest.entries[name] = entry_of(info.dtype, info.shape, totals[name])
     return digest
-
-
-def join_places(places: Sequence[list[Any]], infos: Mapping[str, TensorInfo]) -> list[list[Any]]:
-    """The tensors of a ticket whose blocks lie in the files of ranks."""
-    blocks: dict[str, list[Any]] = {name: [] for name in infos}
-    for rank, held in enumerate(places):
-        for name, offset, box in held:
-            blocks[name].append([rank, offset, box])
-    return [[name, str(i.dtype)[6:], list(i.shape), blocks[name]] for name, i in infos.items()]

@@ -43,29 +43,29 @@ class Ticket:
     place: str
     """The file, how the names of the files begin, or the UUID of the GPU."""
     num_bytes: int
-    """Of the file or the buffer, of all files together."""
+    """Of the file or the buffer, of all files that were written for this version."""
     tensors: list[list[Any]]
     """Name, dtype, shape, and where: the offset in the file or the buffer, or of several files the
-    blocks, each [rank, offset in its file, box]."""
+    blocks, each [number of the source, offset in it, box]."""
     digest: str
     """Of all tensors by their names; "" where a name stands twice, which no receiver takes."""
     handle: tuple[Any, ...] = ()
     """Of the buffer on the GPU."""
     marks: tuple[str, ...] = ()
     """Files, one of each rank: WRITING, then nothing, or the reason why it failed."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """Files and their bytes: of this version's ranks, and of versions before it that hold what did
+    not change since. None where one file holds all."""
+    base: tuple[Any, ...] = ()
+    """Version and digest of the weights that differ in `tensors` outside `same` alone."""
+    same: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[str]:
-        """To be removed with the ticket."""
+        """To be removed with the ticket, unless another one names them too."""
         if self.kind == "ipc":
             return []
-        return [*(self.parts.values() or [self.place]), *self.marks]
-
-    @property
-    def parts(self) -> dict[int, str]:
-        """The files of ranks; none where one file holds all."""
-        blocks = [block for *_, where in self.tensors if isinstance(where, list) for block in where]
-        return {rank: rank_file(self.place, rank) for rank in sorted({rank for rank, *_ in blocks})}
+        return [*([file for file, _ in self.sources] or [self.place]), *self.marks]
 
 
 def rank_file(place: str, rank: int) -> str:
@@ -156,25 +156,31 @@ def copy_pairs(into: Pairs, pairs: Pairs) -> None:
     torch._foreach_copy_([x for _, x in into], [x for _, x in pairs])
 
 
-def read_file(ticket: Ticket) -> list[tuple[str, Tensor]]:
-    """Views of the file, which need not outlast the name; what lies in several is put together."""
+def read_file(ticket: Ticket, own: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Views of the file, which need not outlast the name; what lies in several is put together.
+    Tensors of `own` are not read."""
     what = f"weights of version {ticket.version}"
-    parts = ticket.parts
-    flats = {rank: map_file(Path(file), what) for rank, file in parts.items()}
-    if not parts:
-        flats[0] = map_file(Path(ticket.place), what)
-    size = sum(flat.numel() for flat in flats.values())
-    if size != ticket.num_bytes:
-        rule = f"has {size} bytes where its ticket says {ticket.num_bytes}"
-        raise RunError(f"{ticket.place}: {what}: the file {rule}")
-    return views(flats[0], ticket.tensors) if not parts else joined(flats, ticket.tensors)
+    if not ticket.sources:
+        return views(map_file(Path(ticket.place), ticket.num_bytes, what), ticket.tensors)
+    read = [one for one in ticket.tensors if one[0] not in own]
+    used = {number for *_, blocks in read for number, *_ in blocks}
+    flats = {
+        number: map_file(Path(file), size, what)
+        for number, (file, size) in enumerate(ticket.sources)
+        if number in used
+    }
+    found = dict(joined(flats, read)) | dict(own)
+    return [(name, found[name]) for name, *_ in ticket.tensors]
 
 
-def map_file(path: Path, what: str) -> Tensor:
+def map_file(path: Path, size: int, what: str) -> Tensor:
     try:
-        size = path.stat().st_size
+        found = path.stat().st_size
     except OSError as error:
         raise InfraFailure(f"{path}: {what} cannot be read ({error.strerror})") from error
+    if found != size:
+        rule = f"has {found} bytes where its ticket says {size}"
+        raise RunError(f"{path}: {what}: the file {rule}")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
@@ -185,8 +191,8 @@ def joined(flats: Mapping[int, Tensor], tensors: list[list[Any]]) -> list[tuple[
         if fault := coverage_fault(boxes, tuple(shape)):
             raise RunError(f"{name}: {fault}")
         found = [
-            views(flats[rank], [[name, kind, box_shape(box), offset]])[0][1]
-            for (rank, offset, _), box in zip(blocks, boxes, strict=True)
+            views(flats[number], [[name, kind, box_shape(box), offset]])[0][1]
+            for (number, offset, _), box in zip(blocks, boxes, strict=True)
         ]
         whole = found[0]
         if len(found) > 1:
@@ -231,7 +237,10 @@ def open_on_gpu(ticket: Ticket) -> list[tuple[str, Tensor]]:
     return views(flat, ticket.tensors)
 
 
-def open_ticket(value: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """The weights behind a ticket that came as a JSON value."""
+def open_ticket(
+    value: Mapping[str, Any], own: Mapping[str, Tensor] | None = None
+) -> list[tuple[str, Tensor]]:
+    """The weights behind a ticket that came as a JSON value. `own`: tensors that the receiver has
+    already, since it holds the ticket's base."""
     ticket = Ticket(**value)
-    return open_on_gpu(ticket) if ticket.kind == "ipc" else read_file(ticket)
+    return open_on_gpu(ticket) if ticket.kind == "ipc" else read_file(ticket, own or {})

@@ -34,7 +34,9 @@ Ask = Callable[..., Awaitable[Receipts]]
 
 
 class Transport(Protocol):
-    async def send(self, weights: Pairs, ask: Ask) -> Receipts: ...
+    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+        """`is_part`: other modules keep the weights they have, which a file alone can say."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -45,11 +47,11 @@ class DiskTransport:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    async def send(self, weights: Pairs, ask: Ask) -> Receipts:
+    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         path = self.folder / f"weights-{id(weights):x}.safetensors"
         try:
             await asyncio.to_thread(write_weights, path, weights)
-            return await ask("pentad_load_file", str(path))
+            return await ask("pentad_load_part" if is_part else "pentad_load_file", str(path))
         finally:
             path.unlink(missing_ok=True)
 
@@ -78,7 +80,8 @@ class Broadcast:
         self.timeout_s = timeout_s
         self.group: BroadcastGroup | None = None
 
-    async def send(self, weights: Pairs, ask: Ask) -> Receipts:
+    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+        assert not is_part, "all is broadcast"
         device = weights[0][1].device
         try:
             group = self.group or await self._meet(ask, "nccl" if device.type == "cuda" else "gloo")
@@ -137,7 +140,8 @@ class CudaIpc:
     the receipt is here, which the worker gives after reading them.
     """
 
-    async def send(self, weights: Pairs, ask: Ask) -> Receipts:
+    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+        assert not is_part, "all is shared"
         handles: dict[str, dict[str, str]] = {}
         kept = []
         for name, tensor in weights:

@@ -138,7 +138,7 @@ class Infra:
     )
     publish_gather_ms: float | None = about(
         "of the last publish that samplers confirmed: the learner's part, until its weights may "
-        "change again; this and the next three are null before the first",
+        "change again; this and the next four are null before the first",
         "ms",
         varies=True,
     )
@@ -152,6 +152,12 @@ class Infra:
     )
     publish_install_ms: float | None = about(
         "from the weights at hand to the receipt, the pause included", "ms", varies=True
+    )
+    publish_mb: float | None = about(
+        "written or sent for it to one sampler: less than the weights where only what changed "
+        "travels, 0 where the sampler was handed the tensors themselves",
+        "MB",
+        varies=True,
     )
     active_nodes: int | None = about(
         "machines that the learner's ranks are on, by host name", "nodes", varies=True

@@ -368,10 +368,12 @@ class Assembly:
             assert service is not None, "one rank in this process, or there is a handoff"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)
         place = [handoff.kind, str(handoff.folder)]
-        taken = await self.learner.call("snapshot", place=place, **given)
-        snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
         replicas = [one for one in self.samplers.values() if isinstance(one, ReplicaSampler)]
-        if not any(one.handoff is handoff for one in replicas):  # servers take tensors
+        is_pulled = any(one.handoff is handoff for one in replicas)
+        deltas = is_pulled and handoff.deltas
+        taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)
+        snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
+        if not is_pulled:  # servers take tensors
             return await opened(snapshot, handoff.check)
         handoff.expect(snapshot)
         return snapshot

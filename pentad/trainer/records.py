@@ -221,8 +221,13 @@ def _uploads(tiers: Tiers) -> dict[str, Any]:
 
 def _publish_times(times: PublishTimes | None) -> dict[str, Any]:
     """Fields of `Infra`; none before the first publish."""
-    found = {} if times is None else asdict(times)
-    return {f"publish_{name}_ms": 1e3 * seconds for name, seconds in found.items()}
+    if times is None:
+        return {}
+    found = asdict(times)
+    megabytes = found.pop("num_bytes") / 1e6
+    return {f"publish_{name}_ms": 1e3 * seconds for name, seconds in found.items()} | {
+        "publish_mb": megabytes
+    }
 
 
 def loss_of(steps: Sequence[StepResult]) -> float:

@@ -157,7 +157,7 @@ def open_handoff(
         fits, why = shares_by_gpu(config, choose_device(config))
         kind = "ipc" if fits else "shm"
         log.info("weights reach the sampler by %s: %s", kind, why)
-    return Handoff(kind, folder)
+    return Handoff(kind, folder, deltas=config.rollout.weight_deltas)
 
 
 async def open_replicas(
@@ -315,6 +315,7 @@ def server_settings(
         transport=server.weight_transport,
         transfer_folder=Path(server.transfer_folder) if server.transfer_folder else shared_memory(),
         can_sleep=bool(config.offload_rollout),
+        weight_deltas=config.rollout.weight_deltas,
         memory_share=server.gpu_memory_share or (COLOCATED_SHARE if shares else None),
     )
 

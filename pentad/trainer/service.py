@@ -100,7 +100,12 @@ class EngineService:
         self.engines["actor"].save_tag(tag)
 
     def snapshot(
-        self, version: int, copy: bool, on_host: bool, place: list[str] | None = None
+        self,
+        version: int,
+        copy: bool,
+        on_host: bool,
+        place: list[str] | None = None,
+        deltas: bool = False,
     ) -> dict[str, Any]:
         """Keeps the actor's weights as `version` for `fetch`; with a `place` (kind and folder) for
         other processes, by ticket: every rank writes its shards."""
@@ -114,7 +119,7 @@ class EngineService:
         if self.weights is None:
             self.weights = ShardWriter(shards, *actor.published(), self._saver("actor").group)
         kind: Kind = {"ipc": "ipc", "file": "file"}.get(place[0], "shm")  # type: ignore[assignment]
-        made = self.weights.write(version, shards, kind, Path(place[1]))
+        made = self.weights.write(version, shards, kind, Path(place[1]), deltas=deltas)
         if made.kept is not None:
             self.shared[version] = made.kept
         return {"ticket": asdict(made.ticket), "digest": made.digest.entries}

@@ -165,6 +165,8 @@ class StandIn:
         self.pause_mode: str | None = None
         self.released: set[str] = set()
         self.pending: list[tuple[str, torch.Tensor]] = []
+        self.arrived: list[list[str]] = []
+        """The names of each update."""
         self.groups: dict[str, Any] = {}
         self.routed: set[str] = set()
         self.extra_keys: list[str | None] = []
@@ -369,7 +371,10 @@ class StandIn:
         if body.weight_version is not None:
             # A fresh client may begin to count anew.
             self.sampler.engine.version = min(self.sampler.engine.version, int(body.weight_version))
-            await self.sampler.install(int(body.weight_version), self.damage(self.pending))
+            self.arrived.append([name for name, _ in self.pending])
+            held = {n: t.detach().clone() for n, t in iter_hf(self.sampler.engine.model)}
+            merged = list((held | dict(self.pending)).items())  # what did not come stays
+            await self.sampler.install(int(body.weight_version), self.damage(merged))
             self.label, self.pending = body.weight_version, []
         return JSONResponse({"success": True, "message": "Success."})
 

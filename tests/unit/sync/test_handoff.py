@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from ticket_receivers import DIMS, Receiver, no_threads_left, weights
 
-from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
 from pentad.core.roles import Installed
-from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
@@ -24,70 +22,15 @@ from pentad.ops.digest import digest_of
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import hosted
-from pentad.samplers.hosted import HostedSampler, HostedSettings
+from pentad.samplers.hosted import HostedSettings
 from pentad.samplers.remote import RemoteSampler
-from pentad.sync import handoff as handoffs
 from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.tickets import open_ticket
 
-DIMS = ModelDims(
-    family="qwen3",
-    vocab_size=41,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    qk_norm=True,
-    max_position=256,
-)
+__all__ = ["no_threads_left"]
+"""A fixture."""
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
-
-
-def policy(seed):
-    """Every tensor random, norms too."""
-    model = create_model(DIMS, seed=seed)
-    torch.manual_seed(seed)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    return model
-
-
-def weights(seed):
-    return [(name, tensor.clone()) for name, tensor in iter_hf(policy(seed))]
-
-
-workers = []
-
-
-@pytest.fixture(autouse=True)
-def no_threads_left():
-    yield
-    while workers:
-        workers.pop().shutdown()
-
-
-class Receiver(RemoteSampler):
-    """A remote sampler whose calls reach a hosted one by JSON alone; `damage` may change them."""
-
-    def __init__(self, handoff, damage=lambda ticket: ticket):
-        settings = SamplerSettings(max_running=4, kv_cache_tokens=256)
-        self.own = HostedSampler(EmbeddedSampler(policy(9), settings), lambda *_: None)
-        workers.append(self.own.sampler.worker)
-        self.handoff, self.damage = handoff, damage
-        self.is_closed, self.version = False, -1
-        self.process = RoleSpec(name="rollout-0", target="", payload={}, log=Path())
-
-    async def _call(self, method, **arguments):
-        sent = json.loads(json.dumps(arguments))
-        sent["ticket"] = self.damage(sent["ticket"])
-        return json.loads(json.dumps(await getattr(self.own, method)(**sent)))
-
-    @property
-    def held(self):
-        return dict(iter_hf(self.own.sampler.engine.model))
 
 
 def publish(handoff, receivers, version, pairs):
@@ -100,10 +43,8 @@ def test_all_receivers_end_with_what_was_published(tmp_path, kind, monkeypatch):
     handoff = Handoff(kind, tmp_path)
     receivers = [Receiver(handoff) for _ in range(3)]
     written = []
-    write = handoffs.write_ticket
-    monkeypatch.setattr(
-        handoffs, "write_ticket", lambda *given: written.append(given) or write(*given)
-    )
+    make = Handoff._make
+    monkeypatch.setattr(Handoff, "_make", lambda *given: written.append(given) or make(*given))
 
     async def main():
         for version in (1, 2):

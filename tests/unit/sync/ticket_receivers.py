@@ -1,0 +1,74 @@
+"""Replicas that pull weights by ticket, without processes of their own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pentad.core.dims import ModelDims
+from pentad.infer.sampler import EmbeddedSampler
+from pentad.infer.settings import SamplerSettings
+from pentad.models.exchange import iter_hf
+from pentad.models.registry import create_model
+from pentad.runtime.roles import RoleSpec
+from pentad.samplers.hosted import HostedSampler
+from pentad.samplers.remote import RemoteSampler
+
+DIMS = ModelDims(
+    family="qwen3",
+    vocab_size=41,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    qk_norm=True,
+    max_position=256,
+)
+
+
+def policy(seed, dims=DIMS):
+    """Every tensor random, norms too."""
+    model = create_model(dims, seed=seed)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def weights(seed, dims=DIMS):
+    return [(name, tensor.clone()) for name, tensor in iter_hf(policy(seed, dims))]
+
+
+workers = []
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left():
+    yield
+    while workers:
+        workers.pop().shutdown()
+
+
+class Receiver(RemoteSampler):
+    """A remote sampler whose calls reach a hosted one by JSON alone; `damage` may change them."""
+
+    def __init__(self, handoff, damage=lambda ticket: ticket, dims=DIMS):
+        settings = SamplerSettings(max_running=4, kv_cache_tokens=256)
+        self.own = HostedSampler(EmbeddedSampler(policy(9, dims), settings), lambda *_: None)
+        workers.append(self.own.sampler.worker)
+        self.handoff, self.damage = handoff, damage
+        self.is_closed, self.version = False, -1
+        self.process = RoleSpec(name="rollout-0", target="", payload={}, log=Path())
+
+    async def _call(self, method, **arguments):
+        sent = json.loads(json.dumps(arguments))
+        sent["ticket"] = self.damage(sent["ticket"])
+        return json.loads(json.dumps(await getattr(self.own, method)(**sent)))
+
+    @property
+    def held(self):
+        return dict(iter_hf(self.own.sampler.engine.model))
