@@ -222,6 +222,25 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
             sampler._version = 10 + number
         return "randomised, published, compared: " + ", ".join(took)
 
+    async def delta() -> str:
+        """By disk, and only one layer changes: there and back."""
+        settings = replace(sampler.dialect.settings, transport="disk")  # type: ignore[attr-defined]
+        client = await ATTACH[kind](sampler.dialect.wire.address, settings)  # type: ignore[attr-defined]
+        other = dict(two.pairs[1])
+        mixed = [(n, other[n] if ".layers.1." in n else t) for n, t in two.pairs[0]]
+        took = []
+        for number, pairs in enumerate((two.pairs[0], mixed, two.pairs[0])):
+            began = time.perf_counter()
+            receipt = await client.install(20 + number, pairs)
+            assert receipt.digest == digest_of(pairs).hex()
+            seconds = time.perf_counter() - began
+            took.append(f"{receipt.num_bytes / 1e6:.1f} MB in {seconds:.2f} s")
+        request = ask("delta", 2)
+        told = two.check(0, request, await client.generate(request))
+        await client.close()
+        sampler._version = 22
+        return f"all, one layer, it back: {', '.join(took)}; {told}"
+
     await report.part(kind, "generate: n samples, log-probs, versions", first)
     await report.part(kind, "weights as held", held)
     if "seeds" in sampler.capabilities:
@@ -232,6 +251,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
     await report.part(kind, "install with answers under way", under_way)
     await report.part(kind, "sleep and wake", sleep)
     await report.part(kind, "transports", transports, 120)
+    await report.part(kind, "disk with deltas", delta)
 
 
 # A mixture of experts.

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -265,6 +265,7 @@ class ServerSampler:
             await self.dialect.wake(["weights"])
             self.asleep.remove("weights")
         is_still = bool(self.is_paused or self.asleep)
+        began = time.monotonic()
         if not self.dialect.tells_versions and self.asked:
             if self.is_paused:
                 await self.dialect.resume()  # a paused server may hand over nothing
@@ -277,7 +278,8 @@ class ServerSampler:
         self._version = version
         if not is_still:
             await self.dialect.resume()
-        return receipt
+        seconds = time.monotonic() - began
+        return replace(receipt, install_s=seconds, pause_s=0.0 if is_still else seconds)
 
     async def sleep(self) -> None:
         self._check_open()

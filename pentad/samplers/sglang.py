@@ -53,7 +53,7 @@ from pentad.samplers.process import (
 from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
 from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
-from pentad.sync.deltas import ChangedOnly
+from pentad.sync.deltas import ChangedOnly, size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
 from pentad.sync.transport import own_host, together, write_weights
@@ -270,7 +270,7 @@ class Sglang:
             await self._prove(weights)
         self.num_loads += 1
         self.changed.keep(version)
-        sent = sum(tensor.nbytes for _, tensor in part)
+        sent = size_of(part)
         return Installed(version, len(weights), digest, num_bytes=sent)
 
     async def _prove(self, weights: Pairs) -> None:

@@ -35,7 +35,7 @@ from pentad.samplers.process import (
 from pentad.samplers.server_sampler import CUTS, Call, ServerSampler
 from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
-from pentad.sync.deltas import ChangedOnly
+from pentad.sync.deltas import ChangedOnly, size_of
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class Vllm:
         else:
             await self.ask("pentad_label", str(version))
         self.changed.keep(version)
-        sent = sum(tensor.nbytes for _, tensor in part)
+        sent = size_of(part)
         if is_part:
             return Installed(version, len(weights), self.changed.digest.hex(), num_bytes=sent)
         return Installed(version, first.num_tensors, first.digest, num_bytes=sent)

@@ -26,6 +26,9 @@ Blocks = dict[str, list[list[Any]]]
 MAX_KEPT = 2
 """Files of old versions are left behind where they and the new one would be more than so many
 times the weights: most of what they hold is stale then."""
+MAX_SENT = 0.5
+"""A server gets a part of the weights where it is at most so much of them: the comparison that
+follows costs more than a few tensors."""
 FUSED = (
     (re.compile(r"\.experts\.\d+\..*"), ".experts"),
     (re.compile(r"\.(q|k|v)_proj\.[^.]*$"), ".qkv_proj"),
@@ -110,6 +113,10 @@ def changed_modules(weights: Pairs, held: Mapping[str, str], now: Mapping[str, s
     return [(name, tensor) for name, tensor in weights if module_of(name) in changed]
 
 
+def size_of(pairs: Pairs) -> int:
+    return sum(tensor.nbytes for _, tensor in pairs)
+
+
 class ChangedOnly:
     """What of new weights a server needs, by what it is known to hold: nothing is known after a
     failure, nor of a server that gives its weights another name than they were given."""
@@ -130,7 +137,8 @@ class ChangedOnly:
         held, self.held = self.held, {}
         if not held or await self.label() != self.given:
             return weights
-        return changed_modules(weights, held, self.digest.entries)
+        part = changed_modules(weights, held, self.digest.entries)
+        return part if size_of(part) <= MAX_SENT * size_of(weights) else weights
 
     def digest_of_part(self, part: Pairs) -> str:
         digest = WeightDigest()

@@ -146,7 +146,7 @@ class Infra:
         "from there until the slowest sampler had the weights at hand", "ms", varies=True
     )
     publish_pause_ms: float | None = about(
-        "how long the slowest sampler drew no token; 0 of servers, which do not say it",
+        "how long the slowest sampler drew no token for it; 0 of one that was paused or asleep",
         "ms",
         varies=True,
     )

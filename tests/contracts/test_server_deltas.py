@@ -95,6 +95,7 @@ def test_the_module_that_changed_travels_and_the_receipt_is_of_all(model_folder,
             assert arrived(server) == [WHOLE, QKV]
             assert receipt.digest == digest_of(SECOND).hex() and receipt.num_tensors == len(WHOLE)
             assert receipt.num_bytes == sum(t.nbytes for n, t in SECOND if n in QKV)
+            assert receipt.install_s >= receipt.pause_s > 0
             await sampler.install(2, SECOND)
             assert len(server.arrived[-1]) == 1, "nothing changed, and the version has a name"
             await sampler.health()
