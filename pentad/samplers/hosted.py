@@ -17,8 +17,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import iter_hf
 from pentad.models.families import register
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.environment import make_deterministic
 from pentad.sync.tickets import open_ticket

@@ -385,9 +385,8 @@ class ServerSampler:
                     drawn = joined(drawn, answer)
                     break
                 is_kept = self.interrupted.pop(name)
-                has_routes = answer.routes is not None or not answer.ids
-                if "routes" in self.capabilities and not has_routes:
-                    is_kept = False
+                if "routes" in self.capabilities and answer.ids:
+                    is_kept = is_kept and answer.routes is not None
                 if not is_kept or request.params.stop_strings:
                     drawn = joined()  # of texts that end an answer one may lie across the cut
                     continue

@@ -8,24 +8,20 @@ is of what was sent; what it holds is compared at the start, every n-th time and
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import logging
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
@@ -55,8 +51,7 @@ from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
 from pentad.samplers.wire import Wire
 from pentad.sync.deltas import ChangedOnly, size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
-from pentad.sync.tickets import gpu_uuid
-from pentad.sync.transport import own_host, together, write_weights
+from pentad.sync.transport import in_buckets, own_host, packed, together, write_weights
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +60,6 @@ OLDEST = (0, 5, 17)
 TELLS_VERSIONS = (0, 5, 23)
 """The first whose answers are known to say which weights drew each token."""
 BUCKET_BYTES = 1 << 29
-DEVICE_ARGUMENT = 6
-"""Where `rebuild_cuda_tensor` takes the device."""
 LOAD_TIMEOUT_S = 600.0
 Pairs = Sequence[tuple[str, Tensor]]
 
@@ -381,39 +374,6 @@ def sampling_params(call: Call) -> dict[str, Any]:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
-
-
-def in_buckets(weights: Pairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor.detach().contiguous()))
-        size += tensor.nbytes
-    yield bucket
-
-
-class SharedTensor:
-    """Pickled as what rebuilds it in another process, where its GPU may have another number:
-    SGLang also takes the GPU's UUID."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        build, arguments = reduce_tensor(self.tensor)
-        if not self.tensor.is_cuda:
-            return build, arguments
-        at = DEVICE_ARGUMENT
-        return build, (*arguments[:at], gpu_uuid(arguments[at]), *arguments[at + 1 :])
-
-
-def packed(bucket: list[tuple[str, Tensor]]) -> str:
-    out = io.BytesIO()
-    ForkingPickler(out).dump([(name, SharedTensor(tensor)) for name, tensor in bucket])
-    return base64.b64encode(out.getvalue()).decode()
 
 
 def update_group(

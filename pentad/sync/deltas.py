@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.sync.tickets import Ticket
-from pentad.weights.flow import TensorInfo
+from pentad.weights.transfer import TensorInfo
 
 Pairs = Sequence[tuple[str, Tensor]]
 Blocks = dict[str, list[list[Any]]]

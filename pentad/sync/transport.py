@@ -1,17 +1,20 @@
-"""How weights reach vLLM's workers: by a file, by broadcast, or by CUDA IPC on one GPU.
+"""How weights reach servers: vLLM's workers by a file, by broadcast, or by CUDA IPC on one GPU.
 
-Each way ends in the workers' receipts, which hold the digest of what arrived.
+Each way ends in the workers' receipts, which hold the digest of what arrived. SGLang takes the same
+files and broadcasts, and tensors as pickles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
 import pickle
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.errors import InfraFailure
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
+from pentad.sync.tickets import gpu_uuid
 from pentad.weights.hf import write_file
 from pentad.weights.transfer import TensorInfo
 
@@ -31,6 +35,8 @@ Pairs = Sequence[tuple[str, Tensor]]
 Receipts = list[dict[str, Any]]
 Ask = Callable[..., Awaitable[Receipts]]
 """`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
+DEVICE_ARGUMENT = 6
+"""Where `rebuild_cuda_tensor` takes the device."""
 
 
 class Transport(Protocol):
@@ -148,10 +154,46 @@ class CudaIpc:
             kept.append(tensor.detach().contiguous())
             device = str(torch.cuda.get_device_properties(tensor.device).uuid)
             _, arguments = reduce_tensor(kept[-1])
-            packed = base64.b64encode(pickle.dumps(arguments)).decode()
-            handles.setdefault(device, {})[name] = packed
+            handle = base64.b64encode(pickle.dumps(arguments)).decode()
+            handles.setdefault(device, {})[name] = handle
         torch.cuda.synchronize()
         return await ask("pentad_open", json.dumps(handles))
 
     async def close(self) -> None:
         pass
+
+
+# For SGLang, which takes pickles.
+
+
+def in_buckets(weights: Pairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.detach().contiguous()))
+        size += tensor.nbytes
+    yield bucket
+
+
+class SharedTensor:
+    """Pickled as what rebuilds it in another process, where its GPU may have another number:
+    SGLang also takes the GPU's UUID."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        build, arguments = reduce_tensor(self.tensor)
+        if not self.tensor.is_cuda:
+            return build, arguments
+        at = DEVICE_ARGUMENT
+        return build, (*arguments[:at], gpu_uuid(arguments[at]), *arguments[at + 1 :])
+
+
+def packed(bucket: list[tuple[str, Tensor]]) -> str:
+    out = io.BytesIO()
+    ForkingPickler(out).dump([(name, SharedTensor(tensor)) for name, tensor in bucket])
+    return base64.b64encode(out.getvalue()).decode()

@@ -14,7 +14,7 @@ from test_server_answers import ScriptedVllm
 from torch.nn.functional import pad
 
 from pentad.core.errors import RunError
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.ops.digest import digest_of
 from pentad.samplers import sglang, vllm
 from pentad.samplers.vllm import entry_of

@@ -10,9 +10,8 @@ import pytest
 import torch
 from ticket_receivers import DIMS, Receiver, no_threads_left, policy, weights
 
-from pentad.core.errors import RunError, UserError, WrongWeights
-from pentad.core.failures import InfraFailure
-from pentad.models.exchange import hf_metadata, iter_hf, native_shards
+from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
+from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards
 from pentad.ops.digest import digest_of
 from pentad.sync.deltas import changed_modules, module_of
 from pentad.sync.handoff import Handoff, snapshot_of

@@ -10,7 +10,7 @@ from torch import nn
 from pentad.core.dims import ModelDims
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.exchange import iter_hf
+from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers.hosted import HostedSampler
