@@ -21,7 +21,7 @@ STAGING_HEADROOM = 1.25
 
 PUBLISH_BUCKET_BYTES = 64 << 20
 """The most of a shard, as float32, that a rank casts and hashes at a time for a publish."""
-DIGEST_WORDS = {"cpu": 1 << 16, "cuda": 1 << 20}
+DIGEST_WORDS = {"cpu": 1 << 14, "cuda": 1 << 20}
 """Words of a block that are hashed at once, each with a work space of DIGEST_BYTES."""
 DIGEST_BYTES = 64
 

@@ -2,8 +2,9 @@
 
 The checksum of a tensor is a 64-bit sum over its 32-bit words, each hashed together with its
 position: integer arithmetic only, so it does not depend on device, batches or thread count, while
-swapped rows, transposes and single flipped bits change it. Many tensors are hashed at once, on a
-GPU with Triton in one pass over the bytes (`digest_kernel`), and the sums are fetched at the end.
+swapped rows, transposes and single flipped bits change it. On a GPU many tensors are hashed at
+once, with Triton in one pass over the bytes (`digest_kernel`), and the sums are fetched at the end;
+on a host numpy hashes them in pieces that stay in the cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,14 @@ BATCH_WORDS = 1 << 24
 """Words hashed at once; the work space is about 40 bytes a word."""
 FUSED_WORDS = 1 << 24
 """Words hashed at once by the kernel, which needs no work space."""
+HOST_WORDS = DIGEST_WORDS["cpu"]
 MASK = 0xFFFFFFFFFFFFFFFF
+GOLDEN, FIRST, SECOND = (
+    -7046029254386353131,
+    -4658895280553007687,
+    -7723592293110705685,
+)
+"""G, C1 and C2 of `_mix`."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -74,10 +83,16 @@ class Hasher:
         self.num_words = 0
         self.sums: list[tuple[list[int], Tensor]] = []
         """Of each batch: which tensor a piece belongs to, and the sum of each piece."""
+        self.on_host: dict[int, int] = {}
+        """Sums of tensors in host memory."""
 
     def add(self, tensor: Tensor) -> None:
         words = words_of(tensor)
-        limit = FUSED_WORDS if _is_fused(words) else _batch(words)
+        if words.device.type == "cpu":
+            self.on_host[self.num_tensors] = _host_sum(words, [0], words.numel())
+            self.num_tensors += 1
+            return
+        limit = FUSED_WORDS if _is_fused(words) else BATCH_WORDS
         size = max(words.numel(), 1) if _is_fused(words) else limit
         for start in range(0, words.numel(), size):
             piece = words[start : start + size]
@@ -96,9 +111,14 @@ class Hasher:
             self.add(block)
             return
         firsts, length = _runs(block.dtype.itemsize, shape, box)
-        words, first = words_of(block), torch.tensor(firsts, device=block.device) // 4
-        length = -(-length // 4)
-        size = DIGEST_WORDS["cuda" if block.is_cuda else "cpu"]
+        words, length = words_of(block), -(-length // 4)
+        if words.device.type == "cpu":
+            at_words = [first // 4 for first in firsts]
+            self.on_host[self.num_tensors] = _host_sum(words, at_words, length)
+            self.num_tensors += 1
+            return
+        first = torch.tensor(firsts, device=block.device) // 4
+        size = DIGEST_WORDS["cuda"]
         for start in range(0, words.numel(), size):
             piece = words[start : start + size]
             at = torch.arange(start, start + piece.numel(), device=block.device)
@@ -110,7 +130,7 @@ class Hasher:
     def finish(self) -> list[int]:
         """By order of addition."""
         self._hash()
-        totals = [0] * self.num_tensors
+        totals = [self.on_host.get(number, 0) for number in range(self.num_tensors)]
         for owners, sums in self.sums:
             for owner, value in zip(owners, sums.tolist(), strict=True):
                 totals[owner] = (totals[owner] + value) & MASK
@@ -142,9 +162,33 @@ class Hasher:
         self.sums.append((list(owners), torch.diff(at_ends, prepend=at_ends.new_zeros(1))))
 
 
-def _batch(words: Tensor) -> int:
-    """On a CPU the work space should stay in the cache."""
-    return min(DIGEST_WORDS["cpu"], BATCH_WORDS) if words.device.type == "cpu" else BATCH_WORDS
+def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
+    """Sum of the hashed words of a block in host memory. It is made of stretches of `length` words,
+    which begin at the words `firsts` of their tensor."""
+    if not length:
+        return 0
+    golden, first, second = (np.uint64(value & MASK) for value in (GOLDEN, FIRST, SECOND))
+    rows = words.numpy().reshape(len(firsts), length)
+    starts = np.array(firsts, np.uint64) * golden
+    width = min(length, HOST_WORDS)
+    steps = np.arange(1, width + 1, dtype=np.uint64) * golden  # position times G, from the start
+    deep = min(max(HOST_WORDS // length, 1), len(rows))
+    hashed, other = np.empty((deep, width), np.uint64), np.empty((deep, width), np.uint64)
+    total = 0
+    for top in range(0, len(rows), deep):
+        for left in range(0, length, width):
+            piece = rows[top : top + deep, left : left + width]
+            h, t = (space[: piece.shape[0], : piece.shape[1]] for space in (hashed, other))
+            moved = np.uint64(left * int(golden) & MASK)
+            np.add((starts[top : top + deep] + moved)[:, None], steps[: piece.shape[1]], out=h)
+            np.copyto(t.view(np.int64), piece)  # with the word's sign, as torch does
+            np.bitwise_xor(h, t, out=h)
+            np.multiply(h, first, out=h)
+            np.right_shift(h, np.uint64(32), out=t)
+            np.bitwise_xor(h, t, out=h)
+            np.multiply(h, second, out=h)
+            total += int(h.sum(dtype=np.uint64))
+    return total & MASK
 
 
 def is_of_words(itemsize: int, shape: Sequence[int], box: Box) -> bool:
@@ -193,5 +237,5 @@ def _mix(words: Tensor, position: Tensor) -> Tensor:
     C1 and C2 are those of splitmix64 (https://doi.org/10.1145/2714064.2660195), as signed integers
     since torch has no unsigned arithmetic; its shift keeps the sign, hence the mask. In place.
     """
-    h = position.mul_(-7046029254386353131).bitwise_xor_(words).mul_(-4658895280553007687)
-    return h.bitwise_xor_((h >> 32).bitwise_and_(0xFFFFFFFF)).mul_(-7723592293110705685)
+    h = position.mul_(GOLDEN).bitwise_xor_(words).mul_(FIRST)
+    return h.bitwise_xor_((h >> 32).bitwise_and_(0xFFFFFFFF)).mul_(SECOND)

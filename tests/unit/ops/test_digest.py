@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentad.ops.digest import BATCH_WORDS, digest_of, tensor_checksum
+from pentad.ops.digest import HOST_WORDS, Hasher, _mix, digest_of, tensor_checksum, words_of
 
 
 def test_equal_bytes_give_equal_checksums_whatever_the_strides():
@@ -43,9 +43,31 @@ def test_every_single_flipped_bit_is_seen(seed):
 def test_chunks_do_not_change_the_sum(monkeypatch):
     x = torch.randn(1000)
     whole = tensor_checksum(x)
-    monkeypatch.setattr("pentad.ops.digest.BATCH_WORDS", 64)
+    monkeypatch.setattr("pentad.ops.digest.HOST_WORDS", 64)
     assert tensor_checksum(x) == whole
-    assert BATCH_WORDS > 64
+    assert HOST_WORDS > 64
+
+
+@pytest.mark.parametrize("words", [3, 64, 1 << 14])
+@pytest.mark.parametrize(
+    "box",
+    [
+        [(0, 9), (0, 4), (0, 6)],
+        [(2, 5), (0, 4), (0, 6)],
+        [(0, 9), (1, 3), (0, 6)],
+        [(0, 9), (0, 4), (2, 4)],
+    ],
+)
+def test_a_host_hashes_a_block_as_the_formula_says(monkeypatch, words, box):
+    """`_mix` is what a GPU without Triton does."""
+    monkeypatch.setattr("pentad.ops.digest.HOST_WORDS", words)
+    x = torch.randn(9, 4, 6)
+    position = torch.arange(1, x.numel() + 1)
+    mixed = _mix(words_of(x).to(torch.int64), position).view(x.shape)
+    part = tuple(slice(start, stop) for start, stop in box)
+    hasher = Hasher()
+    hasher.add_block(x[part].contiguous(), x.shape, box)
+    assert hasher.finish() == [int(mixed[part].sum()) % 2**64]
 
 
 def test_bytes_beyond_the_last_word_count():
@@ -65,11 +87,11 @@ def test_the_digest_covers_names_dtypes_and_shapes_but_not_order():
     assert digest_of([("a", a)]).hex() != whole
 
 
-@pytest.mark.parametrize("batch_words", [1, 7, 64, 1 << 20])
-def test_batches_do_not_change_the_digest(monkeypatch, batch_words):
+@pytest.mark.parametrize("words", [1, 7, 64, 1 << 20])
+def test_batches_do_not_change_the_digest(monkeypatch, words):
     weights = [(f"w{n}", torch.randn(n, 3)) for n in (1, 5, 40)] + [("b", torch.ones(3).bfloat16())]
     expected = {name: tensor_checksum(tensor) for name, tensor in weights}
-    monkeypatch.setattr("pentad.ops.digest.BATCH_WORDS", batch_words)
+    monkeypatch.setattr("pentad.ops.digest.HOST_WORDS", words)
     entries = digest_of(weights).entries
     assert {name: int(entry.rpartition("/")[2], 16) for name, entry in entries.items()} == expected
 
