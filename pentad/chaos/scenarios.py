@@ -75,7 +75,7 @@ def stop_rank(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGSTOP of rank {rank} in forward, step {step}"
     fault = trial.fault("forward", "stop", rank=rank, step=step)
-    trial.start(fault, words=["stall_abort_s=20"])
+    trial.start(fault, words=["stall_abort_s=10"])
     trial.wait_fault(fault)
     trial.wait_end()
     says(trial, f"rank {rank} of {trial.workload.world}, ", "does not run (it is stopped)")
@@ -86,12 +86,15 @@ def stop_rank(trial: ChaosRun) -> None:
 
 def slow_rank(trial: ChaosRun) -> None:
     rank = trial.some_rank()
-    trial.done = f"rank {rank} sleeps 1 s in every forward"
-    fault = trial.fault("forward", "sleep", rank=rank, times=0, seconds=1.0)
+    trial.done = f"rank {rank} sleeps 1.5 s in every forward"
+    fault = trial.fault("forward", "sleep", rank=rank, times=0, seconds=1.5)
     trial.start(fault)
     trial.wait_fault(fault)
     trial.struck_at = None
     trial.wait_end()
+    says(trial, f"straggler: rank {rank} of {trial.workload.world}, ")
+    named = {line["infra"]["straggler"] for line in trial.lines} - {None}
+    require(named == {rank}, f"records name {named} as straggler")
     require(len(starts(trial)) == 1, "a slow rank was taken for a dead one")
 
 

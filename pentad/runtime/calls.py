@@ -68,6 +68,7 @@ class RankCalls:
     """
 
     is_apart = False
+    straggler = None
 
     def __init__(self, service: RankService) -> None:
         assert service.rank.rank == 0, "calls go out from rank 0"

@@ -204,7 +204,7 @@ class RankGroup:
                     self.failure = error
                 raise
             waited = [answer.get("waited_s", 0.0) for answer in answers]
-            self.pace.take(awake_s() - began, waited, self.members[0].step)
+            self.pace.take(method, awake_s() - began, waited, self.members[0].step)
         return self._value(answers[0])
 
     def ask(self, method: str, **arguments: Any) -> Any:
@@ -212,6 +212,10 @@ class RankGroup:
         self.check()
         self.opening.result()
         return self._value(self._wait(self._ask_first(self.members[0], method, arguments)))
+
+    @property
+    def straggler(self) -> int | None:
+        return self.pace.straggler
 
     def check(self) -> None:
         """Raises what ended the group."""

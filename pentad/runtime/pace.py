@@ -23,7 +23,7 @@ DEPTH = 3
 RATIO = 1.5
 """A rank that computes so much longer than the others' median is slow,"""
 STEPS = 3
-"""in so many calls in a row,"""
+"""in so many calls of one kind in a row,"""
 LEAST_S = 0.1
 """of which each takes so long."""
 
@@ -55,14 +55,20 @@ class WaitMeter:
 
 
 class Pace:
-    """Compares the ranks of a group, call by call."""
+    """Compares the ranks of a group, call by call; calls of one kind with one another, since what
+    makes a rank slow in training need not do so in a save."""
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.slow: int | None = None
-        self.count = 0
+        self.slow: dict[str, tuple[int, int]] = {}
+        """By kind of call: the rank that was slow in the last ones, and how many they are."""
 
-    def take(self, seconds: float, waited: Sequence[float], step: int | None) -> None:
+    @property
+    def straggler(self) -> int | None:
+        """The rank that is slow now."""
+        return next((rank for rank, count in self.slow.values() if count >= STEPS), None)
+
+    def take(self, kind: str, seconds: float, waited: Sequence[float], step: int | None) -> None:
         """A call of all ranks: how long it took, and how long each waited for others in it."""
         if self.world < 2 or seconds < LEAST_S:
             return
@@ -70,14 +76,15 @@ class Pace:
         slowest = max(range(self.world), key=busy.__getitem__)
         rest = statistics.median(busy[:slowest] + busy[slowest + 1 :])
         if busy[slowest] < max(RATIO * rest, LEAST_S):
-            self.slow, self.count = None, 0
+            self.slow.pop(kind, None)
             return
-        self.count = self.count + 1 if self.slow == slowest else 1
-        self.slow = slowest
-        if self.count == STEPS:
+        before, count = self.slow.get(kind, (slowest, 0))
+        count = count + 1 if before == slowest else 1
+        self.slow[kind] = slowest, count
+        if count == STEPS:
             text = (
-                "straggler: rank %d of %d, step %s: computes %.2f s of a call of %.2f s, the "
-                "others %.2f s (median), %d calls in a row"
+                "straggler: rank %d of %d, step %s: computes %.2f s of a call (%s) of %.2f s, the "
+                "others %.2f s (median), %d such calls in a row"
             )
             at = "?" if step is None else step
-            log.warning(text, slowest, self.world, at, busy[slowest], seconds, rest, STEPS)
+            log.warning(text, slowest, self.world, at, busy[slowest], kind, seconds, rest, STEPS)

@@ -162,6 +162,11 @@ class Infra:
     active_nodes: int | None = about(
         "machines that the learner's ranks are on, by host name", "nodes", varies=True
     )
+    straggler: int | None = about(
+        "rank that computed 1.5 times as long as the others' median in the last three calls of a "
+        "kind; null: none, one process, or torchrun",
+        varies=True,
+    )
     ettr: float | None = about(
         "effective training time ratio: time in steps that moved the weights and were neither done "
         "again nor rolled back, over the time since the run was first started, breaks between "

@@ -26,6 +26,11 @@ class Calls(Protocol):
     """Set by the run: whether it was asked to stop."""
 
     @property
+    def straggler(self) -> int | None:
+        """The rank that the others wait for, where that is known."""
+        ...
+
+    @property
     def device(self) -> Any:
         """Where the learner computes."""
         ...

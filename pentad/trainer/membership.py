@@ -160,10 +160,13 @@ class Membership:
             return True
         if cause.kind not in ("died", "stuck"):
             return False
+        if why := self.lacks(slot):  # whoever takes its place has not failed yet
+            log.warning("elastic: %s is lost: %s", listed([slot]), why)
+            return True
         self.failures[slot] += 1
         count, limit = self.failures[slot], self.config.elastic.slot_failures
         if count < limit:
-            return self.lacks(slot) is not None
+            return False
         why = f"its process failed {count} times in a row, the last time: {cause.message}"
         self.slots.drop(slot, why)
         del self.failures[slot]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,6 +46,7 @@ class StepRecorder:
         self.steps_below_target = 0
         self.num_nodes = 1
         """Machines that the learner's ranks are on."""
+        self.find_straggler: Callable[[], int | None] = lambda: None
         self.num_skipped = 0
         self.rolled_back_to: int | None = None
         """Of the step that is recorded next."""
@@ -147,6 +148,7 @@ class StepRecorder:
             collective=_collective(add_work(steps)),
             infra=Infra(
                 active_nodes=self.num_nodes,
+                straggler=self.find_straggler(),
                 ep_world_size=self.layout.ep,
                 async_ckpt_commit_ms=saver.commit_ms,
                 last_saved_step=_counted(saver.last_saved),

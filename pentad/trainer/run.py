@@ -101,6 +101,7 @@ class OpenRun:
         with announced(log, "making the model"):
             calls.call("build", **given)
         self.steps.num_nodes = calls.call("count_nodes")
+        self.steps.find_straggler = lambda: calls.straggler
 
     def saver(self, calls: Calls, folder: str) -> Saver:
         return Saver(

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from process_state import process_restored
 from run_cases import config_of, settings_of
 
 from pentad.data.toy import write_byte_model
+from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.sft import run_pretrain
 
@@ -164,3 +166,66 @@ def test_agents_of_torchrun_go_on_without_a_lost_one(texts, tmp_path, truth):
     assert "elastic: archon:(attn:d1|ffn:e1) for archon:(attn:d2|ffn:e2) on 1 ranks" in log
     assert "stopped by SIGTERM after 5 of 6 steps" in log
     assert log.count("dp_shard=2") == 2 and log.count("dp_shard=1,") == 1
+
+
+@contextmanager
+def ray_nodes():
+    """A cluster of two nodes, each with room for one rank."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    with process_restored():
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
+        room = {"num_cpus": 1, "object_store_memory": 100 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args=room | {"include_dashboard": False})
+        try:
+            ray.init(cluster.address, log_to_driver=False, logging_level="warning")
+            yield ray, cluster, lambda: cluster.add_node(**room)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.mark.ray
+def test_a_run_on_ray_goes_on_without_a_lost_node_and_takes_a_new_one(texts, tmp_path, truth):
+    """The node is lost in step 3; another one comes in step 5."""
+    words = [*GIVEN, *ELASTIC, "scheduler.type=ray", "allocation_mode=archon:(attn:d2|ffn:e2)"]
+    config, notes = config_of(texts, tmp_path, "pretrain", "met", *words)
+    records, left = tmp_path / "logs/me/default/met", {2: "lose", 4: "add"}
+    plain, seen, lost_at = Recorder.step, [], []
+    with ray_nodes() as (ray, cluster, add):
+        nodes = [add()]
+
+        def step(self, record, *args):
+            line = plain(self, record, *args)
+            what = left.pop(record.step, None)
+            seen.append(json.loads((records / "slots/now.json").read_text())["used"])
+            if lost_at and len(lost_at) == 1:
+                lost_at.append(time.monotonic())
+            if what == "lose":
+                lost_at.append(time.monotonic())
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            elif what == "add":
+                nodes.append(add())
+                table = ray.util.placement_group_table
+                alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+                wait_for(
+                    lambda: any(
+                        group["state"] == "CREATED"
+                        and set(group["bundles_to_node_id"].values()) <= alive
+                        for group in table().values()
+                    ),
+                    "the bundle on the new node",
+                )
+            return line
+
+        Recorder.step = step
+        try:
+            run_pretrain(config, notes, device="cpu")
+        finally:
+            Recorder.step = plain
+    print(f"{lost_at[1] - lost_at[0]:.1f} s from the loss of a node to the next step")
+    check_steps(records, truth)
+    assert [len(used) for used in seen] == [2, 2, 1, 1, 2, 2]
+    log = (records / "log.txt").read_text()
+    assert "elastic: ranks have returned, the group is formed anew after step 4" in log

@@ -15,19 +15,23 @@ from pentad.runtime.standby import StandbyPool
 def test_a_rank_that_waits_least_is_named_once(caplog):
     pace = Pace(4)
     for step in range(2 * STEPS):
-        pace.take(1.0, [0.6, 0.65, 0.05, 0.6], step)
+        pace.take("step", 1.0, [0.6, 0.65, 0.05, 0.6], step)
+        pace.take("save", 0.5, [0.1, 0.1, 0.1, 0.1], step)  # in which all are alike
+        assert pace.straggler == (2 if step + 1 >= STEPS else None)
     (said,) = caplog.messages
-    assert said.startswith("straggler: rank 2 of 4, step 2: computes 0.95 s of a call of 1.00 s")
+    assert said.startswith("straggler: rank 2 of 4, step 2: computes 0.95 s of a call (step) of 1")
+    pace.take("step", 1.0, [0.6, 0.6, 0.6, 0.6], 9)
+    assert pace.straggler is None
 
 
 def test_even_ranks_short_calls_and_single_ones_are_left_alone(caplog):
     for seconds, waits in [(1.0, [0.3, 0.3, 0.1]), (0.05, [0.04, 0.0, 0.04])]:
         pace = Pace(3)
         for step in range(9):
-            pace.take(seconds, waits, step)
+            pace.take("step", seconds, waits, step)
     for step in range(9):  # now one, now another
-        pace.take(1.0, [0.9, 0.0, 0.9] if step % 2 else [0.0, 0.9, 0.9], step)
-    Pace(1).take(1.0, [0.0], 1)
+        pace.take("step", 1.0, [0.9, 0.0, 0.9] if step % 2 else [0.0, 0.9, 0.9], step)
+    Pace(1).take("step", 1.0, [0.0], 1)
     assert not caplog.messages
 
 

@@ -73,6 +73,7 @@ def test_slots_return(members):
 def test_what_the_runtime_lacks_is_away(members, held):
     group = members()
     group.form(0)
+    assert not group.note_failure(died(0)), "that its node is gone is not known yet"
     held.lacks[0] = "the cluster has no node for it"
     assert group.note_failure(died(0)), "it cannot be started again"
     assert group.form(1).used == (1, 2, 3, 4, 5, 6) and not group.slots.away()
