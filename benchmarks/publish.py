@@ -3,6 +3,7 @@
     python benchmarks/publish.py                            # on a GPU: Qwen3-0.6B, random weights
     python benchmarks/publish.py --kind shm                 # by shared memory instead of CUDA IPC
     python benchmarks/publish.py --device cpu --ranks 4     # a toy, 4 ranks that hold shards
+    python benchmarks/publish.py --kind file --trains layers.1.  # the rest is frozen: deltas
 
 Each rank of the learner is a process, the embedded sampler another, which decodes meanwhile. The
 learner changes its weights before each publish; the receipt must hold their digest. Memory is that
@@ -116,13 +117,14 @@ def learn(rank: int, layout: Layout, config: dict[str, Any], dtype: str, given: 
     while (asked := pipe.recv()) is not None:
         version, kind, folder = asked
         with torch.no_grad():
-            for tensor in engine.tensors.values():
-                tensor.mul_(1.01)
+            for name, tensor in engine.tensors.items():
+                if given["trains"] in name:
+                    tensor.mul_(1.01)
         if device.type == "cuda":
             torch.cuda.synchronize()
         peak.begin()
         started = time.perf_counter()
-        made = writer.write(version, engine.weight_shards(), kind, Path(folder))
+        made = writer.write(version, engine.weight_shards(), kind, Path(folder), deltas=True)
         seconds = time.perf_counter() - started
         writer.close()
         kept = {version: made.kept}
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_gpu else "cpu")
     parser.add_argument("--kind", choices=("shm", "file", "ipc"), default=None)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--trains", default="", help="part of the names of tensors that change")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
@@ -232,6 +235,7 @@ def main() -> None:
         for rank in range(args.ranks):
             ours, theirs = context.Pipe()
             given = {"pipe": theirs, "device": args.device, "store": f"{name}/store"}
+            given["trains"] = args.trains
             target = (rank, layout, args.config, args.dtype, given)
             processes.append(context.Process(target=learn, args=target, daemon=True))
             processes[-1].start()
@@ -249,6 +253,8 @@ def report(args: argparse.Namespace, rows: list[Any], plan: float) -> None:
     whole = sum(rank["share"] for rank in rows[0]["ranks"])
     grown = max(row["ranks"][0]["grown"] for row in rows)
     print(f"{args.device}, {args.kind}, {args.ranks} ranks, {whole / 1e6:.0f} MB of {args.dtype}:")
+    written = max(row["num_bytes"] for row in rows)
+    print(f"  written for a publish: {written / 1e6:.1f} MB")
     print("  median ms: " + ", ".join(f"{key} {1e3 * middle[key]:.0f}" for key in phases))
     print(
         f"  rank 0 grew by {grown / 1e6:.1f} MB at the most; its share is {share / 1e6:.1f} MB, "

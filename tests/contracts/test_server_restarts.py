@@ -89,6 +89,7 @@ def test_a_server_that_dies_is_started_again_with_the_newest_weights(
     assert run.returncode == 0, told
     records = [r for r in read_lines(steps) if "step" in r]
     assert [r["step"] for r in records] == list(range(1, num + 1))
+    assert all(r["infra"]["publish_mb"] > 0 for r in records)
     rerouted = {r["rl"]["rerouted_share"] for r in records}
     assert rerouted == {0.0 if model == "mixture" else None}
     log = (folder / "log.txt").read_text()

@@ -76,10 +76,10 @@ def test_routes_are_those_of_the_weights_that_drew(model_folder, version):
         assert "routes" in sampler.capabilities
         await sampler.install(0, list(iter_hf(policy(1))))
         short = await sampler.generate(ask(6, 3))
-        heard = asyncio.Event()
-        work = asyncio.create_task(sampler.generate(ask(400), lambda *_: heard.set()))
+        heard, second = asyncio.Event(), list(iter_hf(policy(2)))
+        work = asyncio.create_task(sampler.generate(ask(200), lambda *_: heard.set()))
         await heard.wait()
-        await sampler.install(1, list(iter_hf(policy(2))))
+        await sampler.install(1, second)
         (long,) = await work
         await sampler.close()
         return short, long
@@ -90,7 +90,7 @@ def test_routes_are_those_of_the_weights_that_drew(model_folder, version):
         assert made.routes.shape == (len(PROMPT) + 6, 2, NUM_CHOSEN)
         expected = own_routes(policy(1), [*PROMPT, *made.ids])
         np.testing.assert_array_equal(np.sort(made.routes, -1)[:-1], expected)
-    assert set(long.versions) == {0, 1} and len(long.ids) == 400
+    assert set(long.versions) == {0, 1} and len(long.ids) == 200
     old, new = (own_routes(policy(seed), [*PROMPT, *long.ids]) for seed in (1, 2))
     cut = len(PROMPT) + long.versions.count(0) - 1
     told = np.sort(long.routes, -1)[:-1]
