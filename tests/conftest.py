@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from process_state import process_restored
+from warm_start import cold_starts, install
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -17,6 +18,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
+
+install()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -29,6 +32,13 @@ def pytest_ignore_collect(collection_path, config):
 def process_as_before():
     """A test neither finds what others set for the process nor leaves anything."""
     with process_restored():
+        yield
+
+
+@pytest.fixture
+def started_cold():
+    """For tests of how processes start: none is forked from one that has imported everything."""
+    with cold_starts():
         yield
 
 

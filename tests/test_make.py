@@ -1,6 +1,7 @@
 """What `make test` and `.ci/run` call, and how they end; the programs only note their arguments."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -56,4 +57,6 @@ def test_ci_runs_what_can_be_installed_and_ends_with_the_suite(tmp_path, fails, 
     assert (make.parent / "make.calls").read_text().split() == calls
     assert (done.returncode == 0) == ends_well
     assert ("its tests are left out" in done.stdout) == ("test-megatron" not in calls)
-    assert done.stdout.splitlines()[-1] == "closing line of test"
+    *_, closing, told = done.stdout.splitlines()
+    assert closing == "closing line of test"
+    assert re.fullmatch(r"\.ci/run: make test took \d+ s", told)

@@ -1,41 +1,65 @@
 """Runs of `pentad train` and `sft` as processes that can be killed, forked from one that has
 imported everything: most of a short run would be the import of torch."""
 
-import io
+import base64
+import contextlib
 import logging
-import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 
 import psutil
+import warm_start
 
 from pentad.telemetry.record import comparable
 from pentad.telemetry.steps import read_lines
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["kill_lab", "pentad.cli.main", "pentad.trainer.assemble"])
+
+class Started:
+    """A process of a command."""
+
+    def __init__(self, popen):
+        self.popen = popen
+        self.pid, self.kill = popen.pid, popen.kill
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    @property
+    def exitcode(self):
+        return self.popen.poll()
+
+    def join(self, seconds=None):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(seconds)
 
 
 def start_command(words, log, change=None, *given):
     """A process that runs the command line, after `change(*given)`, with its output in a file."""
-    process = CONTEXT.Process(target=run_command, args=(words, log, change, given))
-    process.start()
-    return process
+    job = base64.b64encode(pickle.dumps((words, change, given))).decode()
+    paths = os.pathsep.join(filter(None, sys.path))
+    with Path(log).open("ab") as output:
+        return Started(
+            subprocess.Popen(
+                [sys.executable, "-m", "kill_lab", job],
+                env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a signal to its group reaches no other process
+            )
+        )
 
 
-def run_command(words, log, change, given):
+def run_command(job):
     """In the child."""
-    os.setsid()  # so that a signal to its group reaches no other process
-    output = Path(log).open("ab", buffering=0)  # noqa: SIM115 (until the process ends)
-    os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), write_through=True)
     from pentad.cli.main import main
 
+    words, change, given = pickle.loads(base64.b64decode(job))
     if change is not None:
         change(*given)
     sys.argv[:] = ["pentad", *words]
@@ -90,9 +114,7 @@ class KillLab:
             *("actor.gradient_checkpointing=false", "actor.optimizer.lr=1e-3"),
             *words,
         ]
-
-        warm = CONTEXT.Process(target=int)  # no run is timed together with the imports
-        warm.start(), warm.join()
+        warm_start.get_forker()  # no run is timed together with the imports
 
     def start(self, trial, *more, hold=0):
         """`hold`: the step after which it waits for `release`, or for its end."""
@@ -166,3 +188,7 @@ class KillLab:
         while len(read_lines(self.records(trial) / "steps.jsonl")) < num:
             assert process.is_alive(), self.log(trial).read_text()
             time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    run_command(sys.argv[1])

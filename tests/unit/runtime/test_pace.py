@@ -6,10 +6,14 @@ import sys
 import threading
 import time
 
+import pytest
+
 from pentad.runtime import report, standby
 from pentad.runtime.local_roles import COMMAND
 from pentad.runtime.pace import STEPS, Pace, WaitMeter
 from pentad.runtime.standby import StandbyPool
+
+pytestmark = pytest.mark.usefixtures("started_cold")
 
 
 def test_a_rank_that_waits_least_is_named_once(caplog):

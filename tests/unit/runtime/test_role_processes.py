@@ -17,6 +17,8 @@ from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 
+pytestmark = pytest.mark.usefixtures("started_cold")
+
 
 def spec(folder, payload=None, **more):
     given = {"name": "rollout-0", "target": "role_targets:make", "payload": payload or {}}
