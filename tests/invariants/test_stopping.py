@@ -58,6 +58,10 @@ class Run:
     def exports(self):
         return sorted((self.root / "checkpoints/me/default/trial-0/default").glob("epoch*"))
 
+    @property
+    def commits(self):
+        return list((self.root / "checkpoints/me/default/trial-0").glob("recover_info/*/COMMIT"))
+
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_ctrl_c_says_where_the_model_is_and_what_to_type_next(task, tmp_path, command):
@@ -91,7 +95,10 @@ def test_a_second_ctrl_c_ends_at_once_in_a_sentence(task, tmp_path, command, rec
     run = Run(task, tmp_path, command, 600.0, "saver.freq_steps=1", *often)
     run.interrupt()
     run.interrupt()  # sent to the process and to its group, as `timeout` does: still the first
-    time.sleep(1.5)
+    while not (run.commits if recovers else run.exports):  # of step 1, written beside the second
+        assert run.process.is_alive(), run.text
+        time.sleep(0.02)
+    time.sleep(1.5)  # the run hears of it
     assert run.process.is_alive()  # it finishes its step
     run.interrupt()
     code, text = run.end()
