@@ -248,6 +248,7 @@ def run(job: dict, fds: list[int]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     numpy.random.seed()
     sys.argv[:] = [module, *words]
+    sys.orig_argv[:] = job["words"]  # a run that is started again executes them
     if module != COMMANDS[0]:
         nest()
     sys.modules.pop(module, None)
