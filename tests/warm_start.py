@@ -143,6 +143,7 @@ def get_forker() -> Forker:
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # nobody who reads ours waits for its end
                 start_new_session=True,
             )
         ours.settimeout(WAIT_S * 4)
