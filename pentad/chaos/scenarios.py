@@ -148,11 +148,12 @@ def crash_loop(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGKILL of rank {rank} in forward of step {step}, every time"
     fault = trial.fault("forward", "kill", rank=rank, step=step, times=0)
-    trial.start(fault, words=["recover.retries=2"])
+    trial.start(fault, words=["recover.retries=9"])
     trial.wait_fault(fault)
     trial.wait_end(1)
     trial.struck_at = None
     says(trial, f"rank {rank} of {trial.workload.world}, ", "SIGKILL")
+    says(trial, f"step {step} failed 3 times in a row, so its data or what it computes")
     require(len(trial.lines) == step - 1, f"{len(trial.lines)} steps, not {step - 1}")
 
 

@@ -69,6 +69,8 @@ class Crew:
         """Who had the devices last that samplers and learners share."""
         self.group: RankGroup | None = None
         """The learners, where they are processes of their own."""
+        self.is_loaded = False
+        """Whether they have the state they go on from, and are in a step or between two."""
         self.standbys: StandbyPool | None = None
         self.recovery: Recovery | None = None
         """Under way, since learners were lost that have not trained again."""
@@ -93,6 +95,7 @@ class Crew:
 
     def note_loaded(self) -> None:
         """The learners have the state they go on from."""
+        self.is_loaded = True
         if self.recovery is not None and self.group is not None:
             self.recovery.joined_at, self.recovery.loaded_at = (
                 self.group.joined_at,

@@ -48,7 +48,7 @@ from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
-from pentad.trainer.retries import Retries, newest_step
+from pentad.trainer.retries import Retries, newest_step, step_under_way
 from pentad.trainer.run import RunSummary, checkpoint_path, noted_end, standing, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
@@ -170,6 +170,7 @@ def run_beside_group(
                 settings,
                 place,
             )
+            crew.is_loaded = False
             crew.facts = {
                 "generation": generation,
                 "world": len(specs),
@@ -186,7 +187,7 @@ def run_beside_group(
                 crew.note_lost(error)
                 with log_to(folder.parent / "log.txt"):
                     is_other = members.note_failure(crew.group.cause)
-                judge_loss(error, crew.group, members, retries, is_other=is_other)
+                judge_loss(error, crew, members, retries, is_other=is_other)
                 if crew.group.failure is None:  # what stood still is something else
                     crew.close_samplers()
                 clear_frames(error.__traceback__)  # or samples of the lost life stay mapped
@@ -208,12 +209,15 @@ def form_group(members: Membership, config: Config, generation: int) -> Formed:
 
 
 def judge_loss(
-    error: RunError, group: RankGroup, members: Membership, retries: Retries, *, is_other: bool
+    error: RunError, crew: Crew, members: Membership, retries: Retries, *, is_other: bool
 ) -> None:
     """Raises where a group that was lost is not followed by another one; `is_other`: the next has
     other slots, so that it is no try of the same again."""
-    cause = group.cause
-    retries.count(cause.step if cause and cause.kind != "away" else None)
+    assert crew.group is not None, "it was there to be lost"
+    cause = crew.group.cause
+    # By the records: what a rank that died has last said of its step may be old.
+    is_in_step = crew.is_loaded and cause is not None and cause.kind != "away"
+    retries.count(step_under_way(retries.config) if is_in_step else None)
     if not isinstance(error, Transient):
         raise error
     if retries.is_looping:

@@ -105,10 +105,15 @@ def crash_of(config: Config, error: Exception) -> str:
     """Stands for an exception of the code and the step it came in; empty for other failures."""
     if isinstance(error, RunError | UserError) and not isinstance(error, Crashed):
         return ""
-    lines = read_lines(run_path_of(config) / "steps.jsonl")
-    step = max((line["step"] for line in lines), default=0) + 1
     words = re.sub(r"^rank \d+ of \d+|0x[0-9a-f]+", "", first_line(error))
+    step = step_under_way(config)
     return hashlib.blake2b(f"{step} {words}".encode(), digest_size=8).hexdigest()
+
+
+def step_under_way(config: Config) -> int:
+    """Of a run that trains: the one after the last that was recorded."""
+    lines = read_lines(run_path_of(config) / "steps.jsonl")
+    return max((line["step"] for line in lines), default=0) + 1
 
 
 def run_path_of(config: Config) -> Path:
