@@ -39,9 +39,8 @@ from pentad.planner.activations import Checkpointing
 from pentad.planner.memory import Training, publish_bucket, publish_bytes, snapshot_bytes
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
-from pentad.samplers import hosted
-from pentad.samplers.hosted import HostedSettings
-from pentad.samplers.remote import RemoteSampler
+from pentad.samplers import remote
+from pentad.samplers.remote import HostedSettings, RemoteSampler
 from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.publisher import Publisher
 from pentad.sync.shards import ShardWriter
@@ -158,7 +157,7 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
     )
     spec = RoleSpec(
         name="rollout-0",
-        target=hosted.TARGET,
+        target=remote.TARGET,
         payload=asdict(settings),
         log=folder / "rollout-0.log",
         devices=(0,) if is_gpu else (),

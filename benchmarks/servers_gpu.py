@@ -51,11 +51,10 @@ from pentad.infer.settings import SamplerSettings  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
 from pentad.runtime.local_roles import LocalRuntime  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
-from pentad.samplers import hosted, sglang, vllm  # noqa: E402
-from pentad.samplers.hosted import HostedSettings  # noqa: E402
-from pentad.samplers.remote import RemoteSampler  # noqa: E402
+from pentad.samplers import remote, sglang, vllm  # noqa: E402
+from pentad.samplers.process import ServerSettings  # noqa: E402
+from pentad.samplers.remote import HostedSettings, RemoteSampler  # noqa: E402
 from pentad.samplers.server_sampler import ServerSampler  # noqa: E402
-from pentad.samplers.settings import ServerSettings  # noqa: E402
 from pentad.sync.handoff import Handoff  # noqa: E402
 from pentad.telemetry.steps import read_lines  # noqa: E402
 
@@ -168,7 +167,7 @@ async def apart(two: Policies, qwen: Path, folder: Path, report: Report) -> None
     )
     spec = RoleSpec(
         name="rollout-0",
-        target=hosted.TARGET,
+        target=remote.TARGET,
         payload=asdict(wanted),
         log=folder / "rollout.log",
         num_gpus=1,

@@ -182,9 +182,9 @@ def preload() -> None:
     import pentad.cli.runs
     import pentad.runtime.rank_host
     import pentad.runtime.role_host
-    import pentad.samplers.hosted
+    import pentad.samplers.remote
     import pentad.trainer.assemble
-    import pentad.trainer.scorer_service  # noqa: F401
+    import pentad.trainer.scorers  # noqa: F401
     from pentad.data.tokenizer import load_tokenizer
     from pentad.data.toy import write_model
 

@@ -34,7 +34,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("pentad.trainer.assemble", "pentad.trainer.sft"),
-        *("pentad.samplers.hosted", "pentad.runtime.rank_host", *IMPORTED_LATE),
+        *("pentad.samplers.remote", "pentad.runtime.rank_host", *IMPORTED_LATE),
     ]
 )
 """Runs and their ranks are forked from a process that has imported everything: most of a short run

@@ -1,4 +1,5 @@
-"""The operations that change storage, one method each, so that tests can record or fail any one.
+"""The operations that change storage, one method each, so that tests can record or fail any one;
+locks that keep a checkpoint while it is read, and the fence against an earlier generation.
 
 Reading does not go through here. Data is durable after `fsync`, a name in a folder after
 `fsync_dir` of that folder; nothing else is relied on, except that `rename` is atomic.
@@ -6,9 +7,13 @@ Reading does not go through here. Data is durable after `fsync`, a name in a fol
 
 from __future__ import annotations
 
+import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from pentad.core.errors import RunError
 
 FILE_MODE = 0o644
 
@@ -100,3 +105,68 @@ def remove_tree(disk: Disk, folder: Path) -> None:
                 with suppress(FileNotFoundError):
                     disk.unlink(entry)
         disk.remove_dir(folder)
+
+
+@contextmanager
+def holding(commit: Path) -> Iterator[None]:
+    """Shared by all readers, on the COMMIT file; it ends with the process at the latest."""
+    fd = os.open(commit, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_held(commit: Path) -> bool:
+    """Whether somebody reads it now. On a file system without locks nobody is seen."""
+    fd = os.open(commit, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+FENCE = ".generation"
+"""In the folder of a trial: a number that each life of the learners raises before it restores.
+Every save and commit carries the number of its own, and looks again before it counts."""
+FIRST = 1
+"""Of the life that finds no folder, and writes no file before it has something to save."""
+
+
+def read_fence(root: Path) -> int:
+    """0 before the first."""
+    try:
+        text = (root / FENCE).read_text()
+    except FileNotFoundError:
+        return 0
+    return int(text) if text.strip().isdigit() else 0
+
+
+def raise_fence(root: Path, disk: Disk = REAL_DISK) -> int:
+    """The next generation. What those before it have not committed yet is refused, up to the moment
+    between their last look and the marker, which no file system makes one."""
+    if not root.exists():
+        return FIRST
+    generation = max(read_fence(root), FIRST) + 1
+    write_aside(disk, root / FENCE, str(generation).encode())
+    return generation
+
+
+def is_late(root: Path, generation: int | None) -> bool:
+    """Whether a later generation has begun: what lies in the folders is no longer this one's."""
+    return generation is not None and read_fence(root) > generation
+
+
+def refuse_late(root: Path, generation: int | None) -> None:
+    """RunError for a writer of an earlier generation; None: one that has no number."""
+    if is_late(root, generation):
+        raise RunError(
+            f"{root}: written by generation {generation} of the learners, and "
+            f"{read_fence(root)} has begun: nothing of it counts"
+        )

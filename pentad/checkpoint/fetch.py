@@ -33,7 +33,7 @@ from pentad.checkpoint.s3 import Gone, Store
 from pentad.core.errors import RunError
 
 SPAN_BYTES = 16 << 20
-"""Pieces are asked for together up to this size: a request for each small tensor would be slow."""
+"""Pieces are requested together up to this size: a request for each small tensor would be slow."""
 TRIES = 3
 """Of a range whose digest does not fit: the bytes may have changed on the way."""
 

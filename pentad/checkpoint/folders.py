@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
-from pentad.checkpoint.hold import is_held
+from pentad.checkpoint.disk import REAL_DISK, Disk, is_held, remove_tree
 from pentad.core.errors import RunError, visible
 from pentad.core.folders import INFO, STATE, step_of
 

@@ -20,8 +20,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree, write_aside
-from pentad.checkpoint.fence import is_late, refuse_late
+from pentad.checkpoint.disk import (
+    REAL_DISK,
+    Disk,
+    is_late,
+    make_folders,
+    refuse_late,
+    remove_tree,
+    write_aside,
+)
 from pentad.checkpoint.folders import (
     COMMIT,
     INFO,
@@ -92,7 +99,7 @@ class Span:
 
 
 Lazy = Callable[[], memoryview]
-"""Gives its bytes when they are written; they must hold until the next one is asked. Only for jobs
+"""Gives its bytes when they are written; they must hold until the next one is taken. Only for jobs
 that run in this process."""
 Segment = bytes | Span | Lazy
 
@@ -122,7 +129,7 @@ class WriteJob:
     receipt: str
     """In the info folder of the checkpoint; a new name for every save."""
     generation: int | None = None
-    """Of the learners (`checkpoint.fence`)."""
+    """Of the learners (`checkpoint.disk`)."""
 
 
 @dataclass(frozen=True, slots=True)

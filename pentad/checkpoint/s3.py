@@ -49,7 +49,7 @@ PASSING |= {"ConditionalRequestConflict", "OperationAborted", "XAmzContentSHA256
 
 
 class StoreError(RunError):
-    """A store that did not do what was asked, after all attempts."""
+    """A store that did not do a request, after all attempts."""
 
 
 class Gone(StoreError):
@@ -157,8 +157,10 @@ class Store:
         end, attempt = start + length, 1
         while start < end:
             try:
-                asked = f"bytes={start}-{end - 1}"
-                body = self._try(self.client.get_object, Key=self.prefix + key, Range=asked)["Body"]
+                wanted = f"bytes={start}-{end - 1}"
+                body = self._try(self.client.get_object, Key=self.prefix + key, Range=wanted)[
+                    "Body"
+                ]
                 while chunk := body.read(min(CHUNK, end - start)):
                     yield chunk
                     start, attempt = start + len(chunk), 1

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pentad.checkpoint.disk import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints
-from pentad.checkpoint.hold import holding
 from pentad.core.remote import Remote
 
 log = logging.getLogger(__name__)

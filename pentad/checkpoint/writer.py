@@ -51,11 +51,11 @@ class Pending:
     """A job that was handed over."""
 
     def __init__(self) -> None:
+        self.error: OSError | RunError | None = None
+        """What it failed with; None while it goes on."""
         self._done = threading.Event()
         self._result: dict[str, Any] = {}
-        self._error: OSError | RunError | None = None
-        self._begun = time.monotonic()
-        self._seconds = 0.0
+        self._begun = self._ended = time.monotonic()
 
     @property
     def is_done(self) -> bool:
@@ -64,24 +64,19 @@ class Pending:
     @property
     def is_whole(self) -> bool:
         """Whether it is done and did not fail."""
-        return self.is_done and self._error is None
-
-    @property
-    def error(self) -> OSError | RunError | None:
-        """What it failed with; None while it goes on."""
-        return self._error
+        return self.is_done and self.error is None
 
     @property
     def seconds(self) -> float:
         """Since it was handed over, until it was done."""
-        return self._seconds if self.is_done else time.monotonic() - self._begun
+        return (self._ended if self.is_done else time.monotonic()) - self._begun
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """The result, or what the job failed with; TimeoutError if it is not done by then."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"the writer is not done after {timeout:g} s")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
     def settled(self) -> None:
@@ -89,8 +84,7 @@ class Pending:
         self._done.wait()
 
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
-        self._result, self._error = result, error
-        self._seconds = time.monotonic() - self._begun
+        self._result, self.error, self._ended = result, error, time.monotonic()
         self._done.set()
 
 

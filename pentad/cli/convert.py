@@ -106,7 +106,7 @@ def _convert_recovery(
 ) -> None:
     """A recovery checkpoint of ours becomes a HF folder; other formats are made from that."""
     # Here, since it imports torch.distributed.checkpoint, which other conversions do without.
-    from pentad.checkpoint.export import ACTOR, export_hf, find_recovery
+    from pentad.checkpoint.restore import ACTOR, export_hf, find_recovery
 
     unknown = [name for name, is_given in options.items() if is_given]
     unknown += [f"--{key}" for key, value in settings.items() if value != UNSET.get(key)]

@@ -13,7 +13,7 @@ from pentad.trainer.reward_trial import (
     Trial,
     open_scorer,
     own_completions,
-    told,
+    reason_of,
     try_completions,
 )
 from pentad.trainer.translate import data_settings, reward_settings
@@ -67,7 +67,7 @@ async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
 
 def _verdict(trial: Trial) -> str:
     if not isinstance(trial.result, Scored):
-        return f"failed: {told(trial.result)}"
+        return f"failed: {reason_of(trial.result)}"
     parts = ", ".join(f"{name} {value:g}" for name, value in trial.result.parts.items())
     return f"reward {trial.result.value:g}" + (f" ({parts})" if parts else "")
 

@@ -27,11 +27,9 @@ from pentad.models.families import dims_of, register
 from pentad.trainer.preflight import vocabulary_problems
 
 try:
-    from pentad.serve.app import Face
-    from pentad.serve.connections import raise_file_limit
-    from pentad.serve.guard import Guard
-    from pentad.serve.limits import ServeLimits
-    from pentad.serve.server import bind, serve
+    from pentad.serve.app import Endpoints, Guard
+    from pentad.serve.server import bind, raise_file_limit, serve
+    from pentad.serve.wire import ServeLimits
 except ModuleNotFoundError as error:
     remedy = "pip install 'pentad[serve]'"
     raise UserError(
@@ -97,7 +95,7 @@ def run_serve(
     listener = bind(host, port)
     service = Service(sampler, tokenizer, name or Path(model).resolve().name)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-    face = Face(service, limits if is_loopback else replace(limits, client_share=CLIENT_SHARE))
+    face = Endpoints(service, limits if is_loopback else replace(limits, client_share=CLIENT_SHARE))
     guard = Guard(face.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *hosts])
     asyncio.run(until_signal(face, guard, listener, drain_s))
     if service.text_work.num_running:  # the interpreter's end would wait for these threads
@@ -137,7 +135,9 @@ def check_key_given(api_key: str | None) -> None:
         raise UserError(Problem("--api-key (or PENTAD_API_KEY)", rule, "or leave it out"))
 
 
-async def until_signal(face: Face, guard: Guard, listener: socket.socket, drain_s: float) -> None:
+async def until_signal(
+    face: Endpoints, guard: Guard, listener: socket.socket, drain_s: float
+) -> None:
     """The first signal drains, the second ends at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 

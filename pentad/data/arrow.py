@@ -25,18 +25,28 @@ from pentad.data.stamp import Stamp, digest_of_file
 ROW_GROUPS_KEPT = 8
 
 
-class TableRows:
-    """A table in memory or mapped from a file."""
+class FileRows:
+    """Rows of one file, numbered as they lie in it."""
 
-    def __init__(self, path: Path, table: pa.Table, stamp: Stamp | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.stamp = stamp
-        """Of a file that is mapped."""
-        self.table = table
 
     @cached_property
     def digest(self) -> bytes:
         return digest_of_file(self.path)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{index + 1}"
+
+
+class TableRows(FileRows):
+    """A table in memory or mapped from a file."""
+
+    def __init__(self, path: Path, table: pa.Table, stamp: Stamp | None = None) -> None:
+        super().__init__(path)
+        self.stamp = stamp
+        """Of a file that is mapped."""
+        self.table = table
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -46,25 +56,18 @@ class TableRows:
             self.stamp.check()
         return row_of(self.table, index)
 
-    def where(self, index: int) -> str:
-        return f"{self.path}:{index + 1}"
 
-
-class ParquetRows:
+class ParquetRows(FileRows):
     """A Parquet file read by row groups as they are needed."""
 
     def __init__(self, path: Path, limit: int | None) -> None:
-        self.path = path
+        super().__init__(path)
         self.stamp = Stamp(path)
         self.file = pq.ParquetFile(path)
         meta = self.file.metadata
         self.ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
         self.size = meta.num_rows if limit is None else min(limit, meta.num_rows)
         self.group = lru_cache(maxsize=ROW_GROUPS_KEPT)(self.file.read_row_group)
-
-    @cached_property
-    def digest(self) -> bytes:
-        return digest_of_file(self.path)
 
     def __len__(self) -> int:
         return int(self.size)
@@ -73,9 +76,6 @@ class ParquetRows:
         self.stamp.check()
         which = bisect.bisect_right(self.ends, index)
         return row_of(self.group(which), index - (self.ends[which - 1] if which else 0))
-
-    def where(self, index: int) -> str:
-        return f"{self.path}:{index + 1}"
 
 
 def open_table(

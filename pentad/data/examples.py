@@ -1,4 +1,4 @@
-"""Rows that are learned from as they are: an endless sequence, in a seeded order of each epoch.
+"""An endless sequence over data, in a seeded order of each epoch.
 
 What an ordinal stands for follows from the data, the settings and the ordinal alone: neither the
 number of ranks nor where a run was interrupted has a say.
@@ -14,13 +14,31 @@ from typing import Any
 
 import numpy as np
 
+from pentad.core.seeds import derive_seed
 from pentad.core.types import Row
 from pentad.data.render import DataSettings
-from pentad.data.shuffle import epoch_order
 from pentad.data.stamp import check_same_data
 
 
-class Examples(ABC):
+def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(size), int64.
+
+    Rows are sorted by splitmix64 of their index. That is integer arithmetic with no library's
+    random generator in it, so a resumed run finds its order again after any upgrade; it maps
+    different inputs to different values, so there are no ties. https://prng.di.unimi.it/splitmix64.c
+    """
+    key = np.uint64(derive_seed(seed, "epoch", epoch))
+    with np.errstate(over="ignore"):
+        z = key + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.argsort(z, kind="stable")
+
+
+class OrderedData(ABC):
+    """Data of which every ordinal of an endless sequence has its place, shuffled by epoch."""
+
     def __init__(self, settings: DataSettings) -> None:
         self.settings = settings
         self.warnings: set[str] = set()
@@ -28,7 +46,45 @@ class Examples(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Examples an epoch."""
+        """Prompts or examples an epoch."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """What was read, for people."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """All that decides what an ordinal stands for, as JSON values."""
+
+    def place(self, ordinal: int) -> tuple[int, int]:
+        """Epoch, and the place in the data."""
+        epoch, position = divmod(ordinal, len(self))
+        return epoch, int(self._order(epoch)[position]) if self.settings.shuffle else position
+
+    def steps_per_epoch(self, size: int) -> int:
+        """Batches that draw all of an epoch at least once."""
+        return math.ceil(len(self) / size)
+
+    def run_warnings(self, size: int) -> list[str]:
+        """Before a run in batches of `size`: one that goes through the data more than once is
+        rarely meant."""
+        if size <= len(self):
+            return [*self.warnings]
+        where = f"train_dataset.batch_size = {size}"
+        rule = f"there are {len(self)} rows, so rows come several times in one step"
+        return [*self.warnings, f"{where}: {rule}"]
+
+    def check_state(self, saved: Mapping[str, Any]) -> None:
+        """UserError if an ordinal would now stand for something else."""
+        where = f"{self.settings.columns.key}.path = {self.settings.path}"
+        check_same_data(where, saved, self.state())
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        return epoch_order(len(self), self.settings.seed, epoch)
+
+
+class Examples(OrderedData):
+    """Rows that are learned from as they are."""
 
     @property
     @abstractmethod
@@ -39,31 +95,10 @@ class Examples(ABC):
     def example(self, index: int) -> list[Row]:
         """The rows of an example, by its place in the data."""
 
-    @abstractmethod
-    def summary(self) -> str:
-        """What was read, for people."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """All that decides which example an ordinal is, as JSON values."""
-
     def batch(self, step: int, size: int) -> list[Row]:
         """The rows of one step: consecutive ordinals, so any step can be found again."""
         ordinals = range(step * size, (step + 1) * size)
         return [row for ordinal in ordinals for row in self.example(self.index(ordinal))]
 
     def index(self, ordinal: int) -> int:
-        """The place in the data of an ordinal of the endless, per epoch shuffled sequence."""
-        epoch, position = divmod(ordinal, len(self))
-        return int(self._order(epoch)[position]) if self.settings.shuffle else position
-
-    def steps_per_epoch(self, size: int) -> int:
-        return math.ceil(len(self) / size)
-
-    def check_state(self, saved: Mapping[str, Any]) -> None:
-        """UserError if an ordinal would now be another example."""
-        where = f"{self.settings.columns.key}.path = {self.settings.path}"
-        check_same_data(where, saved, self.state())
-
-    def _make_order(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self), self.settings.seed, epoch)
+        return self.place(ordinal)[1]

@@ -219,7 +219,7 @@ class Ledger:
     def are_ready(self, batch: int, slots: Iterable[int] | None = None) -> bool:
         """Whether every one of these slots (default: all) holds a ready group."""
         held, live = self._batches.get(batch, _NO_BATCH).slots, self._live
-        for slot in self._all_slots if slots is None else slots:  # asked whenever a group is done
+        for slot in self._all_slots if slots is None else slots:  # for every group that is done
             if slot not in held or held[slot] not in live or live[held[slot]].state != "ready":
                 return False
         return True

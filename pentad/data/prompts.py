@@ -11,17 +11,16 @@ whose reason the ledger counts, and `len` is the number of rows.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Prompt
+from pentad.data.examples import OrderedData
 from pentad.data.render import (
     BadRow,
     DataSettings,
@@ -32,8 +31,7 @@ from pentad.data.render import (
     render_prompt,
 )
 from pentad.data.rows import DatasetRows, raise_first
-from pentad.data.shuffle import epoch_order
-from pentad.data.stamp import check_same_data, digest_of_arrays
+from pentad.data.stamp import digest_of_arrays
 from pentad.data.tokenizer import Tokenizer
 
 ENCODE_AT_ONCE = 1024
@@ -65,27 +63,24 @@ class _Rejected:
     problem: Problem | str
 
 
-class PromptStream:
+class PromptStream(OrderedData):
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
+        super().__init__(settings)
         check_columns(settings.columns, tokenizer)
         self.rows = rows
         self.tokenizer = tokenizer
-        self.settings = settings
         self.dropped: Counter[str] = Counter()
         """Rows left out at the start, by reason."""
-        self.warnings: set[str] = set()
         self.prompts: list[_Tokenised] | None = None
-        self._order = lru_cache(maxsize=2)(self._make_order)
         if not settings.streaming:
             self.prompts = self._tokenise_all()
 
     def __len__(self) -> int:
-        """Prompts an epoch."""
         return len(self.rows) if self.prompts is None else len(self.prompts)
 
     def prompt(self, gid: int) -> Prompt:
         """The prompt of this ordinal; when streaming it may raise RejectedPrompt."""
-        epoch, index = self._place(gid)
+        epoch, index = self.place(gid)
         found = self._read(gid, index) if self.prompts is None else self.prompts[index]
         return self._prompt(gid, found, epoch)
 
@@ -95,7 +90,7 @@ class PromptStream:
 
     def row_of(self, gid: int) -> str:
         """`file:line` of the row that this ordinal draws."""
-        _, index = self._place(gid)
+        _, index = self.place(gid)
         return self.rows.where(index if self.prompts is None else self.prompts[index].row)
 
     def first(self, num: int) -> list[Prompt]:
@@ -115,16 +110,11 @@ class PromptStream:
             raise UserError(Problem(where, f"no row of it can be a prompt: {rejected}"))
         return found
 
-    def steps_per_epoch(self, groups_per_batch: int) -> int:
-        """Batches that draw every prompt of an epoch at least once."""
-        return math.ceil(len(self) / groups_per_batch)
-
     def lengths(self) -> list[int]:
         """Tokens of each prompt; empty when streaming, where they are not known."""
         return [len(prompt.ids) for prompt in self.prompts or ()]
 
     def summary(self) -> str:
-        """One line for people."""
         text = f"{self.settings.path}: {len(self.rows)} rows"
         if self.prompts is None:
             return f"{text}, read as they are needed"
@@ -136,7 +126,6 @@ class PromptStream:
         return text
 
     def state(self) -> dict[str, Any]:
-        """All that decides which prompt a gid is, as JSON values."""
         settings = self.settings
         prompts = self.prompts
         return {
@@ -148,23 +137,10 @@ class PromptStream:
             "seed": settings.seed if settings.shuffle else None,
         }
 
-    def check_state(self, saved: Mapping[str, Any]) -> None:
-        """UserError if a gid would now be another prompt."""
-        where = f"{self.settings.columns.key}.path = {self.settings.path}"
-        check_same_data(where, saved, self.state())
-
     def _prompt(self, gid: int, found: _Tokenised, epoch: int) -> Prompt:
         fields = dict(self.rows.row(found.row))
         messages = tuple(prompt_messages(fields, self.settings.columns))
         return Prompt(gid, tuple(found.ids.tolist()), fields, found.text, epoch, messages)
-
-    def _place(self, gid: int) -> tuple[int, int]:
-        """Epoch, and which prompt (when streaming: row) of it."""
-        epoch, position = divmod(gid, len(self))
-        return epoch, int(self._order(epoch)[position]) if self.settings.shuffle else position
-
-    def _make_order(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self), self.settings.seed, epoch)
 
     def _read(self, gid: int, index: int) -> _Tokenised:
         (found,) = self._tokenise([index])

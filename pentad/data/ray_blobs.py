@@ -92,7 +92,7 @@ class RayBlobs:
     def _ask(
         self, call: Callable[[Any, list[str]], Any], keys: Iterable[str]
     ) -> list[tuple[Any, list[str]]]:
-        """The answers of the units that have these keys or gids, with what each was asked for."""
+        """The answers of the units that have these keys or gids, each with its share of them."""
         shares: dict[int, list[str]] = {}
         for key in keys:
             shares.setdefault(self._unit(key), []).append(key)

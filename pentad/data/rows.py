@@ -5,7 +5,7 @@ A path is a file (.jsonl, .ndjson, .parquet, .arrow), a folder saved by HF `data
 their order: files by name, then lines. Nothing here knows prompts or tokens, or loads torch.
 
 Opened for streaming, JSON lines cost 16 bytes of memory a row (where it begins, which line it is)
-and are parsed when asked for; otherwise all rows are parsed at once and every broken line is
+and are parsed when they are read; otherwise all rows are parsed at once and every broken line is
 reported at the start.
 """
 
@@ -229,12 +229,12 @@ def raise_first(problems: Sequence[Problem | str]) -> None:
     for problem in problems:
         key = (problem.rule, problem.remedy) if isinstance(problem, Problem) else problem
         alike.setdefault(key, []).append(problem)
-    told = [_with_count(found[0], len(found)) for found in alike.values()]
-    if len(told) > MAX_PROBLEMS:
+    shown = [_with_count(found[0], len(found)) for found in alike.values()]
+    if len(shown) > MAX_PROBLEMS:
         rest = sum(map(len, [*alike.values()][MAX_PROBLEMS:]))
-        raise UserError([*told[:MAX_PROBLEMS], f"and {rest} more rows with problems of their own"])
-    if told:
-        raise UserError(told)
+        raise UserError([*shown[:MAX_PROBLEMS], f"and {rest} more rows with problems of their own"])
+    if shown:
+        raise UserError(shown)
 
 
 def _with_count(first: Problem | str, count: int) -> Problem | str:

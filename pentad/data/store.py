@@ -36,7 +36,7 @@ PATIENCE_S = 120.0
 
 
 class MissingGroups(RunError):
-    """Groups that were asked for and are not in the store."""
+    """Groups that are not in the store."""
 
     def __init__(self, gids: Sequence[int]) -> None:
         super().__init__(f"the samples of group {gids[0]} are not in the store")

@@ -1,4 +1,5 @@
-"""Calls a reward inside a worker of the pool: on the samples of a group one by one, or all at once.
+"""What runs inside a worker of the pool: a reward, on the samples of a group one by one or all at
+once, and programs that the policy wrote.
 
 Standard library only. What a call raises comes back as text with its place in the user's file.
 What the pool itself explains (a refused process, memory, an exit) is left to it.
@@ -9,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pentad.core.specs import load, settled
@@ -84,3 +89,41 @@ def _described(failure: Exception, function: Callable[..., Any]) -> str:
     text = f"{type(failure).__name__}: {failure}"[:MAX_TEXT]
     place = (own or [frame for frame in frames if frame.filename != __file__])[-1:]
     return text + "".join(f" ({frame.filename}, line {frame.lineno})" for frame in place)
+
+
+# Programs of the policy, in an isolated worker. Each function shares its process with the program,
+# so nothing it returns is a verdict: expected outputs stay with the caller, who compares. The one
+# exception is `asserts`.
+
+
+def print_output(source: str, stdin: str) -> None:
+    """Runs the program as a script that reads `stdin`; what it prints is captured outside."""
+    Path("stdin").write_text(stdin)  # the working folder is the job's own
+    os.dup2(os.open("stdin", os.O_RDONLY), 0)
+    _execute(source, "__main__")
+
+
+def call(source: str, function: str, arguments: list[Any]) -> Any:
+    """What `function`, or `Solution().function`, returns for the arguments."""
+    space = _execute(source, "program")
+    owner = space["Solution"]() if function not in space and "Solution" in space else None
+    found = space[function] if owner is None else getattr(owner, function)
+    return found(*arguments)
+
+
+def asserts(source: str, tests: list[str]) -> int:
+    """How many of the statements hold after the program ran, up to the first that does not."""
+    space = _execute(source, "program")
+    for num_passed, test in enumerate(tests):
+        try:
+            exec(compile(test, "test.py", "exec"), space)
+        except Exception:
+            return num_passed
+    return len(tests)
+
+
+def _execute(source: str, name: str) -> dict[str, Any]:
+    """Runs the source as the module of that name, which classes defined in it look up."""
+    module = sys.modules[name] = ModuleType(name)
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+    return module.__dict__

@@ -20,7 +20,7 @@ from pentad.rewards.sandbox import JobFailed, Sandbox
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute, for printed decimals: programs sum in different orders."""
-RUN, CALL, ASSERT = (f"pentad.rewards.programs:{f}" for f in ("print_output", "call", "asserts"))
+RUN, CALL, ASSERT = (f"pentad.rewards.calls:{f}" for f in ("print_output", "call", "asserts"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,11 +79,11 @@ def enclose(limits: Limits) -> Enclosure:
         if ours.recv(1) == b"u":
             _write_maps(child)
             ours.send(b"m")
-        told = ours.recv(MAX_REASON)
-    if told == b"+":
+        reply = ours.recv(MAX_REASON)
+    if reply == b"+":
         _end_with(child)
     os.waitpid(child, 0)
-    raise OSError(told.decode(errors="replace").removeprefix("-"))
+    raise OSError(reply.decode(errors="replace").removeprefix("-"))
 
 
 def _enter(limits: Limits, caller: socket.socket) -> Enclosure:

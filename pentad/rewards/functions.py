@@ -192,11 +192,11 @@ class RewardFunction:
     # --- in the caller, or as the program of a sample ------------------------------------------
 
     async def _compare(self, prompt: Prompt, sample: Sample, retries: int) -> Verdict:
-        for left in range(retries, -1, -1):
-            verdict = await self._compare_once(sample.text, prompt.fields[self.answer_field])
-            if isinstance(verdict, Scored) or not left:
-                return verdict
-        raise AssertionError("the loop returns")
+        answer = prompt.fields[self.answer_field]
+        verdict = await self._compare_once(sample.text, answer)
+        while isinstance(verdict, JobFailed) and retries:
+            verdict, retries = await self._compare_once(sample.text, answer), retries - 1
+        return verdict
 
     async def _compare_once(self, completion: str, answer: object) -> Scored | JobFailed:
         try:
@@ -246,12 +246,11 @@ class RewardFunction:
         ]
 
     async def _alone(self, shared: bytes, own: dict[str, Any], tries: int) -> Verdict:
-        for left in range(tries - 1, -1, -1):
-            answer = await self._call(shared, [own])
-            verdict = answer if isinstance(answer, JobFailed) else answer[0]
-            if not isinstance(verdict, JobFailed) or not left:
-                return verdict
-        raise AssertionError("the loop returns")
+        answer = await self._call(shared, [own])
+        verdict = answer if isinstance(answer, JobFailed) else answer[0]
+        if isinstance(verdict, JobFailed) and tries > 1:
+            return await self._alone(shared, own, tries - 1)
+        return verdict
 
     async def _call(
         self, shared: bytes, own: Sequence[dict[str, Any]]
@@ -294,11 +293,10 @@ class RewardFunction:
         if self._wants("completion_ids"):
             arguments["completion_ids"] = [s.ids[s.mask].tolist() for s in samples]
         self._pickled(arguments)
-        for left in range(retries, -1, -1):
-            verdicts = await self._call_batch(arguments, num)
-            if not any(isinstance(verdict, JobFailed) for verdict in verdicts) or not left:
-                return verdicts
-        raise AssertionError("the loop returns")
+        verdicts = await self._call_batch(arguments, num)
+        while any(isinstance(verdict, JobFailed) for verdict in verdicts) and retries:
+            verdicts, retries = await self._call_batch(arguments, num), retries - 1
+        return verdicts
 
     async def _call_batch(self, arguments: dict[str, Any], num: int) -> list[Verdict]:
         assert self.pool is not None, "start() comes first"

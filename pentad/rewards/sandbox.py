@@ -72,7 +72,7 @@ class SandboxSettings(confine.Limits):
             raise UserError(problems)
 
     def limits(self) -> dict[str, Any]:
-        """What the worker process is told."""
+        """What the worker process is started with."""
         names = [field.name for field in dataclasses.fields(confine.Limits)]
         return {name: value for name, value in dataclasses.asdict(self).items() if name in names}
 
@@ -353,15 +353,15 @@ class Sandbox:
 def _value_of(answer: bytes) -> Any | JobFailed:
     """What a job sent is read as JSON and believed only as far as that goes."""
     try:
-        told = json.loads(answer)
-        if "value" not in told:
-            kind: FailureKind = "memory" if told["failure"] == "memory" else "error"
-            return JobFailed(kind, str(told["detail"]))
+        result = json.loads(answer)
+        if "value" not in result:
+            kind: FailureKind = "memory" if result["failure"] == "memory" else "error"
+            return JobFailed(kind, str(result["detail"]))
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
         return JobFailed("crash", f"its result is not JSON ({failure})")
-    if _nesting(told["value"]) > MAX_NESTING:
+    if _nesting(result["value"]) > MAX_NESTING:
         return JobFailed("error", f"its result is nested deeper than {MAX_NESTING} levels")
-    return told["value"]
+    return result["value"]
 
 
 def _nesting(value: Any) -> int:

@@ -4,7 +4,7 @@ A reward is a plain function or coroutine that returns a number, a dict of named
 the reward) or a Scored; `reward_functions.py` says what it may take. Several of them add up by
 their weights. Built-ins that cannot hang run in the caller; everything else runs in the pool of
 killable workers. A reward that fails is tried again, then its group is dropped with a reason, or
-scored zero where that was asked for.
+scored zero where that is configured.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class RewardScorer:
     def _combine(self, verdicts: Sequence[Verdict]) -> Scored | JobFailed:
         for name, verdict in zip(self.names, verdicts, strict=True):
             if isinstance(verdict, JobFailed):
-                told = f"{name}: {verdict.detail}" if len(verdicts) > 1 else verdict.detail
-                return JobFailed(verdict.kind, told)
+                detail = f"{name}: {verdict.detail}" if len(verdicts) > 1 else verdict.detail
+                return JobFailed(verdict.kind, detail)
         given = [
             (name, weight, verdict)
             for name, weight, verdict in zip(self.names, self.weights, verdicts, strict=True)
@@ -165,7 +165,7 @@ class RewardScorer:
 
     @property
     def has_results(self) -> bool:
-        """Whether `results` can be asked for."""
+        """Whether `results` can be called."""
         return self._voting is not None
 
     @property

@@ -297,8 +297,8 @@ def _judge(ended: Ended, status: int, capture: str) -> Ended:
     if ended.failure is not None:
         return ended
     if ended.body[:1] != b"+":
-        told = ended.body[1:].decode(errors="replace") or "the process ended before its job began"
-        return Ended("lost", told)
+        detail = ended.body[1:].decode(errors="replace") or "the process ended before its job began"
+        return Ended("lost", detail)
     if status < 0:
         known = {number.value: number.name for number in signal.Signals}
         return Ended("crash", known.get(-status, f"signal {-status}"))

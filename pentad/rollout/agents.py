@@ -26,7 +26,7 @@ from pentad.rollout.workflows import (
     OwnPrompts,
     contained,
 )
-from pentad.serve.threads import in_thread
+from pentad.serve.service import in_thread
 
 log = logging.getLogger(__name__)
 

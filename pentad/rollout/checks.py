@@ -10,11 +10,11 @@ import numpy as np
 
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.types import Generation, Prompt, Request, Sample
-from pentad.samplers.answers import flaw_of
+from pentad.samplers.dialect import flaw_of
 
 
 def check_generations(request: Request, answers: Sequence[Generation], vocab_size: int) -> None:
-    """Raises InfraFailure if the sampler's answer cannot be what it was asked for."""
+    """Raises InfraFailure if the sampler's answer does not fit the request."""
     if len(answers) != len(request.seeds):
         raise InfraFailure(f"{len(answers)} generations came for {len(request.seeds)} seeds")
     for index, answer in enumerate(answers):
@@ -88,9 +88,11 @@ def check_samples(
         if wrong:
             problems.append(f"sample {index}: {wrong}")
         elif max_sampled is not None and sample.num_sampled > max_sampled:
-            told = f"{sample.num_sampled} tokens of it were sampled, gconfig.max_sampled_tokens = "
+            sampled = (
+                f"{sample.num_sampled} tokens of it were sampled, gconfig.max_sampled_tokens = "
+            )
             hint = "context.request takes how many were in earlier turns"
-            problems.append(f"sample {index}: {told}{max_sampled}: {hint}")
+            problems.append(f"sample {index}: {sampled}{max_sampled}: {hint}")
     remedy = "build samples with pentad.rollout.workflows.Transcript"
     if problems:
         raise UserError([Problem(f"workflow, prompt {prompt.gid}", p, remedy) for p in problems])

@@ -55,7 +55,7 @@ class Environment(Protocol):
 
 
 ASKED, ANSWERED = "@@asked@@", "@@answered@@"
-"""Stand for the conversation so far when the template is asked what comes after an answer."""
+"""Stand for the conversation so far when what comes after an answer is rendered."""
 
 
 def observation_ids(
@@ -107,7 +107,7 @@ class ToolEnvironment:
         <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
     An answer without a call ends the conversation. A call that cannot be read, an unknown tool or
-    a tool that raises is told to the policy as text: dealing with it is part of the task. A tool
+    a tool that raises is shown to the policy as text: dealing with it is part of the task. A tool
     whose own machinery failed raises InfraFailure instead, and the group is tried again.
     """
 

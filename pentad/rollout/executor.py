@@ -9,18 +9,21 @@ group with a reason. No failure ever becomes a reward.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Sampler, Scorer
+from pentad.core.specs import load
 from pentad.core.types import Group, Prompt, Sample, SamplingParams
 from pentad.rollout.checks import check_samples
 from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.replicas import CheckedSampler, Fleet, Replica
-from pentad.rollout.workflows import Context, OwnPrompts, Workflow, contained
+from pentad.rollout.workflows import Context, OwnPrompts, SingleTurn, Workflow, contained
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class ExecutorSettings:
     replica_patience_s: float = 60.0
     """How long to wait for a healthy replica when there is none."""
     replica_backoff_s: float = 0.5
-    """Pause before a failing replica is asked for its health again; doubles each time."""
+    """Pause before the health of a failing replica is checked again; doubles each time."""
 
     def __post_init__(self) -> None:
         limits = (
@@ -154,10 +157,10 @@ class Executor:
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__
             if deadline.expired():
-                told = f"the group was not done after {self.settings.deadline_s} s"
+                late = f"the group was not done after {self.settings.deadline_s} s"
                 if sampler.was_waiting:
-                    raise InfraFailure(f"{told}, waiting for tokens") from failure
-                raise DataFailure("deadline", f"{told}, in the workflow") from failure
+                    raise InfraFailure(f"{late}, waiting for tokens") from failure
+                raise DataFailure("deadline", f"{late}, in the workflow") from failure
             self._show_once(prompt, cause)
             detail = f"{type(cause).__name__}: {cause}"
             raise DataFailure("workflow_error", detail) from cause
@@ -188,3 +191,32 @@ class Executor:
                 raise UserError(Problem("reward.fn", rule, "name a reward"))
             return group
         return await self.reward.score(group)
+
+
+def load_workflow(spec: str, agent: str | None = None) -> Workflow:
+    """`single_turn`, `agent` with the function that `agent` names, or a class or function of no
+    arguments that makes a workflow of your own."""
+    if spec == "single_turn":
+        return SingleTurn()
+    if spec == "agent":
+        try:
+            from pentad.rollout.agents import load_agent
+        except ImportError as error:
+            rule = f"agents are given an address, which needs a web server ({error})"
+            remedy = "pip install 'pentad[serve]'"
+            raise UserError(Problem("rollout.workflow = agent", rule, remedy)) from error
+        return load_agent(agent)
+    where = f"rollout.workflow = {spec}"
+    if ":" not in spec:
+        remedy = "use single_turn, agent, package.module:Class or path/to/file.py:Class"
+        raise UserError(Problem(where, "there is no built-in workflow of that name", remedy))
+    try:
+        workflow = load(spec)()
+    except (Exception, SystemExit) as failure:
+        rule = f"it cannot be made ({type(failure).__name__}: {failure})"
+        raise UserError(Problem(where, rule)) from failure
+    run = getattr(workflow, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        rule = f"{type(workflow).__name__} has no coroutine `run`"
+        raise UserError(Problem(where, rule, "write async def run(self, prompt, sampler, context)"))
+    return cast(Workflow, workflow)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pentad.core.errors import InfraFailure, Problem
 from pentad.core.seeds import derive_seed
@@ -30,31 +30,33 @@ from pentad.rollout.workflows import Context, Generator, Transcript
 from pentad.serve.answers import Answer
 from pentad.serve.app import (
     App,
+    Guard,
     HttpRequest,
     HttpResponse,
     app_of,
+    check_key,
     disconnected,
     event_answer,
     json_answer,
     read_body,
     read_object,
 )
-from pentad.serve.conversation import (
+from pentad.serve.jobs import (
     Conversation,
+    Job,
     chat_ids,
+    chat_limit,
+    prompt_ids,
     read_conversation,
     with_calls,
 )
-from pentad.serve.guard import Guard, check_key
-from pentad.serve.jobs import Job, chat_limit, prompt_ids
-from pentad.serve.limits import ServeLimits
 from pentad.serve.server import bind, serve
-from pentad.serve.service import BYTES_A_TOKEN, as_json, end, while_connected
-from pentad.serve.threads import TextWork
+from pentad.serve.service import BYTES_A_TOKEN, TextWork, as_json, end, while_connected
 from pentad.serve.wire import (
     ApiError,
     ChatBody,
     CompletionBody,
+    ServeLimits,
     read_chat,
     read_completion,
 )
@@ -68,10 +70,9 @@ MODEL = "policy"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A request as it was read."""
 
-    kind: Literal["chat", "completion"]
     body: ChatBody | CompletionBody
     ids: list[int]
     limit: int | None
@@ -80,7 +81,7 @@ class Asked:
 
 
 class Episode:
-    """What one run of an agent program asked and was answered."""
+    """The requests of one run of an agent program, and their answers."""
 
     def __init__(self, sampler: Generator, context: Context, seed: int) -> None:
         self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(24)
@@ -111,22 +112,22 @@ class Episode:
 
     # Requests.
 
-    def read_chat(self, raw: Mapping[str, Any]) -> Asked:
+    def read_chat(self, raw: Mapping[str, Any]) -> ParsedRequest:
         body = read_chat(raw)
         found = read_conversation(body, self.tokenizer)
         conversation = replace(found, messages=[settled(m) for m in found.messages])
         limit = chat_limit(body)
         check_alternatives("top_logprobs", body.top_logprobs)
-        return Asked("chat", body, self.conversation_ids(conversation), limit, conversation)
+        return ParsedRequest(body, self.conversation_ids(conversation), limit, conversation)
 
-    def read_completion(self, raw: Mapping[str, Any]) -> Asked:
+    def read_completion(self, raw: Mapping[str, Any]) -> ParsedRequest:
         body = read_completion(raw)
         if len(body.prompt) != 1:
             problem = Problem("prompt", f"has {len(body.prompt)} texts", "send them one by one")
             raise ApiError(problem, param="prompt")
         [ids] = prompt_ids(body.prompt, self.tokenizer)
         check_alternatives("logprobs", body.logprobs or 0)
-        return Asked("completion", body, ids, body.max_tokens, None)
+        return ParsedRequest(body, ids, body.max_tokens, None)
 
     def conversation_ids(self, conversation: Conversation) -> list[int]:
         """The longest recorded beginning as it is, and the rest rendered behind it."""
@@ -139,18 +140,18 @@ class Episode:
                 return ids + following_ids(messages[size:], ending_id, self.context.tokenizer)
         return chat_ids(conversation, self.tokenizer)
 
-    def job(self, asked: Asked) -> Job:
+    def job(self, parsed: ParsedRequest) -> Job:
         """Raises ApiError where there is no room for an answer."""
-        context, body, ids = self.context, asked.body, asked.ids
+        context, body, ids = self.context, parsed.body, parsed.ids
         if body.ignore_eos:
             problem = Problem("ignore_eos = true", "the run decides what ends an answer")
             raise ApiError(problem, param="ignore_eos", code="unsupported_parameter")
         own, given = context.params, body.model_fields_set
         pairs = {"temperature": (body.temperature, own.temperature)}
         pairs |= {"top_p": (body.top_p, own.top_p), "top_k": (body.top_k, own.top_k)}
-        for name, (asked_for, used) in pairs.items():
-            if name in given and asked_for != used:
-                log.info("an agent asks for %s = %s; the run's %s is used", name, asked_for, used)
+        for name, (wanted, used) in pairs.items():
+            if name in given and wanted != used:
+                log.info("an agent asks for %s = %s; the run's %s is used", name, wanted, used)
         at = self._continued(ids)
         num_sampled = 0 if at is None else self.transcripts[at].num_sampled
         room = context.room(len(ids), num_sampled)
@@ -163,24 +164,15 @@ class Episode:
             raise ApiError(problem, param="messages", code="context_length_exceeded")
         params = replace(
             context.params,
-            max_new_tokens=min(room, asked.limit or room),
+            max_new_tokens=min(room, parsed.limit or room),
             stop_ids=tuple(dict.fromkeys((*context.params.stop_ids, *body.stop_token_ids))),
             stop_strings=(*context.params.stop_strings, *body.stop_strings),
         )
         number, self.num_requests = self.num_requests, self.num_requests + 1
         seeds = tuple(derive_seed(self.seed, "turn", number, j) for j in range(body.n))
         request = Request(id="", prompt_ids=tuple(ids), params=params, seeds=seeds)
-        return Job(
-            kind=asked.kind,
-            id=f"{self.name}-{number}",
-            requests=(request,),
-            n=body.n,
-            wants_logprobs=body.wants_logprobs,
-            is_streamed=body.stream,
-            wants_usage=body.stream_options.include_usage,
-            wants_ids=body.return_token_ids,
-            reads_calls=asked.conversation is not None and asked.conversation.reads_calls,
-        )
+        reads_calls = parsed.conversation is not None and parsed.conversation.reads_calls
+        return Job.of(body, f"{self.name}-{number}", (request,), reads_calls=reads_calls)
 
     async def generate(self, job: Job) -> list[Generation]:
         task = asyncio.ensure_future(self.sampler.generate(job.requests[0]))
@@ -206,14 +198,14 @@ class Episode:
 
     def record(
         self,
-        asked: Asked,
+        parsed: ParsedRequest,
         job: Job,
         generations: Sequence[Generation],
         texts: Sequence[str],
         body: Mapping[str, Any],
     ) -> None:
         """Keeps what was drawn, as text and as the answer that the program gets."""
-        ids, conversation = asked.ids, asked.conversation
+        ids, conversation = parsed.ids, parsed.conversation
         for generation, text, choice in zip(generations, texts, body["choices"], strict=True):
             self.texts.append(text)
             self._keep(ids, generation)
@@ -249,8 +241,8 @@ class Episode:
         samples = []
         for transcript, finish in zip(self.transcripts, self.finishes, strict=True):
             sample = transcript.finished(finish, text)
-            asked = transcript.ids[: transcript.mask.index(True)]
-            sample.given_text = self.tokenizer.decode(asked, keep_special=True)
+            prompt = transcript.ids[: transcript.mask.index(True)]
+            sample.given_text = self.tokenizer.decode(prompt, keep_special=True)
             samples.append(sample)
         return samples
 
@@ -317,13 +309,13 @@ class Proxy:
         self,
         request: HttpRequest,
         episode: Episode,
-        read: Callable[[Mapping[str, Any]], Asked],
+        read: Callable[[Mapping[str, Any]], ParsedRequest],
     ) -> HttpResponse:
         """Recorded when it is whole and the program is still there to take it. Text is read and
         written in threads: the loop is the trainer's."""
         sent = await read_body(request, self.limits)
-        asked = await self.text_work.run(len(sent), lambda: read(read_object(sent, self.limits)))
-        job = episode.job(asked)
+        parsed = await self.text_work.run(len(sent), lambda: read(read_object(sent, self.limits)))
+        job = episode.job(parsed)
         work: Coroutine[Any, Any, list[Generation]] = episode.generate(job)
         generations = await while_connected(disconnected(request.receive), work)
 
@@ -337,7 +329,7 @@ class Proxy:
 
         num_tokens = sum(len(generation.ids) for generation in generations)
         texts, body, answer = await self.text_work.run(BYTES_A_TOKEN * num_tokens, write)
-        episode.record(asked, job, generations, texts, body)
+        episode.record(parsed, job, generations, texts, body)
         return event_answer(answer) if job.is_streamed else json_answer(answer)
 
     def _episode(self, request: HttpRequest) -> Episode:
@@ -382,5 +374,5 @@ def events(job: Job, generations: Sequence[Generation], tokenizer: Tokenizer) ->
         chunks.append(answer.closing(index, generation))
     if job.wants_usage:
         chunks.append(answer.final_usage(sum(len(g.ids) for g in generations)))
-    told_as = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks if chunk is not None]
-    return ("".join(told_as) + "data: [DONE]\n\n").encode()
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks if chunk is not None]
+    return ("".join(lines) + "data: [DONE]\n\n").encode()

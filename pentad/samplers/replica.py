@@ -1,6 +1,6 @@
 """One sampler replica of a run, started again whenever its process dies or hangs.
 
-What is asked of it while it is away waits, if no other replica serves, and is then asked again with
+Requests that come while it is away wait, if no other replica serves, and are then sent again with
 the same seeds; on-policy all requests since it was last idle, in their order, so that they are
 decoded together as before and give the same numbers. A new process pulls the newest weights before
 it serves. Starts without an answer gained are bounded.
@@ -12,61 +12,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
-from pentad.samplers.remote import OnToken
+from pentad.samplers.dialect import OnToken
+from pentad.samplers.remote import RemoteSampler
+from pentad.samplers.server_replica import END_PATIENCE_S, ServerRemote
 from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
-
-
-class ReplicaProcess(Protocol):
-    def poll(self) -> str | None: ...
-
-    def stacks(self) -> None: ...
-
-
-class OneProcess(Protocol):
-    """A sampler in one process of the replica; once that is lost the object is done."""
-
-    capabilities: frozenset[str]
-
-    @property
-    def process(self) -> ReplicaProcess: ...
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def lost(self) -> asyncio.Future[str]: ...
-
-    async def generate(
-        self, request: Request, on_token: OnToken | None = None
-    ) -> list[Generation]: ...
-
-    async def pull(self, offer: Any) -> Installed: ...
-
-    async def abort(self, request_id: str) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def rewind(self) -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def health(self) -> None: ...
-
-    def stats(self) -> dict[str, float]: ...
-
-    async def close(self) -> None: ...
 
 
 class Offering(Protocol):
@@ -78,16 +35,16 @@ class Offering(Protocol):
     async def offer(self, version: int, weights: Any) -> Any: ...
 
 
+OneProcess = RemoteSampler | ServerRemote
+"""A sampler in one process of the replica; once that is lost the object is done."""
 Start = Callable[[int], Awaitable[OneProcess]]
 """Starts the process of a generation and connects to it."""
-END_PATIENCE_S = 1.0
-"""Between a call that failed and the end of its process, where that was the reason."""
 LAST_WORDS_S = 0.1
 """Between a lost connection and the end of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Unanswered:
     """A request of the busy period under way."""
 
@@ -97,42 +54,37 @@ class Unanswered:
     call: asyncio.Task[list[Generation]] | None = None
 
 
+@dataclass(eq=False)
 class ReplicaSampler:
     """`core.roles.Sampler`; the same object over all processes of the replica."""
 
-    def __init__(
-        self,
-        name: str,
-        start: Start,
-        handoff: Offering,
-        *,
-        max_restarts: int,
-        is_exact: bool = False,
-    ) -> None:
-        """`is_exact`: requests come in waves, which are repeated whole."""
-        self.name = name
-        self.start = start
-        self.handoff = handoff
-        self.max_restarts = max_restarts
-        self.is_exact = is_exact
-        self.siblings: Sequence[ReplicaSampler] = ()
-        """All replicas of the run, this one included."""
-        self.capabilities: frozenset[str] = frozenset()
-        self.remote: OneProcess | None = None
-        """What serves; None while the replica is away."""
-        self.generation = 0
-        self.num_restarts = 0
-        """Since the last answer."""
-        self.lost_because = ""
-        self.failure: GivenUp | None = None
-        self.turned = asyncio.Event()
-        """Set, and made anew, when the replica serves again, is given up, woken or closed."""
-        self.busy: dict[str, Unanswered] = {}
-        self.is_paused = self.is_asleep = self.is_closed = False
-        self.is_rewound = False
-        self.num_drawn = 0.0
-        """Tokens of processes that are gone."""
-        self.supervisor: asyncio.Task[None] | None = None
+    name: str
+    start: Start
+    handoff: Offering
+    _: KW_ONLY
+    max_restarts: int
+    is_exact: bool = False
+    """Requests come in waves, which are repeated whole."""
+    siblings: Sequence[ReplicaSampler] = ()
+    """All replicas of the run, this one included."""
+    capabilities: frozenset[str] = frozenset()
+    remote: OneProcess | None = None
+    """What serves; None while the replica is away."""
+    generation: int = 0
+    num_restarts: int = 0
+    """Since the last answer."""
+    lost_because: str = ""
+    failure: GivenUp | None = None
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and made anew, when the replica serves again, is given up, woken or closed."""
+    busy: dict[str, Unanswered] = field(default_factory=dict)
+    is_paused: bool = False
+    is_asleep: bool = False
+    is_closed: bool = False
+    is_rewound: bool = False
+    num_drawn: float = 0.0
+    """Tokens of processes that are gone."""
+    supervisor: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Starts the first process. Raises what keeps it from serving."""
@@ -164,40 +116,40 @@ class ReplicaSampler:
         if request.id in self.busy and not self.busy[request.id].future.done():
             assert self.remote is not None, "requests have ids of their own"
             return await self.remote.generate(request, on_token)  # which refuses it
-        asked = self.busy[request.id] = Unanswered(request, future, on_token)
+        entry = self.busy[request.id] = Unanswered(request, future, on_token)
         if self.remote is not None:
-            self._submit(asked, self.remote)
+            self._submit(entry, self.remote)
         try:
             return await future
         finally:
-            if future.cancelled() and asked.call is not None:
-                asked.call.cancel()
+            if future.cancelled() and entry.call is not None:
+                entry.call.cancel()
             if future.cancelled() or not self.is_exact:
                 self.busy.pop(request.id, None)
             if all(one.future.done() for one in self.busy.values()):
                 self.busy.clear()
 
-    def _submit(self, asked: Unanswered, remote: OneProcess) -> None:
-        asked.call = asyncio.create_task(remote.generate(asked.request, asked.on_token))
-        asked.call.add_done_callback(lambda call: self._settle(asked, call))
+    def _submit(self, entry: Unanswered, remote: OneProcess) -> None:
+        entry.call = asyncio.create_task(remote.generate(entry.request, entry.on_token))
+        entry.call.add_done_callback(lambda call: self._settle(entry, call))
 
-    def _settle(self, asked: Unanswered, call: asyncio.Task[list[Generation]]) -> None:
+    def _settle(self, entry: Unanswered, call: asyncio.Task[list[Generation]]) -> None:
         failure = None if call.cancelled() else call.exception()
-        if asked.future.done() or call is not asked.call:
+        if entry.future.done() or call is not entry.call:
             return
         if call.cancelled():
-            asked.future.cancel()
+            entry.future.cancel()
         elif failure is None:
             self.num_restarts = 0
-            asked.future.set_result(call.result())
+            entry.future.set_result(call.result())
         elif (
             not isinstance(failure, InfraFailure)
             or isinstance(failure, FlawedAnswer)
-            or asked.on_token is not None
+            or entry.on_token is not None
             or self.is_closed
             or self.has_siblings_serving
         ):
-            asked.future.set_exception(failure)
+            entry.future.set_exception(failure)
 
     # Weights and state.
 
@@ -350,8 +302,8 @@ class ReplicaSampler:
                 await self.turned.wait()
             self._count_restart()
             self.remote = await self._start_again()
-        for asked in list(self.busy.values()):
-            self._submit(asked, self.remote)
+        for entry in list(self.busy.values()):
+            self._submit(entry, self.remote)
         self._turn()
         seconds = time.monotonic() - began
         text = "%s serves again %.1f s after it was lost, with weights of version %d"
@@ -383,7 +335,7 @@ class ReplicaSampler:
         return None
 
     async def _bring_up_to_date(self, remote: OneProcess) -> None:
-        """Until it has what was asked of the replica meanwhile."""
+        """Until it has the state that the replica was given meanwhile."""
         has = (None, False, False)
         while has != (wanted := (self.handoff.newest, self.is_paused, self.is_asleep)):
             offer, is_paused, is_asleep = wanted
@@ -396,6 +348,6 @@ class ReplicaSampler:
             has = wanted
 
     def _end_open(self, error: Exception) -> None:
-        for asked in self.busy.values():
-            if not asked.future.done():
-                asked.future.set_exception(error)
+        for entry in self.busy.values():
+            if not entry.future.done():
+                entry.future.set_exception(error)

@@ -17,14 +17,16 @@ from pentad.core.errors import FlawedAnswer, InfraFailure, RunError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, Request
 from pentad.ops.digest import WeightDigest, digest_of
+from pentad.samplers.dialect import OnToken
 from pentad.samplers.process import ServerProcess
-from pentad.samplers.replica import END_PATIENCE_S
-from pentad.samplers.server_sampler import OnToken, ServerSampler
+from pentad.samplers.server_sampler import ServerSampler
 from pentad.sync.publisher import Snapshot
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+END_PATIENCE_S = 1.0
+"""Between a call that failed and the end of its process, where that was the reason."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,23 +11,39 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-from torch import Tensor
+from pathlib import Path
+from typing import Any
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_cancelled
 from pentad.core.roles import Installed, NamedTensors
 from pentad.core.seeds import derive_seed
-from pentad.core.types import Generation, Request, SamplingParams
+from pentad.core.types import Generation, Request
 from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.registry import create_model
-from pentad.samplers.answers import flaw_of, joined
-from pentad.samplers.process import ServerProcess
+from pentad.samplers.dialect import (
+    MEMORIES,
+    Call,
+    Dialect,
+    OnPiece,
+    OnToken,
+    Pairs,
+    flaw_of,
+    joined,
+)
+from pentad.samplers.process import (
+    ServerProcess,
+    ServerSettings,
+    check_installed,
+    free_port,
+    server_python,
+)
+from pentad.samplers.wire import Wire
 from pentad.weights import transfer
 
 log = logging.getLogger(__name__)
@@ -36,89 +52,12 @@ ABORT_PATIENCE_S = 5.0
 """How long an aborted call may take to hand over what it drew; then it is cut off."""
 CUT_PATIENCE_S = 60.0
 CUT_INTERVAL_S = 0.2
-"""Calls that reached the server after it was asked to end them all are ended this much later."""
+"""Calls that reached the server after all were aborted are ended this much later."""
 QUIET_S = 0.02
 """A paused server is still when no token came for so long."""
 
-CUTS = (
-    "does not say which weights drew a token: with new weights answers under way are cut, and go "
-    "on with their cache computed anew"
-)
-
 CONTEXT_SLACK = 8
 """Servers may end an answer so many tokens before the context is full."""
-
-MEMORIES = ("weights", "kv_cache")
-
-OnToken = Callable[[int, int, float], None]
-OnPiece = Callable[[Sequence[int], Sequence[float]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One continuation as a server is asked for it."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    max_new_tokens: int
-    """Within the context."""
-    seed: int
-    version: int
-    """Weight version at the time of asking."""
-    on_piece: OnPiece | None
-    """Told of tokens as they come; without it the server may answer at once."""
-
-
-class Dialect(Protocol):
-    """What differs between servers. Failures are raised as InfraFailure."""
-
-    where: str
-    """The server in sentences."""
-    capabilities: frozenset[str]
-    loses_requests_asleep: bool
-    """Whether it can sleep only with nothing under way; such requests are asked again."""
-    tells_versions: bool
-    """Whether answers say which weights drew each token. Of a server that does not, nothing is
-    under way while its weights are replaced: calls are cut, and the rest is asked for after."""
-
-    def check(self, params: SamplingParams) -> None:
-        """Raises UserError for draws whose log-probs the server would report wrongly."""
-        ...
-
-    async def generate(self, call: Call) -> Generation: ...
-
-    async def abort(self, call_ids: Sequence[str]) -> bool:
-        """Whether they will hand over what they drew; else their connections must be closed."""
-        ...
-
-    async def cut(self, call_ids: Sequence[str]) -> None:
-        """Ends all calls; each answers with what it drew. The server may be paused after it."""
-        ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def load(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Installed:
-        """Replaces the weights of the paused server; its caches forget the old ones."""
-        ...
-
-    async def sleep(self) -> None:
-        """Gives back the memory of all `MEMORIES`."""
-        ...
-
-    async def wake(self, memories: Sequence[str]) -> None:
-        """Takes back some of it; with the last of it the server draws again."""
-        ...
-
-    async def health(self) -> None: ...
-
-    async def version_label(self) -> str:
-        """What the server calls its weights."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -153,8 +92,8 @@ class ServerSampler:
         )
         self.name = uuid.uuid4().hex[:8]  # ids must not meet those of another run
         self.open: dict[str, ServerRequest] = {}
-        self.may_ask = asyncio.Event()
-        self.may_ask.set()
+        self.may_send = asyncio.Event()
+        self.may_send.set()
         self.updating = asyncio.Lock()
         self.is_paused = self.is_installing = False
         self.asleep: list[str] = []
@@ -163,11 +102,11 @@ class ServerSampler:
         self.doubt: str | None = None
         """Why nobody knows what weights the server holds."""
         self._version = version
-        self.asked: set[str] = set()
+        self.in_flight: set[str] = set()
         """Calls that the server has."""
         self.interrupted: dict[str, bool] = {}
         """Those of them that it was made to drop, and whether what they drew is kept."""
-        self.num_drawn = self.num_installs = self.num_heard = 0
+        self.num_drawn = self.num_installs = self.num_received = 0
         self.expected: tuple[Any, Any] | None = None
 
     @property
@@ -234,7 +173,7 @@ class ServerSampler:
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         """Refused before anything changes if a tensor is missing, unknown, misshapen or twice.
 
-        Requests that come meanwhile wait, so that they are asked for under the new version.
+        Requests that come meanwhile wait, so that they are sent under the new version.
         """
         self._check_open()
         if version < self.version:
@@ -260,13 +199,13 @@ class ServerSampler:
             self.num_installs += 1
         return receipt
 
-    async def _replace(self, version: int, pairs: Sequence[tuple[str, Tensor]]) -> Installed:
+    async def _replace(self, version: int, pairs: Pairs) -> Installed:
         if "weights" in self.asleep:
             await self.dialect.wake(["weights"])
             self.asleep.remove("weights")
         is_still = bool(self.is_paused or self.asleep)
         began = time.monotonic()
-        if not self.dialect.tells_versions and self.asked:
+        if not self.dialect.tells_versions and self.in_flight:
             if self.is_paused:
                 await self.dialect.resume()  # a paused server may hand over nothing
             await self._interrupt(keeps=True)
@@ -298,17 +237,17 @@ class ServerSampler:
             raise
 
     async def _interrupt(self, *, keeps: bool) -> None:
-        """What is under way ends here and is asked again later: from where it came to, or from its
+        """What is under way ends here and is sent again later: from where it came to, or from its
         start, where the same seed draws the same tokens."""
         deadline = time.monotonic() + CUT_PATIENCE_S
-        while self.asked:
+        while self.in_flight:
             if time.monotonic() > deadline:
-                num = f"{len(self.asked)} calls did not end"
+                num = f"{len(self.in_flight)} calls did not end"
                 raise InfraFailure(f"{self.dialect.where}: {num} within {CUT_PATIENCE_S:g} s")
-            self.interrupted |= dict.fromkeys(self.asked, keeps)
-            await self.dialect.cut(sorted(self.asked))
+            self.interrupted |= dict.fromkeys(self.in_flight, keeps)
+            await self.dialect.end_calls(sorted(self.in_flight))
             again = time.monotonic() + CUT_INTERVAL_S
-            while self.asked and time.monotonic() < again:
+            while self.in_flight and time.monotonic() < again:
                 await asyncio.sleep(QUIET_S / 4)
 
     async def wake(self) -> None:
@@ -340,8 +279,8 @@ class ServerSampler:
         return {
             "tokens_drawn": self.num_drawn,
             "installs": self.num_installs,
-            "running": running if self.may_ask.is_set() else 0,
-            "waiting": 0 if self.may_ask.is_set() else running,
+            "running": running if self.may_send.is_set() else 0,
+            "waiting": 0 if self.may_send.is_set() else running,
         }
 
     async def close(self) -> None:
@@ -361,26 +300,26 @@ class ServerSampler:
     async def _continue(
         self, request: Request, index: int, name: str, on_token: OnToken | None
     ) -> Generation:
-        told = at = 0
+        reported = at = 0
         drawn = Generation([], [], [], "length")
 
-        def hear(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            nonlocal told, at
-            self.num_heard += len(ids)
+        def receive(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+            nonlocal reported, at
+            self.num_received += len(ids)
             for token, logprob in zip(ids, logprobs, strict=True):
                 at += 1
-                if on_token is not None and at > told:
-                    told = at
+                if on_token is not None and at > reported:
+                    reported = at
                     on_token(index, token, logprob)
 
         try:
             while True:
                 at = len(drawn.ids)
-                await self.may_ask.wait()
+                await self.may_send.wait()
                 self._check_serving()
-                asked_at = drawn.versions[0] if drawn.ids else self.version
-                call = self._call(request, index, name, drawn.ids, on_token and hear)
-                answer = await self._ask(call)
+                sent_at = drawn.versions[0] if drawn.ids else self.version
+                call = self._call(request, index, name, drawn.ids, on_token and receive)
+                answer = await self._send(call)
                 if answer.finish != "abort" or name not in self.interrupted:
                     drawn = joined(drawn, answer)
                     break
@@ -400,16 +339,16 @@ class ServerSampler:
             raise
         finally:
             self.interrupted.pop(name, None)
-        self._check_answer(request, index, drawn, asked_at)
+        self._check_answer(request, index, drawn, sent_at)
         self.num_drawn += len(drawn.ids)
         return drawn
 
-    async def _ask(self, call: Call) -> Generation:
-        self.asked.add(call.id)
+    async def _send(self, call: Call) -> Generation:
+        self.in_flight.add(call.id)
         try:
             return await self.dialect.generate(call)
         finally:
-            self.asked.discard(call.id)
+            self.in_flight.discard(call.id)
 
     def _call(
         self,
@@ -432,24 +371,22 @@ class ServerSampler:
             on_piece=on_piece,
         )
 
-    def _check_answer(
-        self, request: Request, index: int, answer: Generation, asked_at: int
-    ) -> None:
+    def _check_answer(self, request: Request, index: int, answer: Generation, sent_at: int) -> None:
         """Raises InfraFailure: what cannot be an answer to the request enters no batch."""
         wrong = None
         if answer.finish != "abort":
             wrong = flaw_of(answer, request.params.max_new_tokens, self.limits.vocab_size)
             wrong = wrong or self._wrong_end(request, answer)
-        known = range(asked_at, self.version + 1)
+        known = range(sent_at, self.version + 1)
         strange = [version for version in answer.versions if version not in known]
         if wrong is None and strange:
-            held = f"{asked_at} to {self.version}" if asked_at < self.version else f"{asked_at}"
+            held = f"{sent_at} to {self.version}" if sent_at < self.version else f"{sent_at}"
             wrong = f"weights of version {strange[0]} drew a token, the server was given {held}"
         if wrong is not None:
             raise InfraFailure(f"{self.dialect.where}: continuation {index}: {wrong}")
 
     def _wrong_end(self, request: Request, answer: Generation) -> str | None:
-        """Whether it ended elsewhere than where it was told to."""
+        """Whether it ended elsewhere than where it should have."""
         params, num = request.params, len(answer.ids)
         passed = next((t for t in range(num - 1) if answer.ids[t] in params.stop_ids), None)
         if passed is not None:
@@ -466,18 +403,18 @@ class ServerSampler:
 
     def _gate(self) -> None:
         if self.is_paused or self.is_installing or self.asleep:
-            self.may_ask.clear()
+            self.may_send.clear()
         else:
-            self.may_ask.set()
+            self.may_send.set()
 
     async def _settle(self) -> None:
         """Tokens drawn before the pause may still be on their way."""
-        heard = -1
-        while heard != self.num_heard:
-            heard = self.num_heard
+        received = -1
+        while received != self.num_received:
+            received = self.num_received
             await asyncio.sleep(QUIET_S)
 
-    def _check_weights(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+    def _check_weights(self, pairs: Pairs) -> None:
         """Raises UserError unless these are all weights of the model, each once, of its shape."""
         given = transfer.PairsReader(pairs)
         if not self.dims.is_whole:
@@ -497,3 +434,58 @@ class ServerSampler:
         self._check_open()
         if self.doubt is not None:
             raise RunError(self.doubt)
+
+
+# Starting and attaching.
+
+Attach = Callable[[str, ServerSettings, ServerProcess | None], Awaitable[ServerSampler]]
+
+
+@asynccontextmanager
+async def closed_on_failure(wire: Wire) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException:
+        await wire.close()
+        raise
+
+
+async def attach_server(
+    address: str,
+    kind: str,
+    open_dialect: Callable[[Wire, str], Awaitable[Dialect]],
+    settings: ServerSettings,
+    process: ServerProcess | None,
+) -> ServerSampler:
+    """A sampler over a server that answers at `address`; nothing is assumed of its weights.
+    `open_dialect`: of its wire and its name in sentences."""
+    where = f"rollout.server.addresses = {address}" if process is None else f"{kind} at {address}"
+    wire = Wire(address, kind)
+    async with closed_on_failure(wire):
+        try:
+            dialect = await open_dialect(wire, where)
+        except InfraFailure as failure:
+            raise RunError(str(failure)) from failure
+    return ServerSampler(dialect, settings.dims, max_context=settings.max_context, process=process)
+
+
+async def start_server(
+    settings: ServerSettings,
+    name: str,
+    log_file: Path,
+    kind: str,
+    command: Callable[[int, str], Sequence[str]],
+    environment: dict[str, str],
+    attach: Attach,
+) -> ServerSampler:
+    """Starts a server on this machine, with weights of no use: an install must follow. `command`:
+    words after the interpreter, by port and installed version."""
+    module = kind.lower()
+    python = server_python(settings.python, module)
+    version = await asyncio.to_thread(check_installed, python, module, settings.python)
+    port = free_port()
+    process = ServerProcess(name, [python, *command(port, version)], environment, log_file)
+    address = f"http://127.0.0.1:{port}"
+    return await process.opened(
+        Wire(address, kind), lambda: attach(address, settings, process), settings.start_timeout_s
+    )

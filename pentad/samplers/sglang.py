@@ -12,7 +12,6 @@ import logging
 import shutil
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,33 +20,31 @@ from typing import Any
 
 import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
-from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed
 from pentad.core.seeds import derive_seed
-from pentad.core.types import Generation, SamplingParams
+from pentad.core.types import Generation
 from pentad.ops.digest import digest_of
-from pentad.samplers.answers import (
+from pentad.samplers.dialect import (
+    CUTS,
+    MEMORIES,
+    Call,
+    Dialect,
+    Pairs,
     VersionSpan,
+    check_context,
+    check_routes,
+    command_line,
     dotted,
     finish_of,
     joined,
     release,
-    routes_of,
-    versions_of,
 )
-from pentad.samplers.held import is_due, prove, sglang_checksum
-from pentad.samplers.process import (
-    ServerProcess,
-    check_installed,
-    free_port,
-    server_environment,
-    server_python,
-)
-from pentad.samplers.server_sampler import CUTS, MEMORIES, Call, ServerSampler
-from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
+from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
+from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
+from pentad.samplers.weight_proof import is_due, prove, sglang_checksum
 from pentad.samplers.wire import Wire
 from pentad.sync.deltas import ChangedOnly, size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
@@ -61,7 +58,6 @@ TELLS_VERSIONS = (0, 5, 23)
 """The first whose answers are known to say which weights drew each token."""
 BUCKET_BYTES = 1 << 29
 LOAD_TIMEOUT_S = 600.0
-Pairs = Sequence[tuple[str, Tensor]]
 
 
 class Reason(BaseModel):
@@ -116,14 +112,14 @@ class Checksums(Done):
     ranks: list[RankChecksums] = []
 
 
-class Sglang:
-    """The dialect of SGLang, spoken to one server."""
+class Sglang(Dialect):
+    """The dialect of SGLang, spoken to one server. Its log-probs are those after temperature,
+    before top-k and top-p, as ours."""
 
     loses_requests_asleep = True
 
     def __init__(self, wire: Wire, settings: ServerSettings, about: ServerInfo) -> None:
-        self.wire = wire
-        self.where = wire.where
+        super().__init__(wire)
         self.settings = settings
         self.about = about
         self.reprefill = settings.on_update == "reprefill"
@@ -131,7 +127,7 @@ class Sglang:
         self.group: BroadcastGroup | None = None
         self.group_name = ""
         self.num_loads = 0
-        self.num_asked = 0
+        self.num_sent = 0
         self.rids: dict[str, str] = {}
         """Calls under way, and what the server knows each as. No name is used twice: two seconds
         after a stream has ended SGLang aborts whatever has its name."""
@@ -147,12 +143,9 @@ class Sglang:
         can |= {"routes"} if settings.record_routes else set()
         self.capabilities = frozenset(can)
 
-    def check(self, params: SamplingParams) -> None:
-        """SGLang's log-probs are those after temperature, before top-k and top-p, as ours."""
-
     async def generate(self, call: Call) -> Generation:
         """With ids that end an answer SGLang ends it at the model's own end of text too: the rest
-        is then asked for."""
+        is then requested."""
         parts = [await self._generate(call)]
         while parts[-1].finish == "stop" and self.ended_by.pop(call.id, None) is not None:
             drawn = joined(*parts)
@@ -167,66 +160,49 @@ class Sglang:
         return joined(*parts)
 
     async def _generate(self, call: Call) -> Generation:
-        self.num_asked += 1
-        self.rids[call.id] = f"{call.id}{self.num_asked}."
+        self.num_sent += 1
+        self.rids[call.id] = f"{call.id}{self.num_sent}."
         try:
-            return await self._drawn(call, self.rids[call.id])
+            return await self._draw(call, self.rids[call.id])
         finally:
             del self.rids[call.id]
 
-    async def _drawn(self, call: Call, rid: str) -> Generation:
+    async def _draw(self, call: Call, rid: str) -> Generation:
         body = {
             "rid": rid,
             "input_ids": call.prompt_ids,
             "sampling_params": sampling_params(call),
             "return_logprob": True,
-            "stream": call.on_piece is not None,
             "extra_key": f"pentad-{call.version}",  # prefixes are those of one weight version
             "return_routed_experts": self.settings.record_routes,
         }
-        ids: list[int] = []
-        logprobs: list[float] = []
-        if call.on_piece is None:
-            answer = await self.wire.post("/generate", body, timeout_s=None)
-            meta = self._read(answer, ids, logprobs)
-        else:
-            meta = Meta(completion_tokens=0)
-            async with aclosing(self.wire.events("/generate", body)) as events:
-                async for event in events:
-                    known = len(ids)
-                    meta = self._read(event, ids, logprobs)
-                    call.on_piece(ids[known:], logprobs[known:])
-        finish = finish_of(self.where, meta.finish_reason.type if meta.finish_reason else None)
-        matched = meta.finish_reason.matched if meta.finish_reason else None
+        nothing = Meta(completion_tokens=0)
+        ids, logprobs, meta = await self._answered("/generate", body, call, self._read, nothing)
+        reason = meta.finish_reason
+        finish = finish_of(self.where, reason.type if reason else None)
+        matched = reason.matched if reason else None
         if finish == "stop" and isinstance(matched, int) and matched not in call.params.stop_ids:
             self.ended_by[call.id] = matched
         if finish == "abort" and not ids:
             return Generation([], [], [], finish)
-        versions = [call.version] * len(ids)
-        if self.tells_versions:
-            versions = versions_of(self.where, meta.weight_versions, len(ids))
-        made = Generation(ids, logprobs, versions, finish)
-        if self.settings.record_routes:
-            told, num_prompt = meta.routed_experts, len(call.prompt_ids)
-            made.routes = routes_of(self.where, told, made, num_prompt, self.settings.dims)
-        return made
+        experts = meta.routed_experts
+        return self._generation(call, ids, logprobs, finish, meta.weight_versions, experts)
 
     def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> Meta:
         """Adds what is new in an answer; events hold all tokens so far, or only the latest."""
-        if isinstance(answer, dict) and "error" in answer:
-            raise InfraFailure(f"{self.where}: /generate failed ({answer['error']})")
+        self._check_error("/generate", answer)
         read = self.wire.read("/generate", SglangAnswer, answer)
-        meta, told = read.meta_info, read.meta_info.output_token_logprobs
+        meta, found = read.meta_info, read.meta_info.output_token_logprobs
         total, known = meta.completion_tokens, len(ids)
-        got = [token for _, token, _ in told]
+        got = [token for _, token, _ in found]
         if meta.finish_reason is not None and meta.finish_reason.type == "abort":
             read.output_ids = got  # SGLang sends less of them there
-        if len(told) != len(read.output_ids) or len(told) not in (total, total - known):
-            num = f"{len(told)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
+        if len(found) != len(read.output_ids) or len(found) not in (total, total - known):
+            num = f"{len(found)} log-probs and {len(read.output_ids)} ids came for {total} tokens"
             raise InfraFailure(f"{self.where}: {num}")
         if got != read.output_ids:
             raise InfraFailure(f"{self.where}: the log-probs are those of other tokens")
-        new = told[known:] if len(told) == total else told
+        new = found[known:] if len(found) == total else found
         ids += [token for _, token, _ in new]
         logprobs += [logprob for logprob, _, _ in new]
         return meta
@@ -236,7 +212,7 @@ class Sglang:
             await self.wire.post("/abort_request", {"rid": rid})
         return True
 
-    async def cut(self, call_ids: Sequence[str]) -> None:
+    async def end_calls(self, call_ids: Sequence[str]) -> None:
         await self.abort(call_ids)
 
     async def pause(self) -> None:
@@ -272,10 +248,10 @@ class Sglang:
             return
         path, body = "/weights_checker", {"action": "checksum"}
         answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
-        told = self.wire.read(path, Checksums, answer)
-        if not told.success or len(told.ranks) != 1:
-            raise InfraFailure(f"{self.where}: {path} failed ({told.message})")
-        held, on_gpu = told.ranks[0].checksums, self.about.device != "cpu"
+        found = self.wire.read(path, Checksums, answer)
+        if not found.success or len(found.ranks) != 1:
+            raise InfraFailure(f"{self.where}: {path} failed ({found.message})")
+        held, on_gpu = found.ranks[0].checksums, self.about.device != "cpu"
         dtype = DTYPES.get(self.about.dtype, weights[0][1].dtype)
         checksum = partial(sglang_checksum, on_gpu=on_gpu)
         await asyncio.to_thread(prove, self.where, held, weights, dtype, checksum)
@@ -347,16 +323,13 @@ class Sglang:
     async def wake(self, memories: Sequence[str]) -> None:
         await self.wire.post("/resume_memory_occupation", {"tags": memories})
 
-    async def health(self) -> None:
-        await self.wire.get("/health")
-
     async def version_label(self) -> str:
         path = "/model_info"
         return self.wire.read(path, ModelInfo, await self.wire.get(path)).weight_version
 
     async def close(self) -> None:
         self.group = None
-        await self.wire.close()
+        await super().close()
 
 
 def sampling_params(call: Call) -> dict[str, Any]:
@@ -394,22 +367,16 @@ def update_group(
 async def attach(
     address: str, settings: ServerSettings, process: ServerProcess | None = None
 ) -> ServerSampler:
-    """A sampler over a server that answers at `address`; nothing is assumed of its weights."""
-    where = f"rollout.server.addresses = {address}" if process is None else f"SGLang at {address}"
-    wire = Wire(address, "SGLang")
-    try:
+    async def open_dialect(wire: Wire, where: str) -> Sglang:
         about = wire.read("/server_info", ServerInfo, await wire.get("/server_info"))
         check_server(where, about, settings)
-    except InfraFailure as failure:
-        await wire.close()
-        raise RunError(str(failure)) from failure
-    except BaseException:
-        await wire.close()
-        raise
-    dialect = Sglang(wire, settings, about)
-    if "seeds" not in dialect.capabilities:
-        log.info("%s: without --enable-deterministic-inference draws do not follow seeds", where)
-    return ServerSampler(dialect, settings.dims, max_context=settings.max_context, process=process)
+        dialect = Sglang(wire, settings, about)
+        if "seeds" not in dialect.capabilities:
+            text = "%s: without --enable-deterministic-inference draws do not follow seeds"
+            log.info(text, where)
+        return dialect
+
+    return await attach_server(address, "SGLang", open_dialect, settings, process)
 
 
 def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> None:
@@ -418,26 +385,17 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
         raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
     if release(about.version) < TELLS_VERSIONS:
         log.info("%s: SGLang %s %s", where, about.version, CUTS)
-    if about.context_length is not None and about.context_length < settings.max_context:
-        needed = settings.max_context
-        rule = f"its context has {about.context_length} tokens, the run needs {needed}"
-        raise UserError(Problem(where, rule, f"start it with --context-length {needed}"))
+    if about.context_length is not None:
+        check_context(where, about.context_length, settings, "--context-length")
     check_routes(where, settings, about.enable_return_routed_experts)
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
-    """Starts a server on this machine, with weights of no use: an install must follow."""
-    python = server_python(settings.python, "sglang")
-    await asyncio.to_thread(check_installed, python, "sglang", settings.python)
-    port = free_port()
-    command = [python, "-m", "sglang.launch_server", *flags(settings, port)]
-    process = ServerProcess(name, command, server_environment(settings.devices), log_file)
-    address = f"http://127.0.0.1:{port}"
-    return await process.opened(
-        Wire(address, "SGLang"),
-        lambda: attach(address, settings, process),
-        settings.start_timeout_s,
-    )
+    def command(port: int, version: str) -> list[str]:
+        return ["-m", "sglang.launch_server", *flags(settings, port)]
+
+    own = server_environment(settings.devices)
+    return await start_server(settings, name, log_file, "SGLang", command, own, attach)
 
 
 def flags(settings: ServerSettings, port: int) -> list[str]:
@@ -461,7 +419,4 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
     switches = ["--skip-server-warmup"]
     if settings.can_sleep:
         switches.append("--enable-memory-saver")
-    if settings.record_routes:
-        switches.append(ROUTES_FLAG)
-    pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
-    return [*pairs, *switches, *settings.arguments]
+    return command_line(words, switches, settings)

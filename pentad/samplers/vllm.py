@@ -11,7 +11,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,27 @@ from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
-from pentad.samplers.answers import VersionSpan, dotted, finish_of, release, routes_of, versions_of
-from pentad.samplers.held import is_due, prove
-from pentad.samplers.process import (
-    ServerProcess,
-    check_installed,
-    free_port,
-    server_environment,
-    server_python,
+from pentad.samplers.dialect import (
+    CUTS,
+    Call,
+    Dialect,
+    Pairs,
+    VersionSpan,
+    check_context,
+    check_routes,
+    command_line,
+    dotted,
+    finish_of,
+    release,
+    sampling_params,
 )
-from pentad.samplers.server_sampler import CUTS, Call, ServerSampler
-from pentad.samplers.settings import ROUTES_FLAG, ServerSettings, check_routes
+from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
+from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
+from pentad.samplers.weight_proof import is_due, prove
 from pentad.samplers.wire import Wire
 from pentad.sync.deltas import ChangedOnly, size_of
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
@@ -44,7 +49,7 @@ OLDEST = (0, 25)
 """The first that was seen to work."""
 TELLS_VERSIONS = (0, 32)
 """The first whose answers are known to say which weights drew each token, that ends single requests
-by name, and that opens its endpoint for tokens only when asked to."""
+by name, and that opens its endpoint for tokens only with a flag."""
 TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
 PROTOCOL = 3
@@ -106,17 +111,15 @@ def entry_of(tensor: Tensor) -> str:
     return digest_of([("", tensor)]).entries[""]
 
 
-class Vllm:
+class Vllm(Dialect):
     """The dialect of vLLM, spoken to one server."""
 
     def __init__(
         self, wire: Wire, transport: Transport, settings: ServerSettings, about: ServerAbout
     ) -> None:
-        self.wire = wire
-        self.where = wire.where
+        super().__init__(wire)
         self.transport = transport
         self.settings = settings
-        self.reprefill = settings.on_update == "reprefill"
         self.num_loads = 0
         self.about = about
         by_disk = settings.transport == "disk" and settings.weight_deltas
@@ -124,12 +127,10 @@ class Vllm:
         self.tells_versions = about.tells_versions
         self.loses_requests_asleep = not about.tells_versions
         can = {"pause", "abort", "seeds"}
-        self.capabilities = frozenset(
-            can
-            | ({"sleep"} if about.can_sleep else set())
-            | ({"stop_strings"} if about.can_decode else set())
-            | ({"routes"} if settings.record_routes else set())
-        )
+        can |= {"sleep"} if about.can_sleep else set()
+        can |= {"stop_strings"} if about.can_decode else set()
+        can |= {"routes"} if settings.record_routes else set()
+        self.capabilities = frozenset(can)
 
     def check(self, params: SamplingParams) -> None:
         if 0 < params.temperature < MIN_TEMPERATURE:
@@ -149,47 +150,35 @@ class Vllm:
         body = {
             "request_id": call.id,
             "token_ids": call.prompt_ids,
-            "sampling_params": sampling_params(call),
+            "sampling_params": {
+                **sampling_params(call),  # all of them: none is left to the generation config
+                "logprobs": 0,
+                "detokenize": bool(call.params.stop_strings),
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+            },
             "cache_salt": f"pentad-{call.version}",
         }
-        ids: list[int] = []
-        logprobs: list[float] = []
-        if call.on_piece is None:
-            answer = await self.wire.post(GENERATE, body, timeout_s=None)
-            last = self._read(answer, ids, logprobs)
-        else:
-            last = VllmChoice()
-            async with aclosing(self.wire.events(GENERATE, {**body, "stream": True})) as events:
-                async for event in events:
-                    known = len(ids)
-                    last = self._read(event, ids, logprobs)
-                    call.on_piece(ids[known:], logprobs[known:])
+        ids, logprobs, last = await self._answered(GENERATE, body, call, self._read, VllmChoice())
         finish = finish_of(self.where, last.finish_reason)
-        versions = [call.version] * len(ids)
-        if self.tells_versions:
-            versions = versions_of(self.where, last.weight_versions, len(ids))
-        made = Generation(ids, logprobs, versions, finish)
-        if self.settings.record_routes:
-            told, num_prompt = last.routed_experts, len(call.prompt_ids)
-            made.routes = routes_of(self.where, told, made, num_prompt, self.settings.dims)
-        return made
+        experts = last.routed_experts
+        return self._generation(call, ids, logprobs, finish, last.weight_versions, experts)
 
     def _read(self, answer: Any, ids: list[int], logprobs: list[float]) -> VllmChoice:
         """Adds the tokens of an answer, or of one event of it."""
-        if isinstance(answer, dict) and "error" in answer:
-            raise InfraFailure(f"{self.where}: {GENERATE} failed ({answer['error']})")
+        self._check_error(GENERATE, answer)
         choices = self.wire.read(GENERATE, VllmAnswer, answer).choices
         if len(choices) != 1:
             raise InfraFailure(f"{self.where}: {len(choices)} choices came where 1 was asked for")
         choice = choices[0]
-        told = choice.logprobs.content if choice.logprobs else []
-        if [entry.id for entry in told] != choice.token_ids:
-            num = f"{len(told)} log-probs came for {len(choice.token_ids)} tokens"
+        entries = choice.logprobs.content if choice.logprobs else []
+        if [entry.id for entry in entries] != choice.token_ids:
+            num = f"{len(entries)} log-probs came for {len(choice.token_ids)} tokens"
             raise InfraFailure(f"{self.where}: {num}, or for other tokens")
-        if any(entry.logprob <= NO_LOGPROB for entry in told):
+        if any(entry.logprob <= NO_LOGPROB for entry in entries):
             raise InfraFailure(f"{self.where}: a drawn token has no log-prob")
         ids += choice.token_ids
-        logprobs += [entry.logprob for entry in told]
+        logprobs += [entry.logprob for entry in entries]
         return choice
 
     async def abort(self, call_ids: Sequence[str]) -> bool:
@@ -199,7 +188,7 @@ class Vllm:
         await self.wire.post("/abort_requests", {"request_ids": names})
         return True
 
-    async def cut(self, call_ids: Sequence[str]) -> None:
+    async def end_calls(self, call_ids: Sequence[str]) -> None:
         if self.tells_versions:
             await self.abort(call_ids)
         else:
@@ -211,10 +200,10 @@ class Vllm:
     async def resume(self) -> None:
         await self.wire.post("/resume")
 
-    async def load(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Installed:
+    async def load(self, version: int, weights: Pairs) -> Installed:
         part = await self.changed.choose(weights)
         is_part = len(part) < len(weights)
-        receipts = await self.transport.send(part, self.ask, is_part=is_part)
+        receipts = await self.transport.send(part, self.call_workers, is_part=is_part)
         first = self.wire.read("/collective_rpc", Receipt, receipts[0])
         if any(receipt != receipts[0] for receipt in receipts):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
@@ -223,28 +212,30 @@ class Vllm:
         if is_part or is_due(self.num_loads, self.settings.check_weights_every):
             await self._prove(weights)
         self.num_loads += 1
-        drop = "true" if self.reprefill else "false"
+        drop = "true" if self.settings.on_update == "reprefill" else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
         if self.tells_versions:
             await self.wire.post("/update_weight_version", {"new_version": str(version)})
         else:
-            await self.ask("pentad_label", str(version))
+            await self.call_workers("pentad_label", str(version))
         self.changed.keep(version)
         sent = size_of(part)
         if is_part:
             return Installed(version, len(weights), self.changed.digest.hex(), num_bytes=sent)
         return Installed(version, first.num_tensors, first.digest, num_bytes=sent)
 
-    async def _prove(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    async def _prove(self, weights: Pairs) -> None:
         """Compares all tensors as they are held. Shards, and what a CPU holds packed for its
         kernels, are known only by the digest of what arrived."""
         if not self.about.is_comparable:
             return
-        held = self.wire.read("/collective_rpc", HeldTensors, (await self.ask("pentad_held"))[0])
+        held = self.wire.read(
+            "/collective_rpc", HeldTensors, (await self.call_workers("pentad_held"))[0]
+        )
         dtype = DTYPES.get(self.about.dtype, weights[0][1].dtype)
         await asyncio.to_thread(prove, self.where, held.held, weights, dtype, entry_of)
 
-    async def ask(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+    async def call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Calls a method of the extension in all workers."""
         path = "/collective_rpc"
         body = {"method": method, "args": arguments, "timeout": LOAD_TIMEOUT_S}
@@ -252,8 +243,8 @@ class Vllm:
         results = self.wire.read(path, Results, answer).results
         errors = [result["error"] for result in results if "error" in result]
         if errors or not results:
-            told = errors[0] if errors else "no worker answered"
-            raise InfraFailure(f"{self.where}: {method} failed ({told})")
+            reason = errors[0] if errors else "no worker answered"
+            raise InfraFailure(f"{self.where}: {method} failed ({reason})")
         return results
 
     async def sleep(self) -> None:
@@ -262,41 +253,19 @@ class Vllm:
     async def wake(self, memories: Sequence[str]) -> None:
         await self.wire.post("/wake_up", tags=memories)
 
-    async def health(self) -> None:
-        await self.wire.get("/health")
-
     async def version_label(self) -> str:
         if not self.tells_versions:
-            return str((await self.ask("pentad_about"))[0]["label"])
+            return str((await self.call_workers("pentad_about"))[0]["label"])
         path = "/weight_info"
         return self.wire.read(path, WeightInfo, await self.wire.get(path)).weight_version
 
     async def close(self) -> None:
         await self.transport.close()
-        await self.wire.close()
+        await super().close()
 
 
 class WeightInfo(BaseModel):
     weight_version: str
-
-
-def sampling_params(call: Call) -> dict[str, Any]:
-    """Everything is said: nothing is left to the model's generation config."""
-    params = call.params
-    return {
-        "max_tokens": call.max_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "seed": call.seed,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "stop_token_ids": params.stop_ids,
-        "stop": params.stop_strings,
-        "detokenize": bool(params.stop_strings),
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-    }
 
 
 # What kind of server it is.
@@ -348,15 +317,15 @@ class ServerAbout(BaseModel):
 
 async def probe(wire: Wire, where: str) -> ServerAbout:
     """Raises UserError with what the server lacks, and how to start it so that it has it."""
-    told = wire.read("/version", VersionAnswer, await wire.get("/version")).version
-    number = release(told)[:2]
+    found = wire.read("/version", VersionAnswer, await wire.get("/version")).version
+    number = release(found)[:2]
     if number < OLDEST:
-        rule = f"is vLLM {told}, whose workers cannot take weights while it serves"
+        rule = f"is vLLM {found}, whose workers cannot take weights while it serves"
         raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
     if number < TELLS_VERSIONS:
-        log.info("%s: vLLM %s %s", where, told, CUTS)
+        log.info("%s: vLLM %s %s", where, found, CUTS)
     if number > TRIED:
-        log.warning("%s: vLLM %s is newer than %s, the one tried", where, told, dotted(TRIED))
+        log.warning("%s: vLLM %s is newer than %s, the one tried", where, found, dotted(TRIED))
     try:
         answer = await wire.get("/server_info", config_format="json")
     except InfraFailure as failure:
@@ -394,36 +363,21 @@ async def check_token_endpoint(wire: Wire, where: str) -> None:
 
 
 async def attach(
-    address: str,
-    settings: ServerSettings,
-    process: ServerProcess | None = None,
+    address: str, settings: ServerSettings, process: ServerProcess | None = None
 ) -> ServerSampler:
-    """A sampler over a server that answers at `address`; nothing is assumed of its weights."""
-    where = f"rollout.server.addresses = {address}" if process is None else f"vLLM at {address}"
-    wire = Wire(address, "vLLM")
-    try:
+    async def open_dialect(wire: Wire, where: str) -> Vllm:
         about = await probe(wire, where)
-        if about.max_context < settings.max_context:
-            rule = (
-                f"its context has {about.max_context} tokens, the run needs {settings.max_context}"
-            )
-            raise UserError(
-                Problem(where, rule, f"start it with --max-model-len {settings.max_context}")
-            )
+        check_context(where, about.max_context, settings, "--max-model-len")
         check_routes(where, settings, about.tells_routes)
         transport = transport_of(settings, address, about.num_workers)
         dialect = Vllm(wire, transport, settings, about)
-        (told, *_) = await dialect.ask("pentad_about")
-        if told["protocol"] != PROTOCOL:
-            rule = f"its workers run another version of Pentad (protocol {told['protocol']})"
+        (worker, *_) = await dialect.call_workers("pentad_about")
+        if worker["protocol"] != PROTOCOL:
+            rule = f"its workers run another version of Pentad (protocol {worker['protocol']})"
             raise UserError(Problem(where, rule, "start it anew"))
-    except InfraFailure as failure:
-        await wire.close()
-        raise RunError(str(failure)) from failure
-    except BaseException:
-        await wire.close()
-        raise
-    return ServerSampler(dialect, settings.dims, max_context=settings.max_context, process=process)
+        return dialect
+
+    return await attach_server(address, "vLLM", open_dialect, settings, process)
 
 
 def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
@@ -435,17 +389,12 @@ def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Tr
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
-    """Starts a server on this machine, with weights of no use: an install must follow."""
-    python = server_python(settings.python, "vllm")
-    version = await asyncio.to_thread(check_installed, python, "vllm", settings.python)
-    port = free_port()
-    words = flags(settings, port, release(version))
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", *words]
-    process = ServerProcess(name, command, environment(settings), log_file)
-    address = f"http://127.0.0.1:{port}"
-    return await process.opened(
-        Wire(address, "vLLM"), lambda: attach(address, settings, process), settings.start_timeout_s
-    )
+    def command(port: int, version: str) -> list[str]:
+        words = flags(settings, port, release(version))
+        return ["-m", "vllm.entrypoints.openai.api_server", *words]
+
+    own = environment(settings)
+    return await start_server(settings, name, log_file, "vLLM", command, own, attach)
 
 
 def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
@@ -479,10 +428,7 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         switches.append("--no-enable-chunked-prefill")
     if settings.can_sleep:
         switches.append("--enable-sleep-mode")
-    if settings.record_routes:
-        switches.append(ROUTES_FLAG)
-    pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
-    return [*pairs, *switches, *settings.arguments]
+    return command_line(words, switches, settings)
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:

@@ -37,7 +37,7 @@ Pairs = Iterator[tuple[str, Tensor]]
 Receipt = dict[str, Any]
 
 
-def told(call: Callable[..., Receipt]) -> Callable[..., Receipt]:
+def reports_errors(call: Callable[..., Receipt]) -> Callable[..., Receipt]:
     @wraps(call)
     def safe(*args: Any) -> Receipt:
         try:
@@ -58,33 +58,33 @@ class WeightReceiver:
     pentad_group: BroadcastGroup
     pentad_version: str = "none"
 
-    @told
+    @reports_errors
     def pentad_about(self) -> Receipt:
         label, device = self.pentad_version, str(self.device)
         return {"protocol": PROTOCOL, "rank": self.rank, "device": device, "label": label}
 
-    @told
+    @reports_errors
     def pentad_label(self, version: str) -> Receipt:
         """Names the weights, where vLLM itself has no name for them."""
         self.pentad_version = version
         return {"label": version}
 
-    @told
+    @reports_errors
     def pentad_held(self) -> Receipt:
         """The digest of every parameter as the model holds it."""
         model = self.model_runner.get_model()
         return {"held": digest_of(model.named_parameters()).entries}
 
-    @told
+    @reports_errors
     def pentad_load_file(self, path: str) -> Receipt:
         return take(self, read(path, self.device))
 
-    @told
+    @reports_errors
     def pentad_load_part(self, path: str) -> Receipt:
         """The tensors of some modules: the others keep theirs."""
         return take(self, read(path, self.device), is_part=True)
 
-    @told
+    @reports_errors
     def pentad_join(self, spec: str) -> Receipt:
         """Meets the sender, which is rank 0, in a group of its own."""
         wanted = json.loads(spec)
@@ -94,12 +94,12 @@ class WeightReceiver:
         self.pentad_group = weight_group(store, rank, world, wanted["backend"], timeout)
         return {"rank": rank}
 
-    @told
+    @reports_errors
     def pentad_receive(self, spec: str) -> Receipt:
         """Takes the tensors that the sender broadcasts, in the order of `spec`."""
         return take(self, received(self.pentad_group, json.loads(spec), self.device))
 
-    @told
+    @reports_errors
     def pentad_open(self, spec: str) -> Receipt:
         """Takes tensors that lie on this worker's GPU in the sender's process."""
         handles = json.loads(spec)

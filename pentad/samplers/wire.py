@@ -14,8 +14,8 @@ from pentad.core.errors import InfraFailure
 
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
-MAX_TOLD = 300
-"""Characters of a server's own words that a sentence quotes."""
+MAX_QUOTED = 300
+"""Characters of a server's answer that a sentence quotes."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -74,8 +74,8 @@ class Wire:
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(map(str, first["loc"])) or "the answer"
-            told = f"{at}: {first['msg']}"
-            raise InfraFailure(f"{self.where}: {path} answered garbage ({told})") from error
+            found = f"{at}: {first['msg']}"
+            raise InfraFailure(f"{self.where}: {path} answered garbage ({found})") from error
 
     async def close(self) -> None:
         await self.http.aclose()
@@ -109,12 +109,12 @@ class Wire:
             raise InfraFailure(f"{self.where}: {path} failed ({reason})") from error
 
     def refused(self, path: str, response: httpx.Response) -> InfraFailure:
-        told = " ".join(response.text[:MAX_TOLD].split())
-        return InfraFailure(f"{self.where}: {path} answered {response.status_code} ({told})")
+        text = " ".join(response.text[:MAX_QUOTED].split())
+        return InfraFailure(f"{self.where}: {path} answered {response.status_code} ({text})")
 
     def _parsed(self, path: str, text: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            told = " ".join(text[:40].split())
-            raise InfraFailure(f"{self.where}: {path} answered no JSON ({told!r})") from error
+            start = " ".join(text[:40].split())
+            raise InfraFailure(f"{self.where}: {path} answered no JSON ({start!r})") from error

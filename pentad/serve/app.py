@@ -1,13 +1,16 @@
-"""The HTTP face: routes, limits, errors in OpenAI's shape, answers whole or as events."""
+"""The HTTP interface: routes, limits, errors in OpenAI's shape, answers whole or as events."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -20,7 +23,6 @@ from starlette.types import Receive, Scope, Send
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.infer.settings import RequestLimits
 from pentad.serve.jobs import Job, chat_job, completion_job
-from pentad.serve.limits import ServeLimits, check_body, check_sizes
 from pentad.serve.service import (
     ClientGone,
     Emit,
@@ -30,7 +32,10 @@ from pentad.serve.service import (
 )
 from pentad.serve.wire import (
     ApiError,
+    ServeLimits,
     as_api_error,
+    check_body,
+    check_sizes,
     parse_json,
     read_chat,
     read_completion,
@@ -45,7 +50,7 @@ HttpResponse = Response
 App = Starlette
 
 
-class Face:
+class Endpoints:
     """The endpoints of one service."""
 
     def __init__(self, service: Service, limits: ServeLimits) -> None:
@@ -157,10 +162,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, face: Face, job: Job, client: str) -> None:
+    def __init__(self, endpoints: Endpoints, job: Job, client: str) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self.face = face
+        self.endpoints = endpoints
         self.job = job
         self.client = client
 
@@ -180,11 +185,11 @@ class EventStream(Response):
             await emit(stopping().body())
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self.face.ended(self.client)
+            self.endpoints.ended(self.client)
 
     async def _events(self, emit: Emit) -> None:
         try:
-            await self.face.service.stream(self.job, emit)
+            await self.endpoints.service.stream(self.job, emit)
         except RunError as error:  # the head is sent: the failure can only be an event
             await emit(server_failed(error).body())
 
@@ -241,7 +246,7 @@ def app_of(endpoints: Mapping[str, Endpoint]) -> Starlette:
     routes = []
     for place, endpoint in endpoints.items():
         method, _, path = place.partition(" ")
-        routes.append(Route(path, told(endpoint), methods=[method]))
+        routes.append(Route(path, answering_errors(endpoint), methods=[method]))
     return Starlette(routes=routes, exception_handlers={HTTPException: unrouted, Exception: broken})
 
 
@@ -255,7 +260,7 @@ def event_answer(events: bytes) -> Response:
     return Response(events, media_type=EventStream.media_type)
 
 
-def told(endpoint: Endpoint) -> Endpoint:
+def answering_errors(endpoint: Endpoint) -> Endpoint:
     """Turns what an endpoint raises into an answer."""
 
     async def wrapped(request: Request) -> Response:
@@ -310,3 +315,91 @@ async def unrouted(request: Request, error: Exception) -> Response:
     remedy = "there are /v1/models, /v1/completions, /v1/chat/completions and /health"
     found = ApiError(Problem(where, rule, remedy), status=error.status_code)
     return JSONResponse(found.body(), error.status_code, headers=dict(error.headers or {}))
+
+
+Application = Callable[..., Awaitable[None]]
+"""Of ASGI: scope, receive, send."""
+OPEN_PATHS = ("/health",)
+"""Answered without the key: they reveal nothing of the requests."""
+
+
+class Guard:
+    """An application behind its checks: the key, the names a server at loopback answers to, and one
+    framing of a body.
+
+    A web page can have a browser send requests to loopback under a name of its own (DNS rebinding);
+    what it cannot do is send them with another Host or Origin than its own.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        *,
+        api_key: str | None = None,
+        is_loopback: bool,
+        hosts: Iterable[str] = (),
+    ) -> None:
+        """`hosts` are further names that a server at loopback answers to."""
+        self.app = app
+        self.api_key = api_key
+        self.is_loopback = is_loopback
+        self.hosts = frozenset(name_of(host) or host.lower() for host in hosts)
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            headers: dict[str, str] = {}
+            for name, value in scope["headers"]:  # one that is given twice has both values
+                key, text = name.decode("latin-1"), value.decode("latin-1")
+                headers[key] = f"{headers[key]}, {text}" if key in headers else text
+            try:
+                self.check(scope["path"], headers)
+            except ApiError as error:
+                await refuse(error, scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raises ApiError."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            rule = "a request has one of the two, or two servers may read it differently"
+            problem = Problem("content-length and transfer-encoding", rule)
+            raise ApiError(problem, closes=True)
+        if self.is_loopback:
+            self.check_name("host", headers.get("host", ""), name_of(headers.get("host", "")))
+            if (origin := headers.get("origin")) is not None:
+                self.check_name("origin", origin, name_of(origin.partition("://")[2]))
+        if self.api_key is not None and path not in OPEN_PATHS:
+            check_key(headers, self.api_key, "this server")
+
+    def check_name(self, header: str, value: str, name: str) -> None:
+        if name.lower() in self.hosts or is_local(name):
+            return
+        rule = "a server at loopback answers to localhost alone"
+        remedy = f"start it with --allow-host {name or 'NAME'}"
+        problem = Problem(f"{header} = {value or 'none'}", rule, remedy)
+        raise ApiError(problem, status=403, kind="permission_error", code="host_not_allowed")
+
+
+def check_key(headers: Mapping[str, str], key: str, whose: str) -> None:
+    """Raises ApiError unless the request has the key; takes as long for any other."""
+    given = headers.get("authorization", "")
+    if given[:7].lower() == "bearer ":
+        given = given[7:]
+    if not secrets.compare_digest(given.encode(), key.encode()):
+        problem = Problem("authorization", f"is not the api_key of {whose}")
+        raise ApiError(problem, status=401, kind="authentication_error", code="invalid_api_key")
+
+
+def name_of(host: str) -> str:
+    """The header without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_local(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"

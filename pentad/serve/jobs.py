@@ -1,25 +1,203 @@
-"""From a request's fields to what the sampler is asked: prompts as ids, limits checked, seeds."""
+"""From a request to a sampler's job: conversations rendered to ids once, limits checked, seeds."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Request, SamplingParams
-from pentad.data.render import Columns, encode_prompts
+from pentad.data.render import TOOL_CALL, BadRow, Columns, encode_prompts, messages_of, render
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import RequestLimits, check_request
-from pentad.serve.conversation import chat_ids, check_unicode, read_conversation
 from pentad.serve.wire import (
     MAX_CHOICES,
+    MAX_DEPTH,
     ApiError,
     ChatBody,
     CompletionBody,
+    parse_json,
+    shown,
+    size_of,
 )
+
+CHAT = Columns(key="messages", messages_key="messages")
+ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}
+"""Role of a message -> the one templates know."""
+CALL_START = "<tool_call>"
+"""What calls begin with in answers that are parsed: the format of the Hermes and Qwen templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    """Those the model is shown."""
+    reads_calls: bool
+    """Whether calls in the answer are parsed."""
+
+
+def read_conversation(body: ChatBody, tokenizer: Tokenizer) -> Conversation:
+    """Raises ApiError on what the chat template does not render."""
+    if not tokenizer.has_chat_template:
+        rule = f"the tokenizer in {tokenizer.folder} has no chat template"
+        raise ApiError(Problem("messages", rule, "use /v1/completions"), param="messages")
+    tools = read_tools(body.tools) if body.tool_choice == "auto" else []
+    try:
+        messages = plain_messages(body.messages)
+        check_shown(messages, tools, tokenizer)
+    except BadRow as error:
+        raise ApiError(error.at("messages"), param="messages") from error
+    reads_calls = bool(tools) and CALL_START in str(tokenizer.inner.chat_template)
+    return Conversation(messages, tools, reads_calls)
+
+
+def chat_ids(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
+    try:
+        text = render(conversation.messages, tokenizer, for_answer=True, tools=conversation.tools)
+    except BadRow as error:
+        raise ApiError(error.at("messages"), param="messages") from error
+    check_unicode(text, "messages")
+    return encode_prompts([text], CHAT, tokenizer)[0]
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type") != "function" or not is_named:
+            rule = "is not an object with type = function and a function with a name"
+            raise ApiError(Problem(f"tools[{index}] = {shown(tool)}", rule), param="tools")
+    return [dict(tool) for tool in tools]
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """With roles and texts as templates know them. Raises BadRow."""
+    flattened = [with_calls(flat(message)) for message in messages]
+    plain = [dict(message) for message in messages_of({"messages": flattened}, "messages", CHAT)]
+    for number, message in enumerate(plain, 1):
+        if message["role"] not in ROLES:
+            rule = f"message {number}: role = {shown(message['role'])} is none of"
+            raise BadRow(f"{rule} {', '.join(ROLES)}")
+        message["role"] = ROLES[message["role"]]
+        for field in ("function_call", "audio"):
+            if message.get(field):
+                raise BadRow(f"message {number}: {field} is not read", "give content or tool_calls")
+    if plain[-1]["role"] == "assistant":
+        raise BadRow("the last one is the assistant's, so there is nothing to answer")
+    return plain
+
+
+def flat(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Content given in parts as one text; templates and this engine know no other parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        if content is not None and not isinstance(content, str):
+            raise BadRow(f"content = {shown(content)} is neither text nor a list of parts")
+        return dict(message)
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+    if kinds != ["text"] * len(content) or not all(isinstance(text, str) for text in texts):
+        raise BadRow(f"content has parts {shown(kinds)}", "there is only text")
+    return {**message, "content": "".join(map(str, texts))}
+
+
+def with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of tool calls as objects, which templates write out; OpenAI's are texts of JSON."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise BadRow(f"tool_calls = {shown(calls)} is not a list")
+    return {**message, "tool_calls": [read_call(call) for call in calls]}
+
+
+def read_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not function.get("name"):
+        raise BadRow(f"tool_calls holds {shown(call)}", "give type, id and function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            rule = f"the arguments of {shown(function['name'])} are not JSON: {error}"
+            raise BadRow(rule) from error
+        if size_of(arguments, len(function["arguments"]))[1] > MAX_DEPTH:
+            rule = f"are nested more than {MAX_DEPTH} levels deep"
+            raise BadRow(f"the arguments of {shown(function['name'])} {rule}", "flatten them")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def check_shown(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> None:
+    """What a template passes over would silently be no part of the conversation: every tool, every
+    call and every text of a system or tool is replaced by a mark, which must then be rendered."""
+    missing: dict[str, ApiError] = {}
+
+    def mark(where: str, what: str, remedy: str, param: str) -> str:
+        rule = f"the chat template in {tokenizer.folder} does not show {what}"
+        found = f"mark-{len(missing)}-{secrets.token_hex(4)}"
+        missing[found] = ApiError(Problem(where, rule, remedy), param=param)
+        return found
+
+    def renamed(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return {**item, "function": {**item["function"], "name": name}}
+
+    marked = []
+    for number, message in enumerate(messages, 1):
+        where, changed = f"messages: message {number}", dict(message)
+        if message["role"] in ("system", "tool") and message.get("content"):
+            what = f"messages of the role {message['role']}"
+            changed["content"] = mark(where, what, "write it as a user's", "messages")
+        if calls := message.get("tool_calls"):
+            given = (where, "tool_calls", "write the call as content", "messages")
+            changed["tool_calls"] = [renamed(call, mark(*given)) for call in calls]
+        marked.append(changed)
+    given = ("tools", "tools", "put them in a message", "tools")
+    named = [renamed(tool, mark(*given)) for tool in tools]
+    if missing:
+        text = render(marked, tokenizer, for_answer=True, tools=named)
+        for found, error in missing.items():
+            if found not in text:
+                raise error
+
+
+def read_calls(text: str, ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
+    """The text beside the calls, and the calls as OpenAI has them; no calls where one of them is
+    not an object with name and arguments. A call that is cut off is text. Their names are made of
+    `ids`, so that equal answers are equal."""
+    calls = []
+    for number, found in enumerate(TOOL_CALL.findall(text)):
+        try:
+            call = parse_json(found)
+        except ValueError:
+            return text, []
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return text, []
+        function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        name = f"call_{hashlib.sha256(repr((number, *ids)).encode()).hexdigest()[:24]}"
+        calls.append({"id": name, "type": "function", "function": function})
+    if not calls:
+        return text, []
+    before, *between = TOOL_CALL.split(text)[::2]
+    return before + "".join(part for part in between if part.strip()), calls
+
+
+def check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        rule = f"holds half of a surrogate pair at character {error.start}"
+        raise ApiError(Problem(where, rule, "send valid Unicode"), param=where) from error
+
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As with OpenAI; a chat answer may fill the context."""
@@ -41,6 +219,22 @@ class Job:
     reads_calls: bool = False
     """Whether calls of tools in the answer are parsed."""
 
+    @classmethod
+    def of(
+        cls, body: ChatBody | CompletionBody, id: str, requests: tuple[Request, ...], **more: bool
+    ) -> Job:
+        return cls(
+            kind="chat" if isinstance(body, ChatBody) else "completion",
+            id=id,
+            requests=requests,
+            n=body.n,
+            wants_logprobs=body.wants_logprobs,
+            is_streamed=body.stream,
+            wants_usage=body.stream_options.include_usage,
+            wants_ids=body.return_token_ids,
+            **more,
+        )
+
     @property
     def params(self) -> SamplingParams:
         return self.requests[0].params
@@ -58,7 +252,7 @@ def completion_job(body: CompletionBody, tokenizer: Tokenizer, limits: RequestLi
     if not prompts or not all(prompts):
         raise ApiError(Problem("prompt", "is empty", "give a text or token ids"), param="prompt")
     max_new = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return build_job("completion", body, prompts, max_new, tokenizer, limits)
+    return build_job(body, prompts, max_new, tokenizer, limits)
 
 
 def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: RequestLimits) -> Job:
@@ -70,8 +264,8 @@ def chat_job(body: ChatBody, tokenizer: Tokenizer, limits: RequestLimits) -> Job
     ids = chat_ids(conversation, tokenizer)
     room = min(limits.max_context, limits.max_cached) - len(ids)
     max_new = limit or max(room, 1)
-    job = build_job("chat", body, [ids], max_new, tokenizer, limits)
-    return replace(job, reads_calls=conversation.reads_calls)
+    reads_calls = conversation.reads_calls
+    return build_job(body, [ids], max_new, tokenizer, limits, reads_calls=reads_calls)
 
 
 def chat_limit(body: ChatBody) -> int | None:
@@ -85,12 +279,13 @@ def chat_limit(body: ChatBody) -> int | None:
 
 
 def build_job(
-    kind: Literal["chat", "completion"],
     body: ChatBody | CompletionBody,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     tokenizer: Tokenizer,
     limits: RequestLimits,
+    *,
+    reads_calls: bool = False,
 ) -> Job:
     """Raises ApiError on what the engine cannot serve."""
     for ids in prompts:
@@ -105,7 +300,7 @@ def build_job(
         stop_strings=body.stop_strings,
         num_top=min(body.num_top, limits.vocab_size),
     )
-    name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
+    name = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{secrets.token_hex(12)}"
     seed = secrets.randbits(62) if body.seed is None else body.seed
     requests = tuple(
         Request(
@@ -121,16 +316,7 @@ def build_job(
             check_request(request, limits)
         except UserError as error:
             raise ApiError(str(error).replace(f"request {request.id}: ", "")) from error
-    return Job(
-        kind=kind,
-        id=name,
-        requests=requests,
-        n=body.n,
-        wants_logprobs=body.wants_logprobs,
-        is_streamed=body.stream,
-        wants_usage=body.stream_options.include_usage,
-        wants_ids=body.return_token_ids,
-    )
+    return Job.of(body, name, requests, reads_calls=reads_calls)
 
 
 def check_length(num_prompt: int, max_new_tokens: int, limits: RequestLimits) -> None:

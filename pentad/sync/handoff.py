@@ -48,7 +48,7 @@ class Offer:
     ticket: Ticket
     source: Iterable[tuple[str, Tensor]]
     """What was handed over, known again by its identity; nothing for a snapshot, a whole model
-    that need not wait for the next one: its version and digest tell."""
+    that need not wait for the next one: its version and digest identify it."""
     kept: Tensor | None = None
     """A buffer that receivers read in place."""
     num_readers: int = 0

@@ -299,20 +299,20 @@ class ShardWriter:
         self.is_whole = False
 
         def write() -> None:
-            told = ""
+            failure = ""
             try:
                 with suppress(FileNotFoundError):
                     move()
                     self.is_whole = True
             except OSError as error:
-                told = no_room(path, self.staged_bytes, error)
+                failure = no_room(path, self.staged_bytes, error)
             except Exception as error:
-                told = f"{path}: rank {self.rank} cannot write weights ({error!r})"
+                failure = f"{path}: rank {self.rank} cannot write weights ({error!r})"
             if not mark.exists():
                 return
             draft = mark.with_name(f"{mark.name}.draft")
             try:
-                draft.write_text(told, encoding="utf-8")
+                draft.write_text(failure, encoding="utf-8")
                 draft.replace(mark)
             except OSError:  # whoever waits must not wait for ever
                 mark.unlink(missing_ok=True)
@@ -345,8 +345,8 @@ class ShardWriter:
     def _agree(self, failure: str, value: Any = None) -> list[Any]:
         """The values of all ranks; RunError on all if one failed."""
         found = self._gather([failure, value])
-        if told := [one for one, _ in found if one]:
-            raise RunError(told[0])
+        if failures := [one for one, _ in found if one]:
+            raise RunError(failures[0])
         return [one for _, one in found]
 
 

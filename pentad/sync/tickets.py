@@ -118,8 +118,8 @@ def read_mark(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        told = f"whether weights are written cannot be known ({error.strerror})"
-        raise InfraFailure(f"{path}: {told}") from error
+        rule = f"whether weights are written cannot be known ({error.strerror})"
+        raise InfraFailure(f"{path}: {rule}") from error
 
 
 # Files.
@@ -140,8 +140,8 @@ def make_file(path: Path, size: int) -> Tensor:
 
 
 def no_room(path: Path, size: int, error: OSError) -> str:
-    told = f"{path.parent}: weights of {size} bytes cannot be written ({error.strerror})"
-    return f"{told}; make room in it"
+    rule = f"{path.parent}: weights of {size} bytes cannot be written ({error.strerror})"
+    return f"{rule}; make room in it"
 
 
 def write_ticket(version: int, pairs: Pairs, digest: str, path: Path, kind: Kind) -> Ticket:

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "pentad",
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "tokenizers",
-    "triton",
-    "pyarrow",
-    "ray",
-    "vllm",
-    "sglang",
+    *("pentad", "torch", "transformers", "safetensors", "numpy", "tokenizers"),
+    *("triton", "pyarrow", "ray", "vllm", "sglang"),
 )
 
 
@@ -50,7 +41,7 @@ def hardware() -> dict[str, Any]:
 
 
 def rss_gb() -> float | None:
-    """Resident memory of this process; null where /proc does not tell."""
+    """Resident memory of this process; null where /proc has no entry."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

@@ -85,8 +85,8 @@ class ScreenHandler(logging.Handler):
             before.num_hidden += 1
             return ""
         self.warnings[kind] = Shown(now, text)
-        is_told = before is not None and before.num_hidden
-        return f"{text} ({before.num_hidden} like it before)" if before and is_told else text
+        num_hidden = before.num_hidden if before else 0
+        return f"{text} ({num_hidden} like it before)" if num_hidden else text
 
 
 @contextmanager

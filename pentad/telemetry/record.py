@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +20,13 @@ SCHEMA = 1
 
 
 def about(meaning: str, unit: str = "", *, varies: bool = False) -> Any:
-    """A field of the schema, null unless given. `varies`: differs between two equal runs, because
-    it measures the machine and not the training."""
+    """A field of the schema, null unless given."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit, "varies": varies})
+
+
+def measured(meaning: str, unit: str = "") -> Any:
+    """A field that differs between two equal runs: it measures the machine, not the training."""
+    return about(meaning, unit, varies=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +37,8 @@ class Kernel:
     sram_bytes_per_block: int | None = about(
         "shared memory one block of the Triton kernel uses; null where torch routes", "bytes"
     )
-    achieved_bw_gbps: float | None = about(
-        "logits read and choices written, over the time that choosing and weighing took",
-        "GB/s",
-        varies=True,
+    achieved_bw_gbps: float | None = measured(
+        "logits read and choices written, over the time that choosing and weighing took", "GB/s"
     )
     tokens_per_expert_mean: float | None = about(
         "mean tokens routed to an expert in the step, on all ranks", "tokens"
@@ -53,126 +57,109 @@ class Collective:
     """Expert parallelism's exchange of tokens, in the forward passes of training of rank 0, summed
     over layers and microbatches; passes computed again count again. Null without it."""
 
-    all_to_all_dispatch_ms: float | None = about(
+    all_to_all_dispatch_ms: float | None = measured(
         "sending pairs of a token and an expert to where the expert is, from when this rank is "
         "ready to the arrival of the last; a shared expert may be computed meanwhile",
         "ms",
-        varies=True,
     )
-    all_to_all_combine_ms: float | None = about("bringing their results back", "ms", varies=True)
+    all_to_all_combine_ms: float | None = measured("bringing their results back", "ms")
     dispatch_bytes: int | None = about("sent to other ranks, weights of pairs included", "bytes")
     combine_bytes: int | None = about("results sent to other ranks", "bytes")
-    dispatch_bw_gbps: float | None = about("dispatch_bytes over its time", "GB/s", varies=True)
-    combine_bw_gbps: float | None = about("combine_bytes over its time", "GB/s", varies=True)
+    dispatch_bw_gbps: float | None = measured("dispatch_bytes over its time", "GB/s")
+    combine_bw_gbps: float | None = measured("combine_bytes over its time", "GB/s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Memory of rank 0 of the learner."""
 
-    peak_allocated_gb: float | None = about(
-        "most device memory in use in the step; null on a CPU", "GB", varies=True
+    peak_allocated_gb: float | None = measured(
+        "most device memory in use in the step; null on a CPU", "GB"
     )
-    reserved_gb: float | None = about(
-        "device memory the allocator holds; null on a CPU", "GB", varies=True
-    )
-    leak_delta_gb: float | None = about(
+    reserved_gb: float | None = measured("device memory the allocator holds; null on a CPU", "GB")
+    leak_delta_gb: float | None = measured(
         "device memory in use after the step, less that after the step before; on a CPU of "
         "host_rss_gb; null for the first step of a start",
         "GB",
-        varies=True,
     )
-    host_rss_gb: float | None = about("resident host memory", "GB", varies=True)
-    turns_gb: dict[str, float] | None = about(
+    host_rss_gb: float | None = measured("resident host memory", "GB")
+    turns_gb: dict[str, float] | None = measured(
         "where roles take turns on a GPU, memory in use on it by all processes: before_sleep, "
         "asleep (the trainer's turn begins), before_wake, awake (the sampler's does)",
         "GB",
-        varies=True,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infra:
-    async_ckpt_commit_ms: float | None = about(
+    async_ckpt_commit_ms: float | None = measured(
         "time the last export took from the copy of the weights to the whole folder, beside "
         "training; null before the first, and with saver.mode: sync",
         "ms",
-        varies=True,
     )
-    last_saved_step: int | None = about(
+    last_saved_step: int | None = measured(
         "the last step whose export is whole on disk, as far as known; null before the first",
         "steps",
-        varies=True,
     )
-    num_failed_saves: int | None = about(
-        "attempts to export that failed since the last good one", "attempts", varies=True
+    num_failed_saves: int | None = measured(
+        "attempts to export that failed since the last good one", "attempts"
     )
-    last_recover_step: int | None = about(
-        "the last step whose recovery checkpoint is committed, as far as known",
-        "steps",
-        varies=True,
+    last_recover_step: int | None = measured(
+        "the last step whose recovery checkpoint is committed, as far as known", "steps"
     )
-    recover_stall_ms: float | None = about(
-        "time training stood still for the last recovery checkpoint", "ms", varies=True
+    recover_stall_ms: float | None = measured(
+        "time training stood still for the last recovery checkpoint", "ms"
     )
-    recover_commit_ms: float | None = about("from its start to its commit", "ms", varies=True)
-    num_failed_recovers: int | None = about(
-        "recovery checkpoints that failed since the last good one", "attempts", varies=True
+    recover_commit_ms: float | None = measured("from its start to its commit", "ms")
+    num_failed_recovers: int | None = measured(
+        "recovery checkpoints that failed since the last good one", "attempts"
     )
-    last_uploaded_step: int | None = about(
+    last_uploaded_step: int | None = measured(
         "the last step whose recovery checkpoint is whole in the store, as far as known; this and "
         "the next three are null without checkpoint.remote_uri",
         "steps",
-        varies=True,
     )
-    waiting_upload_step: int | None = about(
-        "the newest committed one that the store does not have yet; null: it has all",
-        "steps",
-        varies=True,
+    waiting_upload_step: int | None = measured(
+        "the newest committed one that the store does not have yet; null: it has all", "steps"
     )
-    num_failed_uploads: int | None = about(
-        "uploads that failed after all retries, in this start of the run", "attempts", varies=True
+    num_failed_uploads: int | None = measured(
+        "uploads that failed after all retries, in this start of the run", "attempts"
     )
-    uploaded_gb: float | None = about(
-        "sent to the store and acknowledged, in this start of the run", "GB", varies=True
+    uploaded_gb: float | None = measured(
+        "sent to the store and acknowledged, in this start of the run", "GB"
     )
-    publish_gather_ms: float | None = about(
+    publish_gather_ms: float | None = measured(
         "of the last publish that samplers confirmed: the learner's part, until its weights may "
         "change again; this and the next four are null before the first",
         "ms",
-        varies=True,
     )
-    publish_transfer_ms: float | None = about(
-        "from there until the slowest sampler had the weights at hand", "ms", varies=True
+    publish_transfer_ms: float | None = measured(
+        "from there until the slowest sampler had the weights at hand", "ms"
     )
-    publish_pause_ms: float | None = about(
+    publish_pause_ms: float | None = measured(
         "how long the slowest sampler drew no token for it; 0 of one that was paused or asleep",
         "ms",
-        varies=True,
     )
-    publish_install_ms: float | None = about(
-        "from the weights at hand to the receipt, the pause included", "ms", varies=True
+    publish_install_ms: float | None = measured(
+        "from the weights at hand to the receipt, the pause included", "ms"
     )
-    publish_mb: float | None = about(
+    publish_mb: float | None = measured(
         "written or sent for it to one sampler: less than the weights where only what changed "
         "travels, 0 where the sampler was handed the tensors themselves",
         "MB",
-        varies=True,
     )
-    active_nodes: int | None = about(
-        "machines that the learner's ranks are on, by host name", "nodes", varies=True
+    active_nodes: int | None = measured(
+        "machines that the learner's ranks are on, by host name", "nodes"
     )
-    straggler: int | None = about(
+    straggler: int | None = measured(
         "rank that computed 1.5 times as long as the others' median in the last three calls of a "
-        "kind; null: none, one process, or torchrun",
-        varies=True,
+        "kind; null: none, one process, or torchrun"
     )
-    ettr: float | None = about(
+    ettr: float | None = measured(
         "effective training time ratio: time in steps that moved the weights and were neither done "
         "again nor rolled back, over the time since the run was first started, breaks between "
         "starts included",
         "share",
-        varies=True,
     )
     ep_world_size: int | None = about("ranks that share the experts", "ranks")
 
@@ -233,11 +220,11 @@ class Funnel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     step: int = about("optimizer steps done, this one included: the first record has 1", "steps")
-    generation: int = about("how often the run had been started before", varies=True)
-    superseded: bool = about("true once a resumed run has done the step again", varies=True)
+    generation: int = measured("how often the run had been started before")
+    superseded: bool = measured("true once a resumed run has done the step again")
     epoch: int | None = about("epoch of the data, from 0")
     version: int | None = about("version of the weights after the step")
-    time_s: float | None = about("when the record was written, Unix time", "s", varies=True)
+    time_s: float | None = measured("when the record was written, Unix time", "s")
     loss: float | None = about("mean of the loss as the optimizer saw it")
     grad_norm: float | None = about("norm of the gradient before clipping")
     lr: float | None = about("learning rate of the step")
@@ -258,23 +245,20 @@ class StepRecord:
     )
     num_tokens: int | None = about("tokens the model was run on, prompts included", "tokens")
     num_microbatches: int | None = about("forward and backward passes", "passes")
-    tokens_per_sec: float | None = about("num_tokens over the wall clock", "tokens/s", varies=True)
-    wall_clock_ms: float | None = about("duration of the step", "ms", varies=True)
-    phases: dict[str, float] | None = about(
-        "duration of each phase; they exclude each other and sum to wall_clock_ms",
-        "ms",
-        varies=True,
+    tokens_per_sec: float | None = measured("num_tokens over the wall clock", "tokens/s")
+    wall_clock_ms: float | None = measured("duration of the step", "ms")
+    phases: dict[str, float] | None = measured(
+        "duration of each phase; they exclude each other and sum to wall_clock_ms", "ms"
     )
-    mfu: float | None = about(
+    mfu: float | None = measured(
         "share of the devices' peak reached by the training phase: 6 x active parameters x tokens, "
         "and attention counted as causal; recomputation is not counted. Null on a CPU, for a GPU "
         "whose peak is not known (telemetry.hardware_peak_tflops gives one) and for a model whose "
         "config does not tell its size",
         "share",
-        varies=True,
     )
-    mfu_full_attention: float | None = about(
-        "the same with attention counted as full, as some papers do", "share", varies=True
+    mfu_full_attention: float | None = measured(
+        "the same with attention counted as full, as some papers do", "share"
     )
     peak_tflops: float | None = about("peak of one device that mfu refers to", "TFLOP/s")
     kernel: Kernel | None = about("")
@@ -406,3 +390,46 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}/{key}" if path else str(key))
     else:
         yield path, value
+
+
+OTHER = "other"
+
+
+class PhaseTimer:
+    """Where the time of a step goes. A phase inside another stops the outer one's clock; time in no
+    phase is `other`, so the parts always sum to the whole. For one thread of control: phases that
+    overlap in time (two tasks of an event loop) need a timer each.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.start = clock()
+        self._mark = self.start
+        self._open: list[str] = []
+        self._totals: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._book()
+        self._open.append(name)
+        depth = len(self._open)
+        try:
+            yield
+        finally:
+            self._book()
+            assert len(self._open) == depth, f"phase {name} ended while {self._open[-1]} was open"
+            self._open.pop()
+
+    def phases_ms(self) -> dict[str, float]:
+        """Milliseconds by phase until now, in order of first appearance, `other` last."""
+        self._book()
+        other = self._totals.get(OTHER, 0.0)
+        named = {name: 1e3 * t for name, t in self._totals.items() if name != OTHER}
+        return {**named, OTHER: 1e3 * other}
+
+    def _book(self) -> None:
+        """Gives the time since the last mark to the innermost open phase."""
+        now = self.clock()
+        name = self._open[-1] if self._open else OTHER
+        self._totals[name] = self._totals.get(name, 0.0) + now - self._mark
+        self._mark = now

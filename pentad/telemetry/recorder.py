@@ -86,14 +86,14 @@ class Recorder:
         self._lock = threading.Lock()
 
     def _open_files(self) -> None:
-        self._steps = LineWriter(self.folder.file("steps.jsonl"))
-        self._samples = LineWriter(self.folder.file("samples.jsonl"))
-        self._evals = LineWriter(self.folder.file("evals.jsonl"))
+        names = ("steps.jsonl", "samples.jsonl", "evals.jsonl")
+        self._writers = [LineWriter(self.folder.file(name)) for name in names]
+        self._steps, self._samples, self._evals = self._writers
 
     def resume(self, step: int) -> int:
         """Goes on after `step`; how many recorded steps will be done again. Once, at the start."""
         with self._lock:
-            for writer in (self._steps, self._samples, self._evals):
+            for writer in self._writers:
                 writer.close()
             supersede(self.folder.file("samples.jsonl"), after=step)
             self._drawn["evals"] = supersede(
@@ -104,8 +104,8 @@ class Recorder:
             self._open_files()
             records = read_lines(self.folder.file("steps.jsonl"))
             evals = read_lines(self.folder.file("evals.jsonl"))
-            told = [e["version"] for record in records for e in record.get("evals") or ()]
-            self._new_evals = [line for line in evals if line["version"] not in told]
+            known = [e["version"] for record in records for e in record.get("evals") or ()]
+            self._new_evals = [line for line in evals if line["version"] not in known]
             self._effective = {}
             for record in records:
                 note_effective(record, self._effective)
@@ -137,7 +137,7 @@ class Recorder:
     def sync(self) -> None:
         """All that was recorded so far outlives a power cut."""
         with self._lock:
-            for writer in (self._steps, self._samples, self._evals):
+            for writer in self._writers:
                 self._try(writer.path.name, writer.sync)
 
     def step(self, record: StepRecord, groups: Sequence[Group] = ()) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Recorder:
             self._show(lambda screen: screen.close())
             for sink in self.sinks:
                 sink.close()
-            for writer in (self._steps, self._samples, self._evals):
+            for writer in self._writers:
                 writer.close()
             for what, count in self.failures.items():
                 log.warning("%s failed %d times in this run", what, count)

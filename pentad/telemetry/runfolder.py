@@ -7,16 +7,58 @@ the caller does not take for the run's and, unless the run resumes, a folder tha
 
 from __future__ import annotations
 
+import datetime
 import getpass
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pentad
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.lock import NAME, FolderLock
-from pentad.telemetry.manifest import build_manifest, write_json
+from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
+
+FORMAT = 1
+
+
+def build_manifest(config: Mapping[str, Any], config_digest: str, seed: int) -> dict[str, Any]:
+    """manifest.json: what a run is made of, and every time it was started.
+
+    {"format": 1, "config_digest": "...", "seed": 1, "config": {...},
+     "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,
+                 "generation": 0, "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
+    """
+    return {
+        "format": FORMAT,
+        "config_digest": config_digest,
+        "seed": seed,
+        "config": dict(config),
+        "starts": [],
+    }
+
+
+def describe_start(**more: Any) -> dict[str, Any]:
+    """This start; `more` holds what the caller knows besides, such as the self-test's figures."""
+    package = Path(pentad.__file__).parent
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "versions": host.versions(),
+        "git": host.git_state(package.parent),
+        "hardware": host.hardware(),
+        **more,
+    }
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    aside = path.with_name(f".{path.name}.aside")
+    aside.write_text(json.dumps(value, indent=2) + "\n")
+    aside.replace(path)
+
 
 FILES = {
     "config.yaml": "The config with every value filled in; `pentad train` on it repeats the run.",
@@ -59,6 +101,7 @@ FILES = {
 """Every file a run can leave in its folder."""
 
 EARLIER = "earlier"
+ANEW = "choose another trial_name, or start anew with --fresh"
 
 README = """\
 # Records of one run
@@ -101,11 +144,6 @@ class RunFolder:
                 "records are lost"
             )
 
-    @property
-    def last_step(self) -> int:
-        """The last step that is recorded and not superseded; 0 without any."""
-        return max((line["step"] for line in read_lines(self.file("steps.jsonl"))), default=0)
-
     def add_start(self, start: Mapping[str, Any]) -> None:
         """From here on the present config is that of the run."""
         changed = {"config_changes": self.changes} if self.changes else {}
@@ -119,13 +157,8 @@ class RunFolder:
 
 def run_path(fileroot: str, experiment_name: str, trial_name: str, user: str | None = None) -> Path:
     """Where the records of a run lie; by default under the login name."""
-    return (
-        Path(fileroot).expanduser()
-        / "logs"
-        / (user or getpass.getuser())
-        / (experiment_name)
-        / trial_name
-    )
+    user = user or getpass.getuser()
+    return Path(fileroot).expanduser() / "logs" / user / experiment_name / trial_name
 
 
 def open_run_folder(
@@ -203,26 +236,23 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not all(
         isinstance(value.get(key), kind) for key, kind in kinds.items()
     ):
-        remedy = "choose another trial_name, or start anew with --fresh"
-        raise UserError(Problem(str(file), "not the manifest of a run", remedy))
+        raise UserError(Problem(str(file), "not the manifest of a run", ANEW))
     return value
 
 
 def _check_steps(path: Path) -> None:
     steps = [r["step"] for r in read_lines(path / "steps.jsonl")]
     if steps:
-        remedy = "choose another trial_name, or start anew with --fresh"
         rule = f"already holds a run of {max(steps)} steps"
-        raise UserError(Problem(f"run folder = {path}", rule, remedy))
+        raise UserError(Problem(f"run folder = {path}", rule, ANEW))
 
 
 def _check_exports(exports: Path | None) -> None:
     """Models of a run whose records are gone are neither mixed with new ones nor replaced."""
     found = sorted(exports.glob("[!.]*/epoch*globalstep*")) if exports is not None else []
     if found:
-        remedy = "choose another trial_name, or start anew with --fresh"
         rule = f"already holds models of an earlier run, such as {found[0].name}"
-        raise UserError(Problem(f"checkpoint folder = {found[0].parent}", rule, remedy))
+        raise UserError(Problem(f"checkpoint folder = {found[0].parent}", rule, ANEW))
 
 
 def set_aside(roots: Sequence[Path]) -> list[Path]:

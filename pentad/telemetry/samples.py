@@ -75,8 +75,8 @@ def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
 
 def question_of(prompt: Prompt) -> str:
     """What the user asks, for people."""
-    asked = [message.get("content") for message in prompt.messages if message["role"] == "user"]
-    return asked[-1] if asked and isinstance(asked[-1], str) else prompt.text
+    texts = [message.get("content") for message in prompt.messages if message["role"] == "user"]
+    return texts[-1] if texts and isinstance(texts[-1], str) else prompt.text
 
 
 def transcript_of(line: Mapping[str, Any]) -> str:

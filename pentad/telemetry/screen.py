@@ -7,9 +7,10 @@ picture of a running, a finished and a crashed run is the same. Readable at 80 c
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -34,20 +35,6 @@ ETA_STEPS = 20
 """Steps whose mean duration is expected to go on."""
 BLOCKS = "".join(chr(0x2581 + i) for i in range(8))
 ASCII_BLOCKS = "_.-=+*#@"
-
-
-class Screen(Protocol):
-    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        """What an earlier start of the run recorded, without what is done again."""
-        ...
-
-    def step(self, record: Record) -> None: ...
-
-    def samples(self, lines: Sequence[Record]) -> None: ...
-
-    def evaluation(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,25 +269,45 @@ def clock(value_s: float | None) -> str:
     return f"{hours}:{minutes:02d}:{total % 60:02d}" if hours else f"{minutes}:{total % 60:02d}"
 
 
-class LiveScreen:
+class Screen(ABC):
+    """A picture as people see it while it changes."""
+
+    def __init__(self, picture: Picture) -> None:
+        self.picture = picture
+
+    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
+        """What an earlier start of the run recorded, without what is done again."""
+        self.picture.resume(records, evals)
+
+    def samples(self, lines: Sequence[Record]) -> None:
+        self.picture.take_samples(lines)
+
+    @abstractmethod
+    def step(self, record: Record) -> None: ...
+
+    @abstractmethod
+    def evaluation(self, record: Record) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class LiveScreen(Screen):
     """Redraws in place. Text that others print appears above."""
 
     def __init__(self, picture: Picture, console: Console) -> None:
-        self.picture = picture
+        super().__init__(picture)
         self.console = console
         self.live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
         self.live.start()
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        self.picture.resume(records, evals)
+        super().resume(records, evals)
         self.live.update(self._draw())
 
     def step(self, record: Record) -> None:
         self.picture.add(record)
         self.live.update(self._draw())
-
-    def samples(self, lines: Sequence[Record]) -> None:
-        self.picture.take_samples(lines)
 
     def evaluation(self, record: Record) -> None:
         self.picture.evals.append(record)
@@ -314,18 +321,15 @@ class LiveScreen:
         return draw(self.picture, ascii_only=self.console.options.ascii_only)
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """One line a step, for files and pipes."""
 
     def __init__(self, picture: Picture, stream: TextIO) -> None:
-        self.picture = picture
+        super().__init__(picture)
         self.stream = stream
         self.columns: list[Column] = []
         self.lines = 0
         self._say(f"{picture.title}: {picture.total_steps} steps")
-
-    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        self.picture.resume(records, evals)
 
     def step(self, record: Record) -> None:
         picture = self.picture
@@ -339,9 +343,6 @@ class PlainScreen:
         self.lines += 1
         cells = " ".join(_cell(record, column).rjust(column.width) for column in columns)
         self._say(f"{record['step']:>{width}} {cells} {clock(picture.eta_s()):>7}")
-
-    def samples(self, lines: Sequence[Record]) -> None:
-        self.picture.take_samples(lines)
 
     def evaluation(self, record: Record) -> None:
         self.picture.evals.append(record)

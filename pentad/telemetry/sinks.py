@@ -141,7 +141,7 @@ def build_sinks(
     wandb: WandbSettings | None = None,
     run_name: str = "",
 ) -> Sequence[BackgroundSink]:
-    """The sinks that were asked for. One whose library is missing is a UserError, at the start."""
+    """The sinks that are configured. One whose library is missing is a UserError, at the start."""
     sinks = []
     if tensorboard:
         try:

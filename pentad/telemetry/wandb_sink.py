@@ -37,7 +37,7 @@ class WandbSink:
         self.run.define_metric("*", step_metric="step")
 
     def resume(self, step: int) -> None:
-        """Never asked: `can_redraw` is False."""
+        """Never called: `can_redraw` is False."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, "step": step})

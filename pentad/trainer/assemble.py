@@ -5,87 +5,55 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import (
-    component_of,
-    layout_of,
     scorers,
     snapshot_on_host,
-    store_kind,
 )
-from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.machine import gpu_memory_used
-from pentad.core.roles import Sampler
 from pentad.core.sizes import RunSize
-from pentad.core.types import SamplingParams
-from pentad.data.file_blobs import make_blobs
 from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
-from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
+from pentad.data.store import BlobStore
 from pentad.rewards.scorer import RewardScorer
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
-from pentad.runtime.calls import RankCalls
-from pentad.runtime.rank import is_one_machine
-from pentad.samplers.replica import ReplicaSampler
-from pentad.sync.handoff import Handoff, opened, snapshot_of
-from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse
-from pentad.trainer.budget import Budget
 from pentad.trainer.crew import Crew, Regroup
-from pentad.trainer.evaluate import open_reward
-from pentad.trainer.evaluator import Evaluator
+from pentad.trainer.evaluate import Evaluator, open_executor, open_reward
 from pentad.trainer.learner_thread import Calls, LearnerThread
-from pentad.trainer.learners import size_of
-from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.preflight import Checked, check_train, kind_of
-from pentad.trainer.probing import Prober
-from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.learners import start_run
+from pentad.trainer.placement import Placement
+from pentad.trainer.preflight import Checked, check_train, kind_of, size_of
 from pentad.trainer.ranks import run_over_ranks
 from pentad.trainer.recovery import GROUPS, Identity, progress_of, save_after_failure
-from pentad.trainer.reference import RefreshedReference
 from pentad.trainer.rollout_pump import RolloutPump, rejection
-from pentad.trainer.run import (
-    OpenRun,
-    RunSummary,
-    count_steps,
-    oldest_saved,
-    open_run,
-    repeat_warnings,
-    standing,
-)
-from pentad.trainer.samplers import open_handoff, open_samplers, ray_places
-from pentad.trainer.scheduler import Scheduler
-from pentad.trainer.score_pump import ScorePump
-from pentad.trainer.scorers import ScorerCalls, open_scorers
-from pentad.trainer.selftest import NUM_PROBES, run_selftest, tolerance_of
+from pentad.trainer.run import OpenRun, RunSummary, open_run
+from pentad.trainer.run_folders import oldest_saved, standing
+from pentad.trainer.sampler_side import open_group_store, open_sampler_side
+from pentad.trainer.scheduler import Scheduler, Watchdog
+from pentad.trainer.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
+from pentad.trainer.selftest import NUM_PROBES, Prober, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
 from pentad.trainer.sft import run_sft
-from pentad.trainer.start import start_run
-from pentad.trainer.state import RunState
+from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
-from pentad.trainer.train_pump import TrainedBatch, TrainPump
+from pentad.trainer.train_pump import PublishPump, TrainedBatch, TrainPump
 from pentad.trainer.translate import (
     bounds_of,
     compute_dtype,
-    eval_params,
-    executor_settings,
     sampling_params,
 )
-from pentad.trainer.watchdog import Watchdog
 
 __all__ = ["run_sft", "run_train"]
 
@@ -112,28 +80,19 @@ def lead_train(
 ) -> RunSummary:
     """The run, beside its learners, on rank 0 or alone."""
     checked: Checked = crew.checked or begin_train(config, calls.device)
-    steps_per_epoch = checked.stream.steps_per_epoch(config.train_dataset.batch_size)
-    num_steps = count_steps(config, steps_per_epoch)
     with open_run(
         config,
-        [*notes, checked.stream.summary()],
-        warnings=[
-            *unread(config, "train"),
-            *checked.stream.warnings,
-            *repeat_warnings(config.train_dataset.batch_size, len(checked.stream)),
-        ],
-        title=f"{config.algorithm.name} {config.experiment_name}/{config.trial_name}",
+        notes,
+        checked.stream,
+        title=config.algorithm.name,
         fresh=fresh,
         dims=checked.dims,
         device=calls.device,
-        layout=layout_of(config, "actor"),
-        num_steps=num_steps,
-        steps_per_epoch=steps_per_epoch,
     ) as run:
         roles = ("default", "critic") if checked.algorithm.needs_critic else ("default",)
-        if done := run.finished(num_steps, roles=roles, evaluates=checked.valid is not None):
+        if done := run.finished(roles=roles, evaluates=checked.valid is not None):
             return done
-        return crew.runner.run(Assembly(config, checked, run, calls, crew, num_steps).run())
+        return crew.runner.run(Assembly(checked, run, calls, crew).run())
 
 
 class Assembly:
@@ -141,20 +100,18 @@ class Assembly:
 
     def __init__(
         self,
-        config: Config,
         checked: Checked,
         run: OpenRun,
         calls: Calls,
         crew: Crew,
-        num_steps: int,
     ) -> None:
-        self.config = config
+        self.config = config = run.config
         self.checked = checked
         self.open = run
         self.calls = calls
         self.crew = crew
         self.device = calls.device
-        self.num_steps = num_steps
+        self.num_steps = num_steps = run.num_steps
         self.params = sampling_params(config, checked.tokenizer)
         self.placement = Placement(
             is_shared=config.mode == "colocate",
@@ -164,7 +121,7 @@ class Assembly:
             offload_train=bool(config.offload_train),
         )
         size = size_of(config, checked, num_steps)
-        self.store = self._open_store()
+        self.store = open_group_store(run, checked, calls, crew)
         if not calls.is_apart:  # beside others it is built while samplers start
             self._build(size)
         self.size = size
@@ -193,29 +150,6 @@ class Assembly:
         self.open.build(self.calls, **asdict(size))
         if isinstance(self.store, BlobStore):
             self.calls.call("open_store", address=self.store.address)
-
-    def _open_store(self) -> GroupStore:
-        """In memory only where the learner is this process alone."""
-        service = own_service(self.calls)
-        is_alone = service is not None and service.rank.world == 1
-        kind = store_kind(self.config, is_alone=is_alone, is_spread=self.crew.is_spread)
-        if kind == "memory" and service is not None:
-            service.store = MemoryStore()
-            return service.store
-        store = BlobStore(self._make_blobs(kind), self.checked.stream.prompt)
-        self.open.stack.callback(store.close)
-        return store
-
-    def _make_blobs(self, kind: str) -> Blobs:
-        if kind == "files":
-            parent = None if is_one_machine() else self.open.folder.file("groups/")
-            return make_blobs(parent)
-        from pentad.runtime.ray_roles import joined_cluster
-
-        places = ray_places(self.config, self.device, is_apart=self.calls.is_apart)
-        self.open.stack.enter_context(joined_cluster(**places))
-        blobs: Blobs = import_module(KINDS[kind]).make_blobs(self.config.num_data_storage_units)
-        return blobs
 
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:
@@ -268,16 +202,15 @@ class Assembly:
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self.learner.close(self.config.stall_abort_s))
             with stop_task_early(partial(standing, self.config)):
-                await self._start(stack)
-                samplers = list(self.samplers.values())
-                self.publisher = Publisher(samplers)
-                offload = partial(self.learner.call, "offload")
-                used = partial(gpu_memory_used, self.device.index or 0)
-                measure = used if self.device.type == "cuda" else lambda: None
-                self.turnstile = Turnstile(
-                    self.placement, samplers, offload, self.crew.holder, measure
+                self.side = await open_sampler_side(
+                    self.open,
+                    self.checked,
+                    self.learner,
+                    self.crew,
+                    self.placement,
+                    stack,
+                    build=lambda: self._build(self.size),
                 )
-                stack.callback(lambda: self.crew.note_holder(self.turnstile.holder))
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
                 self.scorers = await self._open_scorers(stack)
@@ -291,92 +224,6 @@ class Assembly:
                 self.learner.is_given_up = bool(self.state.stop_reason)
                 raise
         return evaluator
-
-    async def _start(self, stack: AsyncExitStack) -> None:
-        """Samplers, and learners that are other processes: those at the same time."""
-        if not self.calls.is_apart:
-            if self.placement.offload_train:
-                await self.learner.call("offload")
-            self.samplers = await self._open_samplers(stack)
-            return
-        building = asyncio.create_task(self.learner.run(lambda: self._build(self.size)))
-        try:
-            if self.crew.samplers is None:
-                self.crew.samplers = await self._open_samplers(self.crew.sampler_stack)
-            else:
-                await self._rewind()
-            await building
-            if self.placement.offload_train:
-                await self.learner.call("offload")
-        except BaseException:
-            self.learner.is_given_up = True  # the ranks end with the run
-            building.cancel()
-            raise
-        self.samplers = self.crew.samplers
-
-    async def _rewind(self) -> None:
-        """Samplers of the learners before: they go back with these to the newest checkpoint."""
-        assert self.crew.samplers is not None
-        if self.crew.handoff is not None:
-            self.crew.handoff.forget()
-            self._serve(self.crew.handoff)
-        for sampler in self.crew.samplers.values():
-            await sampler.rewind()
-
-    def _serve(self, handoff: Handoff) -> None:
-        """These learners make its tickets from now on."""
-        handoff.release, handoff.check = self._release, self.calls.check
-
-    def _release(self, version: int) -> None:
-        """The learner need not keep the weights of this version on the GPU any more."""
-        ask = partial(self.calls.ask, "release", version=version)
-        asyncio.get_running_loop().run_in_executor(None, ask)
-
-    async def _open_samplers(self, stack: AsyncExitStack) -> dict[str, Sampler]:
-        config, folder = self.config, self.open.folder.file("servers/")
-        if self.calls.is_apart or component_of(config, "actor").world > 1:
-            is_ray = config.scheduler.type == "ray"
-            is_spread = self.crew.is_spread if self.calls.is_apart else is_ray
-            is_spread = is_spread or not is_one_machine()
-            self.crew.handoff = open_handoff(
-                config, self.device, folder, stack, is_spread=is_spread
-            )
-            self._serve(self.crew.handoff)
-        checked = self.checked
-        return await open_samplers(
-            config,
-            checked.dims,
-            checked.tokenizer,
-            self.device,
-            folder,
-            stack,
-            self.crew.handoff,
-            self.crew.runtime,
-        )
-
-    async def _take(self, version: int, *, copy: bool | None = None) -> Snapshot:
-        """The learner's weights as `version`, to be published."""
-        given: dict[str, Any] = {
-            "version": version,
-            "copy": self.placement.copies_snapshots if copy is None else copy,
-            "on_host": self.placement.snapshots_on_host,
-        }
-        handoff, started = self.crew.handoff, time.perf_counter()
-        if handoff is None:
-            await self.learner.call("snapshot", **given)
-            service = own_service(self.calls)
-            assert service is not None, "one rank in this process, or there is a handoff"
-            return replace(service.fetch(version), gather_s=time.perf_counter() - started)
-        place = [handoff.kind, str(handoff.folder)]
-        replicas = [one for one in self.samplers.values() if isinstance(one, ReplicaSampler)]
-        is_pulled = any(one.handoff is handoff for one in replicas)
-        deltas = is_pulled and handoff.deltas
-        taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)
-        snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
-        if not is_pulled:  # servers take tensors
-            return await opened(snapshot, handoff.check)
-        handoff.expect(snapshot)
-        return snapshot
 
     async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, ScorerCalls]:
         if not scorers(self.config):
@@ -394,13 +241,13 @@ class Assembly:
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""
         if self.placement.offload_train:
-            await self.turnstile.enter("actor")
+            await self.side.turnstile.enter("actor")
         trained = await self.learner.run(self._resume)
         if "ref" in self.scorers and self.config.ref_update_interval:
             self.reference = RefreshedReference(
                 self.scorers["ref"],
                 self.learner,
-                self.open.folder.file("reference/"),
+                self.open.folder.file("reference/").absolute(),
                 self.config.ref_update_interval,
                 self.size.max_row_tokens,
                 lambda: oldest_saved(self.config),
@@ -410,12 +257,12 @@ class Assembly:
             await self.learner.run(self._load_tags)
             await self.learner.run(self.recover.prepare)
             self.crew.note_loaded()
-            snapshot = await self._take(trained, copy=self.placement.offload_train)
-            await self.turnstile.enter("rollout")
-            digest = await self.publisher.publish(snapshot)
+            snapshot = await self.side.take(trained, copy=self.placement.offload_train)
+            await self.side.turnstile.enter("rollout")
+            digest = await self.side.publisher.publish(snapshot)
             found = await run_selftest(
                 self.learner,
-                list(self.samplers.values()),
+                list(self.side.samplers.values()),
                 [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
                 temperature=self.params.temperature,
                 weights_digest=digest,
@@ -428,12 +275,11 @@ class Assembly:
         self.open.started(
             trained,
             selftest=asdict(found),
-            device=str(self.device),
-            layout=str(layout_of(self.config, "actor")),
+            layout=str(self.open.layout),
         )
         if evaluator is not None:
             done = self.open.recorder.evaluated()
-            evaluator.asked = max(done, default=0)
+            evaluator.seen = max(done, default=0)
             if evaluator.is_due(trained) and trained not in done:
                 with announced(log, f"evaluation of version {trained}, before the next step"):
                     await evaluator.evaluate(trained)
@@ -489,23 +335,23 @@ class Assembly:
         self, reward: RewardScorer | None, evaluator: Evaluator | None, stack: AsyncExitStack
     ) -> Scheduler:
         config, state = self.config, self.state
-        executor = self._executor(self.params, config.gconfig.n_samples, "train", reward, stack)
+        executor = self._executor(reward, stack, "train")
         publish = PublishPump(
             state,
-            self.publisher,
+            self.side.publisher,
             evaluator,
             self.placement,
-            self.turnstile,
+            self.side.turnstile,
             self._prober(),
             self.calls.check if self.calls.is_apart else None,
         )
         train = TrainPump(
             state,
             self.learner,
-            self._take,
+            self.side.take,
             publish,
             self.placement,
-            self.turnstile,
+            self.side.turnstile,
             num_chunks=config.num_iters_per_train_update,
             refresh=self._refresh,
             bounds=self.bounds,
@@ -518,11 +364,11 @@ class Assembly:
             self.checked.stream,
             executor,
             self.placement,
-            self.turnstile,
+            self.side.turnstile,
             rejection(self.checked.algorithm),
             max_groups=config.rollout.max_concurrent_groups,
         )
-        samplers = self.samplers.values()
+        samplers = self.side.samplers.values()
         watchdog = Watchdog(
             state,
             warn_s=config.stall_warning_s,
@@ -536,7 +382,7 @@ class Assembly:
             self.scorers,
             self.placement,
             num_chunks=config.num_iters_per_train_update,
-            is_open=self.reference.scores if self.reference else None,
+            is_open=self.reference.scores if self.reference else lambda batch: True,
         )
         return Scheduler(state, rollout, train, publish, watchdog, score if self.scorers else None)
 
@@ -551,14 +397,14 @@ class Assembly:
             await self.reference.refresh(version)
 
     def _prober(self) -> Prober | None:
-        """On-policy the trained tokens themselves tell whether the one sampler is up to date."""
-        if self.placement.is_on_policy and len(self.samplers) == 1:
+        """On-policy the trained tokens themselves show whether the one sampler is up to date."""
+        if self.placement.is_on_policy and len(self.side.samplers) == 1:
             return None
         return Prober(
-            list(self.samplers.values()),
-            [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
-            self.learner,
-            self.bounds,
+            samplers=list(self.side.samplers.values()),
+            prompts=[prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
+            learner=self.learner,
+            bounds=self.bounds,
             temperature=self.params.temperature,
             seed=self.config.seed,
         )
@@ -578,10 +424,10 @@ class Assembly:
             self.recover.after_step(
                 trained.batch, trained.progress, is_doubtful=self.bounds.is_doubtful
             )
-        turns = dict(self.turnstile.turns_gb) or None
+        turns = dict(self.side.turnstile.turns_gb) or None
         memory = MemoryUse(**self.calls.ask("memory"), turns_gb=turns)
         saver = self.savers["default"]
-        times = self.publisher.times
+        times = self.side.publisher.times
         record = self.open.steps.rl_record(trained, memory, saver, self.recover, times)
         self.batches.keep(record.step, trained.groups)
         self.open.recorder.step(record, trained.groups)
@@ -590,20 +436,10 @@ class Assembly:
             self.crew.regroup_if_due(self.recover, trained.batch)
 
     def _executor(
-        self,
-        params: SamplingParams,
-        num_samples: int,
-        purpose: str,
-        reward: RewardScorer | None,
-        stack: AsyncExitStack,
+        self, reward: RewardScorer | None, stack: AsyncExitStack, purpose: Literal["train", "eval"]
     ) -> Executor:
-        settings = executor_settings(
-            self.config, self.checked.dims, params, num_samples, purpose=purpose
-        )
-        tokenizer = self.checked.tokenizer.inner
-        executor = Executor(self.samplers, self.checked.workflow, reward, settings, tokenizer)
-        stack.callback(executor.close)
-        return executor
+        samplers = self.side.samplers
+        return open_executor(self.config, self.checked, samplers, reward, stack, purpose=purpose)
 
     async def _evaluator(
         self, reward: RewardScorer | None, stack: AsyncExitStack
@@ -621,24 +457,10 @@ class Assembly:
 
         evaluator = Evaluator(
             [valid.prompt(gid) for gid in range(len(valid))],
-            self._executor(
-                eval_params(config, self.checked.tokenizer),
-                config.evaluator.n_samples,
-                "eval",
-                reward,
-                stack,
-            ),
+            self._executor(reward, stack, "eval"),
             self.open.frequency(config.evaluator),
             record,
             last_version=self.num_steps,
         )
         self.recover.add("evaluator_info", "evaluator", evaluator)
         return evaluator
-
-
-def own_service(calls: Calls) -> LearnerService | None:
-    """Of rank 0, where it is this process."""
-    if not isinstance(calls, RankCalls):
-        return None
-    assert isinstance(calls.service, LearnerService)
-    return calls.service

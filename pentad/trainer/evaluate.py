@@ -1,13 +1,13 @@
-"""One evaluation on its own: a model folder or its server, a dataset, a reward."""
+"""Evaluation: on its own (a model folder or its server, a dataset, a reward), or within a run."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,29 +17,32 @@ from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Sampler
+from pentad.core.types import Prompt
 from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.families import dims_of
 from pentad.rewards.scorer import RewardScorer
 from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summarise
-from pentad.rollout.executor import Executor
-from pentad.rollout.registry import load_workflow
+from pentad.rollout.executor import Executor, load_workflow
 from pentad.rollout.workflows import Workflow
 from pentad.samplers import completions
 from pentad.trainer.preflight import (
+    Checked,
     Collector,
     answer_problems,
     valid_stream,
     vocabulary_problems,
 )
 from pentad.trainer.reward_trial import check_reward
+from pentad.trainer.saver import Frequency
 from pentad.trainer.translate import (
     compute_dtype,
     eval_params,
     executor_settings,
     reward_settings,
     sampler_settings,
+    sampling_params,
 )
 
 
@@ -73,24 +76,24 @@ class Evaluation:
 
 def check_eval(config: Config) -> Subject:
     """Raises one UserError with every problem."""
-    asked = Collector()
+    checks = Collector()
     path = config.actor.path
     assert path is not None, "checked with the config"
-    asked.ask(lambda: register_models(config))
-    dims = asked.ask(lambda: dims_of(path))
-    tokenizer = asked.ask(lambda: load_tokenizer(path))
-    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
+    checks.attempt(lambda: register_models(config))
+    dims = checks.attempt(lambda: dims_of(path))
+    tokenizer = checks.attempt(lambda: load_tokenizer(path))
+    workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = None
     if dims is not None and tokenizer is not None:
-        asked.problems += vocabulary_problems(path, dims, tokenizer)
-        asked.problems += stop_ids_are_words(config, dims)
-        stream = asked.ask(lambda: valid_stream(config, dims, tokenizer))
-        asked.problems += answer_problems(config, stream, config.valid_dataset)
-    if config.valid_dataset is not None and not asked.problems:
+        checks.problems += vocabulary_problems(path, dims, tokenizer)
+        checks.problems += stop_ids_are_words(config, dims)
+        stream = checks.attempt(lambda: valid_stream(config, dims, tokenizer))
+        checks.problems += answer_problems(config, stream, config.valid_dataset)
+    if config.valid_dataset is not None and not checks.problems:
         answer_key = config.valid_dataset.answer_key
-        asked.ask(lambda: check_reward(config, [(stream, answer_key)]))
-    asked.settle()
-    assert dims and tokenizer and workflow and stream, "a step failed without a word"
+        checks.attempt(lambda: check_reward(config, [(stream, answer_key)]))
+    checks.raise_all()
+    assert dims and tokenizer and workflow and stream, "what failed has raised"
     return Subject(dims, tokenizer, stream, workflow)
 
 
@@ -116,15 +119,7 @@ async def _evaluate(
         samplers = await _samplers(config, subject, device)
         for sampler in samplers.values():
             stack.push_async_callback(sampler.close)
-        settings = executor_settings(
-            config,
-            subject.dims,
-            eval_params(config, subject.tokenizer),
-            config.evaluator.n_samples,
-            purpose="eval",
-        )
-        executor = Executor(samplers, subject.workflow, reward, settings, subject.tokenizer.inner)
-        stack.callback(executor.close)
+        executor = open_executor(config, subject, samplers, reward, stack, purpose="eval")
         why = no_majority(config, reward)
         started = time.monotonic()
         answered = await answer_prompts(
@@ -152,6 +147,25 @@ async def open_reward(
     await scorer.start()
     stack.push_async_callback(scorer.close)
     return scorer
+
+
+def open_executor(
+    config: Config,
+    checked: Checked | Subject,
+    samplers: Mapping[str, Sampler],
+    reward: RewardScorer | None,
+    stack: AsyncExitStack,
+    *,
+    purpose: Literal["train", "eval"],
+) -> Executor:
+    """Draws groups as training or evaluation does; closed with `stack`."""
+    params, num = eval_params(config, checked.tokenizer), config.evaluator.n_samples
+    if purpose == "train":
+        params, num = sampling_params(config, checked.tokenizer), config.gconfig.n_samples
+    settings = executor_settings(config, checked.dims, params, num, purpose=purpose)
+    executor = Executor(samplers, checked.workflow, reward, settings, checked.tokenizer.inner)
+    stack.callback(executor.close)
+    return executor
 
 
 async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:
@@ -182,3 +196,37 @@ def no_majority(config: Config, reward: RewardScorer | None) -> str:
         names = ", ".join(reward.settings.functions)
         return f"the reward {names} compares no answers that could be counted"
     return ""
+
+
+@dataclass(eq=False)
+class Evaluator:
+    """Held-out evaluation within a run: the prompts go through an executor with sampling parameters
+    of its own, pinned to one weight version."""
+
+    prompts: Sequence[Prompt]
+    executor: Executor
+    frequency: Frequency
+    on_result: Callable[[EvalResult], None]
+    last_version: int
+    seen: int = 0
+    """The last version that `is_due` was called with."""
+
+    def is_due(self, version: int) -> bool:
+        """The baseline before step 1, the end of the run, and whenever the frequency says so."""
+        # Versions that a newer one overtook on their way have no call of their own.
+        due = [self.frequency.is_due(passed) for passed in range(self.seen + 1, version + 1)]
+        self.seen = version
+        return any(due) or version in (0, self.last_version)
+
+    def state(self) -> dict[str, Any]:
+        return {"frequency": self.frequency.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.frequency.restore(state["frequency"])
+
+    async def evaluate(self, version: int) -> EvalResult:
+        started = time.monotonic()
+        answered = await answer_prompts(self.prompts, self.executor)
+        result = summarise(version, answered, time.monotonic() - started)
+        self.on_result(result)
+        return result

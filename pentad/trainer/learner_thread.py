@@ -23,7 +23,7 @@ class Calls(Protocol):
     is_apart: bool
     """Whether rank 0 is another process."""
     is_leaving: Callable[[], bool]
-    """Set by the run: whether it was asked to stop."""
+    """Set by the run: whether it is being stopped."""
 
     @property
     def straggler(self) -> int | None:

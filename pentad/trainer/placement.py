@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.roles import Sampler
@@ -46,26 +46,24 @@ class Placement:
         return not self.takes_turns or self.offload_train
 
 
+@dataclass(eq=False)
 class Turnstile:
     """Roles that share devices pass one at a time; all sleep before any wakes."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        samplers: Sequence[Sampler],
-        offload: Callable[[], Awaitable[None]] | None = None,
-        holder: str = "rollout",
-        memory_used: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        """`offload` makes the trainer leave; it comes back by itself when it is used. `holder` had
-        the devices last. `memory_used`: bytes in use on them."""
-        self.samplers = samplers
-        self.alternates = placement.takes_turns and placement.offload_rollout
-        self.offload = offload if placement.offload_train else None
-        self.holder = holder
-        self.memory_used = memory_used
-        self.turns_gb: dict[str, float] = {}
-        """Memory in use at the latest turns."""
+    placement: Placement
+    samplers: Sequence[Sampler]
+    offload: Callable[[], Awaitable[None]] | None = None
+    """Makes the trainer leave; it comes back by itself when it is used."""
+    holder: str = "rollout"
+    """Who had the devices last."""
+    memory_used: Callable[[], int | None] = lambda: None
+    """Bytes in use on them."""
+    turns_gb: dict[str, float] = field(default_factory=dict)
+    """Memory in use at the latest turns."""
+
+    @property
+    def alternates(self) -> bool:
+        return self.placement.takes_turns and self.placement.offload_rollout
 
     def _note_memory(self, when: str) -> None:
         used = self.memory_used()
@@ -77,7 +75,7 @@ class Turnstile:
         if not self.alternates or self.holder == role:
             return
         if role == "rollout":
-            if self.offload is not None:
+            if self.offload is not None and self.placement.offload_train:
                 await self.offload()
             self._note_memory("before_wake")
             for sampler in self.samplers:

@@ -1,4 +1,4 @@
-"""What must hold before a run starts and is known only with torch at hand; asked all at once."""
+"""What must hold before a run starts and is known only with torch at hand; checked all at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from pentad.config.catalog import register_models
 from pentad.config.derived import allocation_of
 from pentad.config.rules import checkpoint as checkpoint_rules
+from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.machines import machine_problems
 from pentad.config.rules.model import frozen_paths, stop_ids_are_words
 from pentad.config.rules.start import (
@@ -26,16 +27,16 @@ from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.machine import installed
-from pentad.core.sizes import DeviceKind
+from pentad.core.sizes import DeviceKind, RunSize
 from pentad.data.prompts import PromptStream, open_prompts
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
-from pentad.rollout.registry import load_workflow
+from pentad.rollout.executor import load_workflow
 from pentad.rollout.workflows import Workflow
 from pentad.runtime.rank import rank_from_environment
+from pentad.trainer.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
 from pentad.trainer.samplers import server_problems
-from pentad.trainer.start import check_start, trained_dims
 from pentad.trainer.translate import algorithm_settings, data_settings, remote_of
 
 T = TypeVar("T")
@@ -53,55 +54,61 @@ class Checked:
     workflow: Workflow
 
 
+def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
+    context = checked.dims.max_position
+    longest = max(checked.stream.lengths(), default=context)
+    return RunSize(num_steps, longest_sample(config, longest, context))
+
+
 class Collector:
-    """Runs steps that may refuse, and keeps what each says."""
+    """Runs checks that may raise, and keeps the problems of all."""
 
     def __init__(self) -> None:
         self.problems: list[Problem | str] = []
 
-    def ask(self, step: Callable[[], T]) -> T | None:
+    def attempt(self, step: Callable[[], T]) -> T | None:
         try:
             return step()
         except UserError as error:
             self.problems += error.problems
             return None
 
-    def settle(self) -> None:
+    def raise_all(self) -> None:
         if self.problems:
             raise UserError(self.problems)
 
 
 def check_train(config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
-    asked = Collector()
-    asked.problems += start_problems(config, device, samples=True)
+    checks = Collector()
+    checks.problems += start_problems(config, device, samples=True)
     path = config.actor.path
     assert path is not None, "checked with the config"
-    algorithm = asked.ask(lambda: algorithm_settings(config))
-    asked.ask(lambda: register_models(config))
-    dims = asked.ask(lambda: sampled_dims(config, path))
-    tokenizer = asked.ask(lambda: load_tokenizer(path))
-    workflow = asked.ask(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
+    algorithm = checks.attempt(lambda: algorithm_settings(config))
+    checks.attempt(lambda: register_models(config))
+    dims = checks.attempt(lambda: sampled_dims(config, path))
+    tokenizer = checks.attempt(lambda: load_tokenizer(path))
+    workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
     stream = valid = None
     if dims is not None and tokenizer is not None:
-        asked.problems += vocabulary_problems(path, dims, tokenizer)
-        asked.problems += token_problems(config, tokenizer)
-        asked.problems += stop_ids_are_words(config, dims)
-        asked.problems += cache_problems(config, dims, kind_of(device))
-        asked.problems += disk_problems(config, dims, kind_of(device))
-        asked.ask(lambda: check_start(config, "actor"))
+        checks.problems += vocabulary_problems(path, dims, tokenizer)
+        checks.problems += token_problems(config, tokenizer)
+        checks.problems += stop_ids_are_words(config, dims)
+        checks.problems += cache_problems(config, dims, kind_of(device))
+        checks.problems += disk_problems(config, dims, kind_of(device))
+        checks.attempt(lambda: check_start(config, "actor"))
         if algorithm is not None and algorithm.needs_critic:
-            asked.ask(lambda: check_start(config, "critic"))
-        stream = asked.ask(lambda: train_stream(config, dims, tokenizer))
-        valid = asked.ask(lambda: valid_stream(config, dims, tokenizer))
-        asked.problems += answer_problems(config, stream, config.train_dataset)
-        asked.problems += answer_problems(config, valid, config.valid_dataset)
+            checks.attempt(lambda: check_start(config, "critic"))
+        stream = checks.attempt(lambda: train_stream(config, dims, tokenizer))
+        valid = checks.attempt(lambda: valid_stream(config, dims, tokenizer))
+        checks.problems += answer_problems(config, stream, config.train_dataset)
+        checks.problems += answer_problems(config, valid, config.valid_dataset)
     scored = [(stream, config.train_dataset.answer_key)]
     if config.valid_dataset is not None:
         scored.append((valid, config.valid_dataset.answer_key))
-    asked.ask(lambda: check_reward(config, scored))
-    asked.settle()
-    assert dims and tokenizer and algorithm and stream and workflow, "a step failed without a word"
+    checks.attempt(lambda: check_reward(config, scored))
+    checks.raise_all()
+    assert dims and tokenizer and algorithm and stream and workflow, "what failed has raised"
     return Checked(dims, tokenizer, algorithm, stream, valid, workflow)
 
 
@@ -125,7 +132,7 @@ def is_again() -> bool:
 
 
 def remote_problems(config: Config) -> list[Problem | str]:
-    """A store that does not answer, or not to us; asked once the keys themselves are right. A run
+    """A store that does not answer, or not to us; checked once the keys themselves are right. A run
     that goes on by itself does not need it: what it goes on from is here."""
     uri = config.checkpoint.remote_uri
     if uri is None or checkpoint_rules.RULES.problems(config):

@@ -49,7 +49,8 @@ from pentad.trainer.learner_thread import Calls
 from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
 from pentad.trainer.retries import Retries, newest_step, step_under_way
-from pentad.trainer.run import RunSummary, checkpoint_path, noted_end, standing, take_folder
+from pentad.trainer.run import RunSummary, noted_end
+from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
 from pentad.trainer.stopping import stop_early
@@ -133,10 +134,10 @@ def run_beside_group(
     started again from the newest checkpoint, while samplers stay up; where some are lost for good,
     the others go on without them."""
     world, place = component_of(config, "actor").world, pick_device(device)
-    asked = Collector()
-    asked.problems += rank_problems(config, world, place)
-    checked = asked.ask(lambda: check(config, place))
-    asked.settle()
+    checks = Collector()
+    checks.problems += rank_problems(config, world, place)
+    checked = checks.attempt(lambda: check(config, place))
+    checks.raise_all()
     with take_folder(config, fresh=fresh) as taken:
         folder = taken.file("ranks/").absolute()
     service = f"{make_service.__module__}:{make_service.__qualname__}"

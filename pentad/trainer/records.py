@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from pentad.checkpoint.tiers import Tiers
@@ -15,8 +15,16 @@ from pentad.core.types import Group, LayerBalance, StepResult, Work
 from pentad.engine.flops import Throughput, measure_throughput
 from pentad.rl.metrics import staleness_histogram
 from pentad.sync.publisher import PublishTimes
-from pentad.telemetry.record import Collective, Funnel, Infra, Kernel, MemoryUse, Rl, StepRecord
-from pentad.telemetry.timing import PhaseTimer
+from pentad.telemetry.record import (
+    Collective,
+    Funnel,
+    Infra,
+    Kernel,
+    MemoryUse,
+    PhaseTimer,
+    Rl,
+    StepRecord,
+)
 from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.saver import Saver
 from pentad.trainer.train_pump import TrainedBatch
@@ -26,30 +34,23 @@ log = logging.getLogger(__name__)
 STEPS_BELOW_TARGET = 10
 
 
+@dataclass(eq=False)
 class StepRecorder:
     """Knows what stays the same over a run: the model, its layout, and the peak of a device."""
 
-    def __init__(
-        self,
-        dims: ModelDims,
-        *,
-        layout: Layout,
-        peak_tflops: float | None,
-        steps_per_epoch: int,
-        mfu_target: float | None = None,
-    ) -> None:
-        self.dims = dims
-        self.layout = layout
-        self.peak_tflops = peak_tflops
-        self.steps_per_epoch = steps_per_epoch
-        self.mfu_target = mfu_target
-        self.steps_below_target = 0
-        self.num_nodes = 1
-        """Machines that the learner's ranks are on."""
-        self.find_straggler: Callable[[], int | None] = lambda: None
-        self.num_skipped = 0
-        self.rolled_back_to: int | None = None
-        """Of the step that is recorded next."""
+    dims: ModelDims
+    _: KW_ONLY
+    layout: Layout
+    peak_tflops: float | None
+    steps_per_epoch: int
+    mfu_target: float | None = None
+    steps_below_target: int = 0
+    num_nodes: int = 1
+    """Machines that the learner's ranks are on."""
+    find_straggler: Callable[[], int | None] = lambda: None
+    num_skipped: int = 0
+    rolled_back_to: int | None = None
+    """Of the step that is recorded next."""
 
     def state(self) -> dict[str, Any]:
         return {"steps_below_target": self.steps_below_target, "num_skipped": self.num_skipped}
@@ -68,7 +69,7 @@ class StepRecorder:
     ) -> StepRecord:
         with trained.timer.phase("record"):
             rl = rl_of(trained)
-        return self._record(
+        return self.record(
             step=trained.batch + 1,
             steps=trained.facts.steps,
             lengths=trained.facts.lengths,
@@ -77,36 +78,12 @@ class StepRecorder:
             saver=saver,
             recover=recover,
             num_groups=len(trained.groups),
-            version=trained.batch + 1,
             published=published,
             rl=rl,
             funnel=Funnel(**asdict(trained.funnel)),
         )
 
-    def sft_record(
-        self,
-        step: int,
-        result: StepResult,
-        lengths: Sequence[int],
-        timer: PhaseTimer,
-        memory: MemoryUse,
-        saver: Saver,
-        recover: RecoverHandler,
-        rows_digest: str | None = None,
-    ) -> StepRecord:
-        return self._record(
-            step=step,
-            steps=[result],
-            lengths=lengths,
-            timer=timer,
-            memory=memory,
-            saver=saver,
-            recover=recover,
-            version=step,
-            rows_digest=rows_digest,
-        )
-
-    def _record(
+    def record(
         self,
         *,
         step: int,
@@ -118,6 +95,7 @@ class StepRecorder:
         published: PublishTimes | None = None,
         **more: Any,
     ) -> StepRecord:
+        """`more`: further fields of the record."""
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())
         speed = self._speed(lengths, phases.get("train", 0.0) / 1e3)
@@ -127,6 +105,7 @@ class StepRecorder:
         rolled_back_to, self.rolled_back_to = self.rolled_back_to, None
         return StepRecord(
             step=step,
+            version=step,
             epoch=(step - 1) // self.steps_per_epoch,
             time_s=time.time(),
             loss=loss_of(steps),

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pentad.checkpoint.fence import raise_fence
+from pentad.checkpoint.disk import holding, raise_fence
 from pentad.checkpoint.folders import (
     COMMIT,
     Checkpoint,
@@ -32,16 +32,14 @@ from pentad.checkpoint.folders import (
     reading,
     state_folder,
 )
-from pentad.checkpoint.hold import holding
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.frequency import Frequency
 from pentad.trainer.learner_thread import Calls
-from pentad.trainer.saver import MAX_WAIT_STEPS, Saver, rescue
+from pentad.trainer.saver import MAX_WAIT_STEPS, Frequency, Saver, rescue
 from pentad.trainer.state import DataProgress
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from pentad.checkpoint.disk import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
-from pentad.checkpoint.hold import holding
 from pentad.checkpoint.restore import restore_learner
 from pentad.config.catalog import register_models
 from pentad.config.derived import component_of, layout_of, parsed_allocation, scorers
@@ -39,11 +39,11 @@ from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.batches import KeptBatch, kept_steps, read_batch
-from pentad.trainer.learners import build_learner, build_update, load_tags
+from pentad.trainer.learners import Role, build_learner, build_update, load_tags
 from pentad.trainer.ranks import rank_problems
 from pentad.trainer.records import grad_norm_of, loss_of
-from pentad.trainer.run import checkpoint_path, place_of
-from pentad.trainer.start import Role
+from pentad.trainer.run import place_of
+from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.translate import algorithm_settings, compute_dtype
 from pentad.trainer.update import BatchResult, BatchUpdate, chunk_slots
 

@@ -25,7 +25,7 @@ from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import run_path
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.preflight import AGAIN
-from pentad.trainer.run import checkpoint_path
+from pentad.trainer.run_folders import checkpoint_path
 
 log = logging.getLogger(__name__)
 

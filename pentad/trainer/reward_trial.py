@@ -158,11 +158,13 @@ async def _try_rows(scorer: RewardScorer, stream: PromptStream) -> None:
 
 def failure_of(scorer: RewardScorer, trial: Trial) -> Problem:
     where = f"reward.fn = {', '.join(scorer.settings.functions)}"
-    rule = f"it fails on row {trial.row} ({trial.where}) with {trial.what}: {told(trial.result)}"
+    rule = (
+        f"it fails on row {trial.row} ({trial.where}) with {trial.what}: {reason_of(trial.result)}"
+    )
     return Problem(where, rule, "mend it, and try it with pentad reward")
 
 
-def told(result: Scored | JobFailed) -> str:
+def reason_of(result: Scored | JobFailed) -> str:
     """A failure in words: what it raised says more than that it raised."""
     if isinstance(result, JobFailed) and result.kind == "error":
         return result.detail

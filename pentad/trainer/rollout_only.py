@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-from pentad.config.derived import layout_of
-from pentad.config.rules.unread import unread
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
@@ -28,28 +26,23 @@ from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.engine.engine import build_engine
 from pentad.rl.metrics import sample_metrics
-from pentad.rollout.executor import Executor
 from pentad.runtime.rank import rank_from_environment
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.telemetry.log import NOTICE, announced
-from pentad.telemetry.record import Funnel, Rl, StepRecord
-from pentad.telemetry.timing import PhaseTimer
+from pentad.telemetry.record import Funnel, PhaseTimer, Rl, StepRecord
 from pentad.trainer.batches import kept_steps, read_batch
-from pentad.trainer.budget import Budget
-from pentad.trainer.evaluate import open_reward
-from pentad.trainer.learners import size_of
+from pentad.trainer.evaluate import open_executor, open_reward
+from pentad.trainer.learners import backend_of, start_run, weights_folder
 from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.preflight import Checked, check_train
+from pentad.trainer.preflight import Checked, check_train, size_of
 from pentad.trainer.records import mean_parts
 from pentad.trainer.rollout_pump import RolloutPump, rejection
-from pentad.trainer.run import OpenRun, count_steps, open_run, repeat_warnings
-from pentad.trainer.samplers import open_samplers
-from pentad.trainer.scheduler import NoPump, Scheduler
-from pentad.trainer.start import backend_of, start_run, weights_folder
-from pentad.trainer.state import RunState
+from pentad.trainer.run import OpenRun, open_run
+from pentad.trainer.samplers import SamplerOpener
+from pentad.trainer.scheduler import NoPump, Scheduler, Watchdog
+from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import stop_task_early, stopped
-from pentad.trainer.translate import compute_dtype, executor_settings, sampling_params
-from pentad.trainer.watchdog import Watchdog
+from pentad.trainer.translate import compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -72,43 +65,33 @@ def run_rollout_only(
         raise UserError(Problem("only = rollout", rule, "start it without torchrun"))
     checked = check_train(config, place)
     start_run(config, ("actor",))
-    size = config.train_dataset.batch_size
-    steps_per_epoch = checked.stream.steps_per_epoch(size)
-    num_steps = count_steps(config, steps_per_epoch)
     with open_run(
         config,
-        [*notes, checked.stream.summary()],
-        warnings=[
-            *unread(config, "train"),
-            *checked.stream.warnings,
-            *repeat_warnings(size, len(checked.stream)),
-        ],
-        title=f"rollout {config.experiment_name}/{config.trial_name}",
+        notes,
+        checked.stream,
+        title="rollout",
         fresh=fresh,
         dims=checked.dims,
         device=place,
-        layout=layout_of(config, "actor"),
-        num_steps=num_steps,
-        steps_per_epoch=steps_per_epoch,
     ) as run:
-        return asyncio.run(RolloutOnly(config, checked, run, place, num_steps).run())
+        return asyncio.run(RolloutOnly(config, checked, run, place).run())
 
 
 class RolloutOnly:
     """The parts of such a run; `run` is also what a scheduler's train pump does."""
 
     def __init__(
-        self, config: Config, checked: Checked, run: OpenRun, device: torch.device, num_steps: int
+        self, config: Config, checked: Checked, run: OpenRun, device: torch.device
     ) -> None:
         self.config = config
         self.checked = checked
         self.open = run
         self.device = device
-        self.num_steps = num_steps
-        self.batches = run.batches(size_of(config, checked, num_steps))
+        self.num_steps = run.num_steps
+        self.batches = run.batches(size_of(config, checked, run.num_steps))
         self.batches.facts["data"] = checked.stream.state()
         size = config.train_dataset.batch_size
-        budget = Budget(size, config.max_staleness, num_steps)
+        budget = Budget(size, config.max_staleness, run.num_steps)
         self.state = RunState(Ledger(size), MemoryStore(), budget)
 
     async def run(self) -> RolloutSummary:
@@ -116,7 +99,7 @@ class RolloutOnly:
         async with AsyncExitStack() as stack:
             with stop_task_early(lambda: f"{self._num_done} steps are sampled"):
                 scheduler = await self._open(stack)
-            self.open.started(self._num_done, device=str(self.device))
+            self.open.started(self._num_done)
             await scheduler.run()
         if self._num_done < self.num_steps:
             rest = f"after {self._num_done} of {self.num_steps} steps, whose groups are in "
@@ -148,19 +131,13 @@ class RolloutOnly:
     async def _open(self, stack: AsyncExitStack) -> Scheduler:
         config, checked = self.config, self.checked
         servers = self.open.folder.file("servers/")
-        samplers = await open_samplers(
+        samplers = await SamplerOpener(
             config, checked.dims, checked.tokenizer, self.device, servers, stack
-        )
+        ).open()
         with announced(log, "weights for the samplers"):
             await Publisher(list(samplers.values())).publish(first_weights(config, self.device))
         reward = await open_reward(config, config.train_dataset.answer_key, stack)
-        params = sampling_params(config, checked.tokenizer)
-        settings = executor_settings(
-            config, checked.dims, params, config.gconfig.n_samples, purpose="train"
-        )
-        tokenizer = checked.tokenizer.inner
-        executor = Executor(samplers, checked.workflow, reward, settings, tokenizer)
-        stack.callback(executor.close)
+        executor = open_executor(config, checked, samplers, reward, stack, purpose="train")
         placement = Placement(is_shared=False, max_staleness=config.max_staleness)
         rollout = RolloutPump(
             self.state,

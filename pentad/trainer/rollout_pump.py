@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
 """What it means that a finished group was turned down."""
 
 
+@dataclass(eq=False)
 class RolloutPump:
     """Keeps every open batch filled. A dropped group's slot goes to the next ordinal.
 
@@ -40,32 +42,27 @@ class RolloutPump:
     then a function of the data alone, and so is every bit of the run.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        stream: PromptStream,
-        executor: Executor,
-        placement: Placement,
-        turnstile: Turnstile,
-        reject: Callable[[Group], str | None],
-        *,
-        max_groups: int | None = None,
-    ) -> None:
-        self.state = state
-        self.stream = stream
-        self.executor = executor
-        self.in_waves = placement.is_on_policy
-        self.turnstile = turnstile
-        self.reject = reject
-        self.max_groups = max_groups or state.budget.capacity_groups
-        self.running = 0
-        state.planned = state.ledger.gids_in("planned")  # under way when the run stopped
-        self.last_failures: dict[str, str] = {}
-        """Reason of a drop -> what the latest one said."""
-        self.num_scored = state.ledger.funnel().trained
-        """Groups that came to rewards, trained or not."""
-        self.failed_alike: dict[str, int] = {}
-        """What was said when a group failed, numbers aside -> how often."""
+    state: RunState
+    stream: PromptStream
+    executor: Executor
+    placement: Placement
+    turnstile: Turnstile
+    reject: Callable[[Group], str | None]
+    _: KW_ONLY
+    max_groups: int | None = None
+    """Running at once; None: as many as the budget lets live."""
+    running: int = 0
+    last_failures: dict[str, str] = field(default_factory=dict)
+    """Reason of a drop -> what the latest one said."""
+    num_scored: int = 0
+    """Groups that came to rewards, trained or not."""
+    failed_alike: dict[str, int] = field(default_factory=dict)
+    """What was said when a group failed, numbers aside -> how often."""
+
+    def __post_init__(self) -> None:
+        ledger = self.state.ledger
+        self.state.planned = ledger.gids_in("planned")  # under way when the run stopped
+        self.num_scored = ledger.funnel().trained
 
     async def run(self) -> None:
         rolling: dict[asyncio.Task[None], int] = {}  # in the order of their start
@@ -83,9 +80,13 @@ class RolloutPump:
             for task in rolling:  # the run is over: nobody waits for these any more
                 task.cancel()
 
+    @property
+    def _most(self) -> int:
+        return self.max_groups or self.state.budget.capacity_groups
+
     def _next_groups(self) -> list[int]:
         """What a resumed run had planned, and what was lost, comes before what is admitted now."""
-        room = self.max_groups - self.running
+        room = self._most - self.running
         if planned := self.state.planned:
             now, self.state.planned = planned[:room], planned[room:]
             return now
@@ -98,15 +99,15 @@ class RolloutPump:
         return batch if self.state.budget.may_admit(batch) else None
 
     def _can_admit(self) -> bool:
-        if self.running >= (1 if self.in_waves else self.max_groups):
+        if self.running >= (1 if self.placement.is_on_policy else self._most):
             return False
         return bool(self.state.planned) or self._next_batch() is not None
 
     def _why_idle(self) -> str:
         budget = self.state.budget
-        if self.in_waves and self.running:
+        if self.placement.is_on_policy and self.running:
             return f"{self.running} running groups to finish"
-        if self.running >= self.max_groups:
+        if self.running >= self._most:
             return f"one of {self.running} running groups to finish"
         return budget.closed_gate(budget.last_open_batch + 1) or "a free slot"
 
@@ -123,11 +124,11 @@ class RolloutPump:
 
     def _why_dropped(self) -> str:
         """Counts and, of each reason, the latest words: the cause of a batch that never fills."""
-        told = []
+        reasons = []
         for reason, count in self.state.ledger.funnel().dropped.items():
             last = self.last_failures.get(reason)
-            told.append(f"{count} {reason}" + (f" ({last})" if last else ""))
-        return ", ".join(told)
+            reasons.append(f"{count} {reason}" + (f" ({last})" if last else ""))
+        return ", ".join(reasons)
 
     def _stop_if_all_fail(self, gid: int, failure: DataFailure) -> None:
         """As many groups as a batch has failed alike, and none ever came to rewards: it is the

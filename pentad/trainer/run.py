@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,20 +18,17 @@ from pentad.checkpoint.folders import (
     Checkpoint,
     find_checkpoints,
     reading,
-    sweep_uncommitted,
 )
 from pentad.checkpoint.tiers import Tiers
-from pentad.config.derived import checkpoint_root, compute_bytes, is_saved_within
+from pentad.config.derived import compute_bytes, is_saved_within, layout_of
 from pentad.config.describe import show
-from pentad.config.load import dump_config
-from pentad.config.rules.resume import changed_keys, judge_changes
+from pentad.config.rules.unread import Command, unread
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, RunError, Stopped, UserError, visible
 from pentad.core.faults import check_armed
 from pentad.core.layout import Layout
-from pentad.core.lock import FolderLock
 from pentad.core.machine import GIB, host_memory
 from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
 from pentad.engine.flops import detect_peak_tflops
@@ -45,22 +39,32 @@ from pentad.rl.health import find_alarms
 from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, announced, log_to
-from pentad.telemetry.manifest import describe_start, write_json
 from pentad.telemetry.recorder import FindAlarms, Recorder
-from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path, set_aside
+from pentad.telemetry.runfolder import (
+    RunFolder,
+    describe_start,
+    set_aside,
+    write_json,
+)
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.batches import BatchKeeper
 from pentad.trainer.crew import Regroup
-from pentad.trainer.frequency import Frequency
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.recovery import Check, RecoverHandler
-from pentad.trainer.saver import Saver
+from pentad.trainer.run_folders import (
+    accept_config,
+    checkpoint_path,
+    digest_of_config,
+    now_text,
+    standing,
+    take_folder,
+)
+from pentad.trainer.saver import Frequency, Saver
 from pentad.trainer.stopping import stop_early
 from pentad.trainer.translate import remote_of
-from pentad.weights.hf import sweep
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +96,13 @@ class OpenRun:
     steps: StepRecorder
     checkpoints: Path
     steps_per_epoch: int
+    num_steps: int
+    """Of the whole run."""
     export_bytes: float
     saves_beside: bool
     device: torch.device
+    layout: Layout
+    """Of the actor."""
 
     def build(self, calls: Calls, **given: Any) -> None:
         """The models, on all ranks."""
@@ -130,7 +138,7 @@ class OpenRun:
             "generation": self.recorder.generation,
             "config": self.config.model_dump(mode="json"),
             "size": asdict(size),
-            "place": place_of(self.device, self.steps.layout),
+            "place": place_of(self.device, self.layout),
         }
         return BatchKeeper(self.folder.file("batches/"), self.config.telemetry.keep_batches, facts)
 
@@ -251,7 +259,7 @@ class OpenRun:
             raise UserError(Problem(where, rule, remedy))
 
     def finished(
-        self, num_steps: int, *, roles: Sequence[str] = ("default",), evaluates: bool
+        self, *, roles: Sequence[str] = ("default",), evaluates: bool
     ) -> RunSummary | None:
         """Of a run that did all its steps before, has the model of every role and, if it
         `evaluates`, the score of the last step; None where there is work."""
@@ -261,7 +269,7 @@ class OpenRun:
         trained = found[0].step + 1 if found else 0
         last = f"epoch*globalstep{trained - 1}"
         models = [list((self.checkpoints / role).glob(last)) for role in roles]
-        if not trained or trained < num_steps or not all(models):
+        if not trained or trained < self.num_steps or not all(models):
             return None
         if evaluates and trained not in self.recorder.evaluated():
             return None
@@ -274,165 +282,55 @@ class OpenRun:
         saving = "async" if self.saves_beside else "sync"
         generation = self.recorder.generation
         more = {"from_step": trained, "generation": generation, "saver_mode": saving}
-        more["opened_s"] = self.recorder.opened_s
+        more |= {"opened_s": self.recorder.opened_s, "device": str(self.device)}
         self.folder.add_start(describe_start(**more, **facts))
 
 
-def oldest_saved(config: Config) -> int:
-    """Steps in the oldest recovery checkpoint; more than any where there will be none."""
-    if not config.recover.is_on:
-        return sys.maxsize
-    found = find_checkpoints(checkpoint_path(config), report=log.debug)
-    return found[-1].step + 1 if found else 0
+class RunData(Protocol):
+    """What a run samples from or learns from."""
 
+    def summary(self) -> str: ...
 
-def checkpoint_path(config: Config) -> Path:
-    """Where the exports of a run lie, in a folder for each role."""
-    assert config.user is not None, "the config is resolved"
-    root = Path(checkpoint_root(config)).expanduser()
-    return root / config.user / config.experiment_name / config.trial_name
+    def steps_per_epoch(self, size: int) -> int: ...
 
-
-def standing(config: Config) -> str:
-    """What there is of a run before it does a step, in words."""
-    found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
-    if found:
-        step = found[0].step + 1
-        return f"the run stands after step {step}, and goes on there when it is started again"
-    is_far = config.recover.is_on and config.checkpoint.remote_uri is not None
-    return "nothing was trained" + (" since it was started" if is_far else "")
-
-
-def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
-    """The differences to an earlier start that do not matter, in words; UserError for others."""
-    values = config.model_dump(mode="json")
-    recover = config.recover
-    if recover.is_on:
-        changes = judge_changes(before, values, recover.allow)
-        if changes.refused:
-            raise UserError(changes.refused)
-        return changes.accepted
-    told = [
-        f"{key} was {show(old)}, is {show(new)}" for key, old, new in changed_keys(before, values)
-    ]
-    if told:
-        said = "; ".join(told[:5]) + (f"; and {len(told) - 5} more" if told[5:] else "")
-        remedy = "choose another trial_name, restore the config, or start anew with --fresh"
-        where = f"trial_name = {config.trial_name}"
-        raise UserError(Problem(where, f"belongs to a run with another config ({said})", remedy))
-    return []
-
-
-def sweep_all(root: Path) -> None:
-    """Removes what a killed run left; UserError where that cannot be."""
-    with writing_checkpoints(root):
-        swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
-        for left in [*swept, *sweep_uncommitted(root)]:
-            log.info("%s: removed what a killed run left", left)
-
-
-@contextmanager
-def writing_checkpoints(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror})"
-        remedy = "make it writable, with free space, or set checkpoint.local_dir"
-        raise UserError(Problem(f"checkpoint folder = {root}", rule, remedy)) from error
-
-
-@contextmanager
-def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
-    """No other run writes there. In `fileroot` that follows from the lock of the run folder."""
-    if config.checkpoint.local_dir is None:
-        yield
-        return
-    with writing_checkpoints(root):
-        # Beside it, so that checkpoints of elsewhere can be moved to its place.
-        lock = FolderLock(root.parent, f"checkpoint folder = {root}", f".{root.name}.lock")
-    with closing(lock):
-        yield
-
-
-@contextmanager
-def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
-    """The run folder, ours until the end; raises UserError where it is not to be had."""
-    values, root = config.model_dump(mode="json"), checkpoint_path(config)
-    with ExitStack() as stack:
-        stack.enter_context(locked_checkpoints(config, root))
-        folder = open_run_folder(
-            run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
-            config=values,
-            config_yaml=dump_config(config),
-            config_digest=digest_of_config(values),
-            seed=config.seed,
-            fresh=fresh,
-            exports=root,
-            accept=partial(accept_config, config),
-            resumes=config.recover.is_on,
-            has_checkpoint=bool(find_checkpoints(root, report=log.info)),
-        )
-        stack.enter_context(closing(folder))
-        if fresh and (remote := remote_of(config)) is not None:
-            from pentad.checkpoint.fetch import give_up
-            from pentad.checkpoint.s3 import Store
-
-            give_up(Store(remote))
-        with log_to(folder.file("log.txt")):
-            sweep_all(root)
-        yield folder
+    def run_warnings(self, size: int) -> list[str]: ...
 
 
 @contextmanager
 def open_run(
     config: Config,
     notes: Sequence[str],
+    data: RunData,
     *,
-    warnings: Sequence[str],
+    command: Command = "train",
     title: str,
     fresh: bool,
     dims: ModelDims,
     device: torch.device,
-    layout: Layout,
-    num_steps: int,
-    steps_per_epoch: int,
 ) -> Iterator[OpenRun]:
     """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
-    checkpoints = checkpoint_path(config)
+    size, layout = config.train_dataset.batch_size, layout_of(config, "actor")
+    steps_per_epoch = data.steps_per_epoch(size)
+    num_steps = count_steps(config, steps_per_epoch)
+    checkpoints, telemetry = checkpoint_path(config), config.telemetry
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))
         stack.enter_context(determinism_restored())
         stack.enter_context(noted_end(folder, checkpoints))
         stack.enter_context(stop_early(partial(standing, config)))
-        log_start(config, notes, warnings, num_steps)
-        telemetry = config.telemetry
-        sinks = build_sinks(
-            folder.path,
-            tensorboard=telemetry.tensorboard,
-            wandb=WandbSettings(**telemetry.wandb.model_dump()) if telemetry.wandb else None,
-            run_name=f"{config.experiment_name}/{config.trial_name}",
-        )
-        recorder = Recorder(
-            folder,
-            start_screen(title, num_steps),
-            sinks,
-            samples_per_step=telemetry.samples_per_step,
-            seed=config.seed,
-            find_alarms=alarms_of(config),
-        )
+        warnings = [*unread(config, command), *data.run_warnings(size)]
+        log_start(config, [*notes, data.summary()], warnings, num_steps)
+        recorder = open_recorder(config, folder, title, num_steps)
         stack.callback(recorder.close)
-        peak = telemetry.hardware_peak_tflops or detect_peak_tflops(device)
         steps = StepRecorder(
             dims,
             layout=layout,
-            peak_tflops=peak,
+            peak_tflops=telemetry.hardware_peak_tflops or detect_peak_tflops(device),
             steps_per_epoch=steps_per_epoch,
             mfu_target=telemetry.mfu_target,
         )
-        size = export_size(config, dims, device)
-        saves_beside = writes_beside(config, device, layout)
-        run = OpenRun(
+        yield OpenRun(
             config,
             stack,
             folder,
@@ -440,12 +338,31 @@ def open_run(
             steps,
             checkpoints,
             steps_per_epoch,
-            size,
-            saves_beside,
+            num_steps,
+            export_size(config, dims, device),
+            writes_beside(config, device, layout),
             device,
+            layout,
         )
-        yield run
         folder.check_there()
+
+
+def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int) -> Recorder:
+    telemetry, name = config.telemetry, f"{config.experiment_name}/{config.trial_name}"
+    sinks = build_sinks(
+        folder.path,
+        tensorboard=telemetry.tensorboard,
+        wandb=WandbSettings(**telemetry.wandb.model_dump()) if telemetry.wandb else None,
+        run_name=name,
+    )
+    return Recorder(
+        folder,
+        start_screen(f"{title} {name}", num_steps),
+        sinks,
+        samples_per_step=telemetry.samples_per_step,
+        seed=config.seed,
+        find_alarms=alarms_of(config),
+    )
 
 
 def log_start(
@@ -535,18 +452,10 @@ def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
 
 
 def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
-    """Bytes of one HF folder; 0 where the dimensions do not tell."""
+    """Bytes of one HF folder; 0 where the dimensions are not known."""
     return (
         export_bytes(dims, compute_bytes(config.actor, kind_of(device))) if dims.is_whole else 0.0
     )
-
-
-def repeat_warnings(batch_size: int, num_rows: int) -> list[str]:
-    """A batch that goes through the data more than once is rarely meant."""
-    if batch_size <= num_rows:
-        return []
-    where = f"train_dataset.batch_size = {batch_size}"
-    return [f"{where}: there are {num_rows} rows, so rows come several times in one step"]
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:
@@ -569,15 +478,6 @@ def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,
     }
-
-
-def now_text() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def digest_of_config(values: dict[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:

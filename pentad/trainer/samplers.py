@@ -7,9 +7,9 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,11 @@ from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.runtime.scratch import scratch_folder
-from pentad.samplers import hosted, sglang, vllm
-from pentad.samplers.hosted import HostedSettings
-from pentad.samplers.process import check_installed, server_python
-from pentad.samplers.remote import RemoteSampler
+from pentad.samplers import remote, sglang, vllm
+from pentad.samplers.process import ServerSettings, check_installed, server_python
+from pentad.samplers.remote import HostedSettings, RemoteSampler
 from pentad.samplers.replica import ReplicaSampler
 from pentad.samplers.server_replica import KeptWeights, ServerRemote
-from pentad.samplers.server_sampler import ServerSampler
-from pentad.samplers.settings import ServerSettings
 from pentad.sync.handoff import Handoff
 from pentad.sync.tickets import Kind
 from pentad.trainer.translate import compute_dtype, sampler_settings
@@ -61,152 +58,151 @@ ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
 START = {"vllm": vllm.start, "sglang": sglang.start}
 
 
-async def open_samplers(
-    config: Config,
-    dims: ModelDims,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    log_folder: Path,
-    stack: AsyncExitStack,
-    handoff: Handoff | None = None,
-    runtime: Runtime | None = None,
-) -> dict[str, Sampler]:
-    """By name; closed with `stack`. They hold weights of no use, so that only a real publish can
-    make them agree with the trainer. `handoff`: how weights come from a learner elsewhere;
-    `runtime`: that of the learner, which starts them too."""
-    component = component_of(config, "rollout")
-    if component.backend == "embedded":
-        if not is_one_process(config, count_devices(config)):
-            if runtime is None:
-                runtime = open_runtime(config, device, is_apart=False)
-                stack.push_async_callback(runtime.close)
-            handoff = handoff or open_handoff(
-                config, device, log_folder, stack, is_spread=runtime.is_spread
+@dataclass(frozen=True, slots=True)
+class SamplerOpener:
+    """What the samplers of a run are made from. They are closed with `stack`, and hold weights of
+    no use, so that only a real publish can make them agree with the trainer."""
+
+    config: Config
+    dims: ModelDims
+    tokenizer: Tokenizer
+    device: torch.device
+    log_folder: Path
+    stack: AsyncExitStack
+
+    async def open(
+        self, handoff: Handoff | None = None, runtime: Runtime | None = None
+    ) -> dict[str, Sampler]:
+        """By name. `handoff`: how weights come from a learner elsewhere; `runtime`: that of the
+        learner, which starts them too."""
+        config = self.config
+        if component_of(config, "rollout").backend != "embedded":
+            return await self._open_servers()
+        if is_one_process(config, count_devices(config)):
+            sampler = embedded_sampler(config, self.dims, self.tokenizer, self.device)
+            self.stack.push_async_callback(sampler.close)
+            return {"embedded": sampler}
+        if runtime is None:
+            runtime = open_runtime(config, self.device, is_apart=False)
+            self.stack.push_async_callback(runtime.close)
+        handoff = handoff or self.open_handoff(is_spread=runtime.is_spread)
+        return await self._open_embedded(handoff, runtime)
+
+    def open_handoff(self, *, is_spread: bool) -> Handoff:
+        """Where weights lie between processes: in memory, or in a folder that all machines see."""
+        config = self.config
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        place = self.log_folder if is_spread else shared_memory()
+        folder = self.stack.enter_context(scratch_folder("pentad-weights-", place))
+        kind: Kind = "file" if is_spread else "shm"
+        on: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
+        if not is_spread and handoff_kind(config, on, count_devices(config)) == "ipc":
+            fits, why = shares_by_gpu(config, choose_device(config))
+            kind = "ipc" if fits else "shm"
+            log.info("weights reach the sampler by %s: %s", kind, why)
+        return Handoff(kind, folder, deltas=config.rollout.weight_deltas)
+
+    async def _open_servers(self) -> dict[str, Sampler]:
+        """Those that the run starts it also starts again."""
+        config, component = self.config, component_of(self.config, "rollout")
+        count, backend = component.size("d"), component.backend
+        settings = [server_settings(config, self.dims, self.device, i) for i in range(count)]
+        names = [f"{backend}-{index}" for index in range(count)]
+        if addresses := config.rollout.server.addresses:
+            made: dict[str, Sampler] = {}
+            for name, address, wanted in zip(names, addresses, settings, strict=True):
+                made[name] = await ATTACH[backend](address, wanted)
+                self.stack.push_async_callback(made[name].close)
+        else:
+            kept = KeptWeights()
+            made = await self._open_all(
+                [
+                    ReplicaSampler(
+                        name,
+                        partial(self._start_server, name, wanted, kept),
+                        kept,
+                        max_restarts=config.rollout.restarts,
+                    )
+                    for name, wanted in zip(names, settings, strict=True)
+                ]
             )
-            return await open_replicas(
-                config, dims, tokenizer, device, log_folder, stack, handoff, runtime
+        problems = [
+            problem
+            for name, sampler in made.items()
+            for problem in capability_problems(config, name, sampler.capabilities)
+        ]
+        if problems:
+            raise UserError(problems)
+        return made
+
+    async def _start_server(
+        self, name: str, wanted: ServerSettings, kept: KeptWeights, generation: int
+    ) -> ServerRemote:
+        start = START[component_of(self.config, "rollout").backend]
+        return ServerRemote(await start(wanted, name, self.log_folder / f"{name}.log"), kept)
+
+    async def _open_embedded(self, handoff: Handoff, runtime: Runtime) -> dict[str, Sampler]:
+        """As processes, each with its GPU, or with its cores where it decodes while others
+        train."""
+        config = self.config
+        num = component_of(config, "rollout").size("d")
+        devices = server_devices(config) if self.device.type == "cuda" else ()
+        is_ray, on_policy = config.scheduler.type == "ray", config.max_staleness == 0
+        cores = [()] * num if devices or on_policy or is_ray else core_shares(num)
+        specs = [
+            RoleSpec(
+                name=f"rollout-{index}",
+                target=remote.TARGET,
+                payload=asdict(self._hosted(len(cores[index]))),
+                log=self.log_folder / f"rollout-{index}.log",
+                num_gpus=1 if devices else 0,
+                devices=devices[index : index + 1],
+                cores=cores[index],
+                environment=DETERMINISTIC if is_deterministic(config) else {},
             )
-        sampler = embedded_sampler(config, dims, tokenizer, device)
-        stack.push_async_callback(sampler.close)
-        return {"embedded": sampler}
-    samplers = await open_servers(config, dims, device, log_folder, stack)
-    problems = [
-        problem
-        for name, sampler in samplers.items()
-        for problem in capability_problems(config, name, sampler.capabilities)
-    ]
-    if problems:
-        raise UserError(problems)
-    return samplers
+            for index in range(num)
+        ]
 
-
-async def open_servers(
-    config: Config,
-    dims: ModelDims,
-    device: torch.device,
-    log_folder: Path,
-    stack: AsyncExitStack,
-) -> dict[str, Sampler]:
-    """All at once. Those that the run starts it also starts again."""
-    component, server = component_of(config, "rollout"), config.rollout.server
-    settings = [server_settings(config, dims, device, i) for i in range(component.size("d"))]
-    names = [f"{component.backend}-{index}" for index in range(len(settings))]
-    if server.addresses:
-        attach = ATTACH[component.backend]
-        made: list[ServerSampler] = []
-        for address, wanted in zip(server.addresses, settings, strict=True):
-            made.append(await attach(address, wanted))
-            stack.push_async_callback(made[-1].close)
-        return dict(zip(names, made, strict=True))
-    kept, replicas = KeptWeights(), []
-    for name, wanted in zip(names, settings, strict=True):
-
-        async def start(
-            generation: int, name: str = name, wanted: ServerSettings = wanted
-        ) -> ServerRemote:
-            begin = START[component.backend]
-            return ServerRemote(await begin(wanted, name, log_folder / f"{name}.log"), kept)
-
-        replica = ReplicaSampler(name, start, kept, max_restarts=config.rollout.restarts)
-        stack.push_async_callback(replica.close)
-        replicas.append(replica)
-    for replica in replicas:
-        replica.siblings = replicas
-    results = await asyncio.gather(*(one.open() for one in replicas), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return {replica.name: replica for replica in replicas}
-
-
-def open_handoff(
-    config: Config,
-    device: torch.device,
-    log_folder: Path,
-    stack: AsyncExitStack,
-    *,
-    is_spread: bool,
-) -> Handoff:
-    """Where weights lie between processes: in memory, or in a folder that all machines see."""
-    log_folder.mkdir(parents=True, exist_ok=True)
-    place = log_folder if is_spread else shared_memory()
-    folder = stack.enter_context(scratch_folder("pentad-weights-", place))
-    kind: Kind = "file" if is_spread else "shm"
-    on: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    if not is_spread and handoff_kind(config, on, count_devices(config)) == "ipc":
-        fits, why = shares_by_gpu(config, choose_device(config))
-        kind = "ipc" if fits else "shm"
-        log.info("weights reach the sampler by %s: %s", kind, why)
-    return Handoff(kind, folder, deltas=config.rollout.weight_deltas)
-
-
-async def open_replicas(
-    config: Config,
-    dims: ModelDims,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    log_folder: Path,
-    stack: AsyncExitStack,
-    handoff: Handoff,
-    runtime: Runtime,
-) -> dict[str, Sampler]:
-    """Embedded samplers as processes, each with its GPU, or with its cores where it decodes while
-    others train."""
-    num = component_of(config, "rollout").size("d")
-    devices = server_devices(config) if device.type == "cuda" else ()
-    is_ray = config.scheduler.type == "ray"
-    on_policy = config.max_staleness == 0
-    cores = [()] * num if devices or on_policy or is_ray else core_shares(num)
-    replicas = []
-    for index in range(num):
-        name = f"rollout-{index}"
-        spec = RoleSpec(
-            name=name,
-            target=hosted.TARGET,
-            payload=asdict(hosted_settings(config, dims, tokenizer, device, len(cores[index]))),
-            log=log_folder / f"{name}.log",
-            num_gpus=1 if devices else 0,
-            devices=devices[index : index + 1],
-            cores=cores[index],
-            environment=DETERMINISTIC if is_deterministic(config) else {},
-        )
-
-        async def start(generation: int, spec: RoleSpec = spec) -> RemoteSampler:
+        async def start(spec: RoleSpec, generation: int) -> RemoteSampler:
             process = await runtime.start(replace(spec, generation=generation))
             return await RemoteSampler.open(process, handoff)
 
-        replica = ReplicaSampler(
-            name, start, handoff, max_restarts=config.rollout.restarts, is_exact=on_policy
+        limit = config.rollout.restarts
+        return await self._open_all(
+            [
+                ReplicaSampler(
+                    spec.name, partial(start, spec), handoff, max_restarts=limit, is_exact=on_policy
+                )
+                for spec in specs
+            ]
         )
-        stack.push_async_callback(replica.close)
-        replicas.append(replica)
-    for replica in replicas:
-        replica.siblings = replicas
-    try:
-        await asyncio.gather(*(replica.open() for replica in replicas))
-    except InfraFailure as failure:
-        raise RunError(str(failure)) from failure
-    return {replica.name: replica for replica in replicas}
+
+    async def _open_all(self, replicas: list[ReplicaSampler]) -> dict[str, Sampler]:
+        for replica in replicas:
+            replica.siblings = replicas
+            self.stack.push_async_callback(replica.close)
+        results = await asyncio.gather(*(one.open() for one in replicas), return_exceptions=True)
+        for result in results:
+            if isinstance(result, InfraFailure):
+                raise RunError(str(result)) from result
+            if isinstance(result, BaseException):
+                raise result
+        return {replica.name: replica for replica in replicas}
+
+    def _hosted(self, num_cores: int) -> HostedSettings:
+        """Like `embedded_sampler` in this process: at staleness 0 both draw the same bits."""
+        config, threads = self.config, torch.get_num_threads()
+        return HostedSettings(
+            dims=self.dims,
+            sampler=sampler_settings(config, self.dims),
+            device=self.device.type,
+            dtype=compute_dtype(config.actor, self.device),
+            seed=derive_seed(config.seed, "unpublished"),
+            tokenizer=str(self.tokenizer.folder.resolve()),
+            model_files=tuple(map(absolute, config.model_files)),
+            deterministic=is_deterministic(config),
+            num_threads=min(threads, num_cores or threads),
+        )
 
 
 def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Runtime:
@@ -222,8 +218,8 @@ def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Run
 
 
 def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[str, Any]:
-    """What Ray is asked for: `bundles` by role, and `held`, the GPUs of this machine it must leave
-    to processes that it does not place: torchrun's ranks."""
+    """What is requested of Ray: `bundles` by role, and `held`, the GPUs of this machine that it
+    leaves to processes that it does not place: torchrun's ranks."""
     allocation, actor = allocation_of(config), component_of(config, "actor")
     if config.only == "train":
         allocation = allocation.without("rollout")
@@ -242,24 +238,6 @@ def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[
     }
     held = tuple(range(actor.world)) if has_gpus and not is_apart else ()
     return {"bundles": bundles, "held": held}
-
-
-def hosted_settings(
-    config: Config, dims: ModelDims, tokenizer: Tokenizer, device: torch.device, num_cores: int
-) -> HostedSettings:
-    """Like `embedded_sampler` in this process: at staleness 0 both draw the same bits."""
-    threads = torch.get_num_threads()
-    return HostedSettings(
-        dims=dims,
-        sampler=sampler_settings(config, dims),
-        device=device.type,
-        dtype=compute_dtype(config.actor, device),
-        seed=derive_seed(config.seed, "unpublished"),
-        tokenizer=str(tokenizer.folder.resolve()),
-        model_files=tuple(map(absolute, config.model_files)),
-        deterministic=is_deterministic(config),
-        num_threads=min(threads, num_cores or threads),
-    )
 
 
 def is_deterministic(config: Config) -> bool:
@@ -334,20 +312,15 @@ def server_devices(config: Config) -> tuple[int, ...]:
 
 def server_problems(config: Config, device: torch.device) -> list[Problem | str]:
     """What keeps the servers of a run from starting, as far as can be known without them."""
-    component, server = component_of(config, "rollout"), config.rollout.server
-    if component.backend == "embedded":
+    backend, server = component_of(config, "rollout").backend, config.rollout.server
+    if backend == "embedded" or server.addresses:
         return []
-    problems: list[Problem | str] = []
-    if device.type == "cuda" and not server.addresses:
-        problems += gpu_problems(config)
-    if not server.addresses:
-        problems += refused(lambda: find_server(config))
+    problems: list[Problem | str] = [*gpu_problems(config)] if device.type == "cuda" else []
+    try:
+        check_installed(server_python(server.python, backend), backend, server.python)
+    except UserError as error:
+        problems += error.problems
     return problems
-
-
-def find_server(config: Config) -> None:
-    backend, wanted = component_of(config, "rollout").backend, config.rollout.server.python
-    check_installed(server_python(wanted, backend), backend, wanted)
 
 
 def gpu_problems(config: Config) -> list[Problem]:
@@ -376,11 +349,3 @@ def capability_problems(
         for need, (is_needed, where, remedy) in needs.items()
         if is_needed and need not in capabilities
     ]
-
-
-def refused(step: Callable[[], None]) -> list[Problem | str]:
-    try:
-        step()
-    except UserError as error:
-        return error.problems
-    return []

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,45 @@ from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.machine import GIB
 from pentad.core.roles import StagedFile
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.frequency import Frequency
 from pentad.trainer.learner_thread import Calls
 from pentad.weights.hf import sweep
+
+
+@dataclass(slots=True)
+class Frequency:
+    """When periodic things are due: every so many epochs, steps or seconds, whichever comes first;
+    all None means never."""
+
+    epochs: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    steps_per_epoch: int = 1
+    clock: Callable[[], float] = time.monotonic
+    last_time: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is due after `step` steps are done; asking starts the clock anew if so."""
+        now = self.clock()
+        if self.last_time is None:
+            self.last_time = now
+        due = bool(
+            (self.steps and step % self.steps == 0)
+            or (self.epochs and step % (self.epochs * self.steps_per_epoch) == 0)
+            or (self.seconds and now - self.last_time >= self.seconds)
+        )
+        if due:
+            self.last_time = now
+        return due
+
+    def state(self) -> dict[str, Any]:
+        """For JSON: how long ago the clock was started."""
+        since = None if self.last_time is None else self.clock() - self.last_time
+        return {"seconds_since": since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        since = state["seconds_since"]
+        self.last_time = None if since is None else self.clock() - since
+
 
 log = logging.getLogger(__name__)
 
@@ -271,5 +307,5 @@ def rescue(saver: Saver, num_done: int, num_moved: int) -> None:
         log.warning("after the failure: the model is not saved: %s", error)
         return
     more = f", and {num_moved} updates of step {num_done + 1}" if num_moved else ""
-    told = f"what was trained before the failure ({num_done} steps{more}) is saved in {folder}"
-    log.info("%s", told, extra=NOTICE)
+    text = f"what was trained before the failure ({num_done} steps{more}) is saved in {folder}"
+    log.info("%s", text, extra=NOTICE)

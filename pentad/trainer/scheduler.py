@@ -16,12 +16,185 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
-from pentad.core.errors import RunError, UserError, first_cause
+from pentad.core.errors import RunError, Transient, UserError, first_cause
+from pentad.runtime.awake import awake_s
+from pentad.runtime.rank import pulse
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import stop_on_signals
-from pentad.trainer.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+GROUP_S = 30.0
+"""How much longer than the group of ranks the watchdog waits for a call of all of them."""
+
+
+class Watchdog:
+    """When nothing moves, names what is stuck, since when, behind which gate. Work that takes
+    long (a training step, an evaluation, long answers) is no stall: it is named in the log, and a
+    warning comes only where nothing works. The abort comes in any case.
+
+    Warns after `warn_s` without progress, and again each time that long; ends the run after
+    `abort_s`. Progress is a change of what was committed, dropped, trained or published, or a
+    sign of work: a microbatch, a tensor, a token drawn."""
+
+    def __init__(
+        self,
+        state: RunState,
+        *,
+        warn_s: float,
+        abort_s: float,
+        sampled: Callable[[], float] = float,
+        is_watched: bool = False,
+        check: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = awake_s,
+    ) -> None:
+        self.state = state
+        self.warn_s = warn_s
+        self.abort_s = abort_s
+        self.sampled = sampled
+        """Tokens that samplers have drawn so far."""
+        self.is_watched = is_watched
+        """Whether somebody else watches the ranks of the learner, and names the one that hangs."""
+        self.check = check
+        """Raises what ended the learner."""
+        self.clock = clock
+        self.last_progress: tuple[object, ...] = ()
+        self.last_change = clock()
+        self.last_warning = clock()
+        self.last_beat = clock()
+        """When the event loop was last seen to turn."""
+        self.period_s = min(warn_s, abort_s, 5.0) / 4
+
+    async def run(self) -> None:
+        with self.watching_the_loop():
+            while True:
+                self.last_beat = self.clock()
+                await asyncio.sleep(self.period_s)
+                self.look()
+
+    @contextmanager
+    def watching_the_loop(self) -> Iterator[None]:
+        """From a thread, since code that holds the event loop holds this watchdog too."""
+        owner, done = threading.get_ident(), threading.Event()
+        is_main = owner == threading.main_thread().ident
+        before = signal.signal(signal.SIGUSR2, self._give_up) if is_main else None
+        watcher = threading.Thread(
+            target=self._watch_loop, args=(owner, is_main, done), daemon=True
+        )
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+            if is_main:
+                signal.signal(signal.SIGUSR2, before)
+
+    def _watch_loop(self, owner: int, is_main: bool, done: threading.Event) -> None:
+        warned_at = self.clock()
+        while not done.wait(self.period_s):
+            now = self.clock()
+            held_s = now - self.last_beat
+            if held_s >= self.abort_s and is_main:
+                # Whatever runs there gets the exception that the signal's handler raises.
+                signal.pthread_kill(owner, signal.SIGUSR2)
+            if held_s >= self.warn_s and now - warned_at >= self.warn_s:
+                warned_at = now
+                log.warning("%s", held_loop(held_s, sys._current_frames().get(owner)))
+
+    def _give_up(self, number: int, frame: FrameType | None) -> None:
+        raise RunError(held_loop(self.clock() - self.last_beat, frame))
+
+    def look(self) -> None:
+        """One look at the counters; raises RunError when the run has stood still too long."""
+        self.check()
+        now = self.clock()
+        progress = self._progress()
+        if progress != self.last_progress:
+            self.last_progress, self.last_change, self.last_warning = progress, now, now
+            return
+        stalled_s = now - self.last_change
+        working = self.state.working
+        if stalled_s >= self.abort_s + (GROUP_S if working and self.is_watched else 0.0):
+            raise Transient(f"no progress for {stalled_s:.0f} s: {self.report()}")
+        if now - self.last_warning >= self.warn_s:
+            self.last_warning = now
+            level = logging.INFO if working else logging.WARNING
+            log.log(level, "batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
+
+    def report(self) -> str:
+        """What works, what each pump waits for, and which groups have not ended."""
+        ledger = self.state.ledger
+        waits = [f"{what} is under way" for what in self.state.working]
+        waits += [f"{pump} waits for {what}" for pump, what in sorted(self.state.waiting.items())]
+        running = ledger.gids_in("running")
+        if running:
+            waits.append(
+                f"{len(running)} groups running, oldest gid {running[0]}"
+                + (f", newest {running[-1]}" if len(running) > 1 else "")
+            )
+        return "; ".join(waits) or "nothing is under way and nothing waits"
+
+    @property
+    def _batch(self) -> int:
+        return self.state.budget.trained
+
+    def _progress(self) -> tuple[object, ...]:
+        budget, funnel = self.state.budget, self.state.ledger.funnel()
+        return (budget.trained, budget.published, funnel, pulse.count, self.sampled())
+
+
+def held_loop(held_s: float, frame: FrameType | None) -> str:
+    """Who holds the event loop: the innermost frame of its thread."""
+    place = "unknown code"
+    if frame is not None:
+        place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return (
+        f"nothing else could run for {held_s:.0f} s: {place} holds the event loop; a workflow must "
+        "await what takes long, or give it to a thread"
+    )
+
+
+@contextmanager
+def end_when_hung(abort_s: float, stacks: Path) -> Iterator[None]:
+    """For a loop that no event loop turns: a thread ends the program when no microbatch or tensor
+    has passed for `abort_s`. Whoever hangs in a call of a library cannot be interrupted."""
+    done = threading.Event()
+
+    def watch() -> None:
+        seen, since = pulse.count, awake_s()
+        while not done.wait(min(abort_s, 5.0) / 4):
+            if pulse.count != seen:
+                seen, since = pulse.count, awake_s()
+            elif (still_s := awake_s() - since) >= abort_s:
+                log.error(
+                    "no progress for %.0f s: a call of the learner does not return; the run ends, "
+                    "and what was trained since the last save is lost; stacks are in %s",
+                    still_s,
+                    stacks,
+                )
+                with stacks.open("a") as file:
+                    faulthandler.dump_traceback(file)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="hang watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class Pump(Protocol):
@@ -37,25 +210,17 @@ class NoPump:
         return
 
 
+@dataclass(slots=True)
 class Scheduler:
-    def __init__(
-        self,
-        state: RunState,
-        rollout: Pump,
-        train: Pump,
-        publish: Pump,
-        watchdog: Watchdog,
-        score: Pump | None = None,
-    ) -> None:
-        self.state = state
-        self.rollout = rollout
-        self.train = train
-        self.publish = publish
-        self.watchdog = watchdog
-        self.score = score
+    state: RunState
+    rollout: Pump
+    train: Pump
+    publish: Pump
+    watchdog: Watchdog
+    score: Pump | None = None
 
     async def run(self) -> None:
-        """Until all batches are trained and published, or a signal asked to stop. Raises the first
+        """Until all batches are trained and published, or a signal stops it. Raises the first
         failure, unwrapped."""
         try:
             with stop_on_signals(self.state.request_stop):

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +24,9 @@ from pentad.config.processes import scorer_devices
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
-from pentad.data.store import GroupStore
+from pentad.core.types import Group, Prompt, Row
+from pentad.data.store import GroupStore, MissingGroups, open_store
+from pentad.engine.engine import Engine
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
@@ -30,7 +35,10 @@ from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.telemetry.log import NOTICE, announced
 from pentad.trainer.learner_thread import LearnerThread
-from pentad.trainer.scorer_service import ScorerService
+from pentad.trainer.learners import build_scorer
+from pentad.trainer.placement import Placement
+from pentad.trainer.state import RunState
+from pentad.trainer.update import chunk_slots, column_of, on_host, samples_of
 
 log = logging.getLogger(__name__)
 
@@ -205,3 +213,181 @@ class ScorerProcesses:
             error = RunError(f"the {self.role} is not waited for") if is_busy else None
             await asyncio.to_thread(thread.close, self.settings.stall_s)
             await asyncio.to_thread(group.__exit__, type(error) if error else None, error, None)
+
+
+class ScorerService:
+    """What every rank of a scorer runs: a frozen model that writes its log-probs of groups. Holds
+    no state: started again, it gives the same numbers."""
+
+    mild: frozenset[str] = frozenset()
+
+    def __init__(self, config: Config, rank: Rank, device: torch.device, role: str) -> None:
+        self.config = config
+        self.rank = rank
+        self.device = device
+        self.role = role
+        self.store: GroupStore | None = None
+
+    def build(self, max_row_tokens: int, weights: str | None = None) -> None:
+        """The model, also in the place of an earlier one; the number follows from the data."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of the thread that makes all calls
+        self.engine: Engine | None = None  # a model at a time
+        folder = None if weights is None else Path(weights)
+        self.engine = build_scorer(
+            self.config, self.role, max_row_tokens, device=self.device, weights=folder
+        )
+
+    def open_store(self, address: dict[str, Any]) -> None:
+        """Where the groups are; a score does not ask for their prompts."""
+        self.store = open_store(address, lambda gid: Prompt(gid, (), {}))
+
+    def score(self, gids: list[int]) -> None:
+        """Writes the column of these groups."""
+        assert self.store is not None and self.engine is not None, "it is built and opened first"
+        groups = self.store.get(gids)
+        rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples_of(groups)]
+        column = on_host([output["logprobs"] for output in self.engine.forward(rows)])
+        for group in groups if self.rank.rank == 0 else ():
+            own, column = column[: len(group.samples)], column[len(group.samples) :]
+            self.store.write(group.gid, group.attempt, {column_of(self.role): own})
+
+    def close(self, *, is_failed: bool) -> None:
+        """The store is that of the run where both are one process."""
+        if self.store is not None and self.store.address["kind"] != "memory":
+            self.store.close()
+
+
+@dataclass(eq=False)
+class RefreshedReference:
+    """The reference on devices of its own, made the actor every `ref_update_interval` steps.
+
+    Batch b is scored by the actor as it was after the last of these steps before it, the reference
+    that a weight tag in the trainer would be. Groups that are sampled ahead of such a step wait for
+    it. Each reference is a HF folder named by its version, from which a lost scorer is restarted.
+    """
+
+    scorer: ScorerCalls
+    learner: LearnerThread
+    folder: Path
+    """Absolute."""
+    every: int
+    max_row_tokens: int
+    oldest: Callable[[], int]
+    """Steps in the oldest checkpoint that the run may go on from."""
+    version: int = 0
+    """Of what the scorer holds; 0: what it began with."""
+
+    def scores(self, batch: int) -> bool:
+        """Whether it is the reference of this batch."""
+        return batch - batch % self.every == self.version
+
+    async def resume(self, trained: int) -> None:
+        """What it was after so many steps."""
+        version = trained - trained % self.every
+        if version and not (self.folder / str(version)).is_dir():
+            rule = f"the reference after step {version} is not in {self.folder}"
+            remedy = "go on as the run began, or start anew with --fresh"
+            raise UserError(Problem(f"ref_update_interval = {self.every}", rule, remedy))
+        if version:
+            await self._install(version)
+
+    async def refresh(self, version: int) -> None:
+        """After the step that made this version."""
+        folder = str(self.folder / str(version))
+        await self.learner.call("export", role="actor", folder=folder, is_async=False)
+        await self._install(version)
+        needed = self.oldest() - self.oldest() % self.every
+        for old in self.folder.iterdir():
+            if old.name.isdigit() and int(old.name) < min(needed, version):
+                shutil.rmtree(old, ignore_errors=True)
+
+    async def _install(self, version: int) -> None:
+        given = {
+            "max_row_tokens": self.max_row_tokens,
+            "weights": str(self.folder / str(version)),
+        }
+        if isinstance(self.scorer, ScorerProcesses):
+            self.scorer.steps["build"] = given  # of one that is started again
+        await self.scorer.call("build", **given)
+        self.version = version
+
+
+@dataclass(eq=False)
+class ScorePump:
+    """Sends sampled groups to the scorers; with all their columns they are ready.
+
+    Scorers work at the same time, each on the same groups.
+
+    On-policy the groups of a chunk are scored together, as a learner with weight tags does: what is
+    computed in one batch, and so every bit of the run, is then a function of the data alone.
+    Otherwise the oldest groups that are there are scored at once.
+    """
+
+    state: RunState
+    scorers: Mapping[str, ScorerCalls]
+    """By role."""
+    placement: Placement
+    _: KW_ONLY
+    num_chunks: int
+    is_open: Callable[[int], bool] = lambda batch: True
+    """Whether scorers hold the weights that judge a batch."""
+
+    @property
+    def chunks(self) -> list[range]:
+        return chunk_slots(self.state.budget.groups_per_batch, self.num_chunks)
+
+    async def run(self) -> None:
+        while not self.state.is_over:
+            if gids := self._next_groups():
+                await self._score(gids)
+            else:
+                await self.state.wait_for(
+                    "score", "sampled groups", lambda: bool(self._next_groups())
+                )
+
+    def _next_groups(self) -> list[int]:
+        ledger = self.state.ledger
+        if not ledger.num_sampled:
+            return []
+        if not self.placement.is_on_policy:
+            sampled = ledger.gids_in("sampled")
+            judged = (gid for gid in sampled if self.is_open(ledger.batch_of(gid)))
+            return list(islice(judged, max(map(len, self.chunks))))
+        batch = self.state.budget.trained  # without staleness no other is open
+        if not self.is_open(batch):
+            return []
+        for slots in self.chunks:
+            # One that the store lost is scored together with those that were ready beside it.
+            gids = ledger.gids_at(batch, slots, "sampled", "ready")
+            if len(gids) == len(slots) and ledger.gids_at(batch, slots, "sampled"):
+                return gids
+        return []
+
+    async def _score(self, gids: list[int]) -> None:
+        groups = self._read(gids)
+        if not groups:
+            return
+        keeping = asyncio.ensure_future(self.state.keep(groups))
+        try:
+            with self.state.doing(f"the scores of {len(gids)} groups, from gid {gids[0]} on,"):
+                await asyncio.gather(
+                    *(one.call("score", gids=gids) for one in self.scorers.values())
+                )
+        finally:
+            keeping.cancel()
+        columns = [column_of(role) for role in self.scorers]
+        for group in self._read(gids):  # what was lost meanwhile was put again without its columns
+            if all(column in one.columns for one in group.samples for column in columns):
+                self.state.ledger.score(group.gid, group.attempt)
+        self.state.changed.notify()
+
+    def _read(self, gids: list[int]) -> list[Group]:
+        """The groups; none where the store has lost some, which are planned again."""
+        try:
+            return self.state.store.get(gids)
+        except MissingGroups:
+            if not self.state.store.can_lose:
+                raise
+        self.state.plan_lost("sampled")
+        return []

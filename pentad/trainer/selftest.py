@@ -1,4 +1,6 @@
-"""The start-up self-test: seconds that prove the run is wired as its user thinks.
+"""Proof that samplers and learner hold one policy: the start-up self-test, and probes after it.
+
+The self-test takes seconds:
 
 1. Packed equals unpacked: sequences scored together and alone get the same log-probs.
 2. The samplers hold the learner's weights: checked by digest when they were published.
@@ -9,15 +11,17 @@ A failure stops the run with the reason.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pentad.core.errors import RunError
+from pentad.core.errors import InfraFailure, RunError
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Request, SamplingParams
+from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_thread import Calls, LearnerThread
 
 PROBE_NEW_TOKENS = 16
@@ -161,3 +165,67 @@ def check_packing(
                 f"{tolerance.max_difference:g}; packed neighbours leak into each other"
             )
     return worst
+
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 5
+"""Versions from one comparison to the next, as long as all samplers are where they should be; from
+a doubt on every version is compared."""
+TIMEOUT_S = 60.0
+"""A sampler that takes longer is not compared; whether it still serves is others' concern."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Prober:
+    """Probes of a run under way: whether samplers serve the weights that were published to them.
+
+    Where data may be stale, the trained tokens cannot show it: their log-probs differ from the
+    trainer's by right. So each sampler draws a few tokens after a publish, and the learner scores
+    them before its weights move on. On-policy, the trained tokens themselves are compared; with
+    several samplers each of them is probed too, since one among many hardly moves the mean.
+    """
+
+    samplers: Sequence[Sampler]
+    prompts: Sequence[tuple[int, ...]]
+    learner: LearnerThread
+    bounds: Bounds
+    temperature: float
+    seed: int
+    next_version: int = INTERVAL
+
+    def is_due(self, version: int) -> bool:
+        return version >= self.next_version
+
+    async def probe(self, version: int) -> None:
+        """Raises RunError when a sampler has been too far away for too long."""
+        gaps = [await self._gap(i, version) for i in range(len(self.samplers))]
+        for index, gap in enumerate(gaps):
+            if sentence := self.bounds.past_probe(index, gap):
+                raise RunError(f"version {version}: {sentence}")
+        is_doubted = any(map(self.bounds.is_doubted, range(len(gaps))))
+        self.next_version = version + (1 if is_doubted else INTERVAL)
+
+    async def _gap(self, index: int, version: int) -> float | None:
+        """The mean difference; None where the sampler did not answer, or has other weights."""
+        sampler = self.samplers[index]
+        if sampler.version != version:
+            return None
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                probes = await draw_probes(
+                    sampler,
+                    self.prompts,
+                    f"probe-{version}-{index}",
+                    temperature=self.temperature,
+                    seed=self.seed,
+                )
+        except (RunError, InfraFailure, TimeoutError) as failure:
+            # The next groups meet the same failure, and are tried again elsewhere.
+            log.info("sampler %d was not compared at version %d: %s", index, version, failure)
+            return None
+        if any(held != version for probe in probes for held in probe.versions):
+            return None
+        calls = self.learner.calls
+        differences = await self.learner.run(lambda: probe_differences(calls, probes))
+        return gap_of(differences.astype(np.float64))

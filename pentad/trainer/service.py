@@ -16,8 +16,7 @@ import torch
 from pentad.checkpoint.folders import Damaged, info_folder, read_checkpoint
 from pentad.checkpoint.job import ExportJob
 from pentad.checkpoint.restore import restore_learner
-from pentad.checkpoint.shards import StateSaver, save_learner
-from pentad.checkpoint.staging import HostMemory
+from pentad.checkpoint.shards import HostMemory, StateSaver, save_learner
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.config.derived import scorers
 from pentad.config.schema import Config
@@ -38,12 +37,10 @@ from pentad.sync.shards import ShardWriter
 from pentad.sync.tickets import Kind
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.batches import read_batch
-from pentad.trainer.facts import BatchFacts
-from pentad.trainer.learners import build_learner, build_update, load_tags
+from pentad.trainer.learners import Role, build_learner, build_update, load_tags
 from pentad.trainer.saver import file_specs
-from pentad.trainer.start import Role
 from pentad.trainer.translate import algorithm_settings
-from pentad.trainer.update import BatchResult, chunk_slots, on_host
+from pentad.trainer.update import BatchFacts, BatchResult, chunk_slots, on_host
 
 FAILURES: dict[str, type[RunError]] = {"Damaged": Damaged}
 """Of a rank that the others raise as well; any other is a RunError."""
@@ -335,7 +332,7 @@ class LearnerService(EngineService):
         self.finish()
 
     def measure(self) -> dict[str, Any]:
-        """`BatchFacts` of the batch that was finished last; asked of rank 0."""
+        """`BatchFacts` of the batch that was finished last; of rank 0."""
         result = self.result
         assert result is not None, "a batch is finished first"
         samples = [sample for sample, _ in result.scored]

@@ -20,9 +20,8 @@ from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.data.tokens import TokenSequences, open_tokens
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
-from pentad.trainer.learners import build_role
+from pentad.trainer.learners import build_role, trained_dims
 from pentad.trainer.service import EngineService
-from pentad.trainer.start import trained_dims
 from pentad.trainer.translate import data_settings
 
 EVALUATED_AT_ONCE = 1024
@@ -103,7 +102,7 @@ class SftService(ExampleService):
     @staticmethod
     def open_part(config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer) -> SftDataset:
         source = config.train_dataset if part == "train" else config.valid_dataset
-        assert source is not None, "asked for where there is one"
+        assert source is not None, "read where there is one"
         settings = data_settings(
             source, f"{part}_dataset", seed=config.seed, max_tokens=dims.max_position
         )
@@ -120,7 +119,7 @@ class PretrainService(ExampleService):
         config: Config, part: str, dims: ModelDims, tokenizer: Tokenizer
     ) -> TokenSequences:
         source = config.train_dataset if part == "train" else config.valid_dataset
-        assert source is not None, "asked for where there is one"
+        assert source is not None, "read where there is one"
         length = source.max_length or config.train_dataset.max_length or dims.max_position
         if not 1 < length <= dims.max_position:
             rule = f"a sequence has 2 tokens or more, and the model's context {dims.max_position}"

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: a signal ends it after the step in progress, saved."""
+"""How a run is stopped: a signal ends it after the step in progress, saved."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def cut_short(name: str, step: int, saved: str, next_start: str = "") -> RunErro
     return stopped(f"a second {name}", rest + (next_start or saved))
 
 
-class AskedEarly(KeyboardInterrupt):
-    """Asked to stop where no step is under way. No plain exception, which somebody might catch."""
+class StoppedEarly(KeyboardInterrupt):
+    """A signal where no step is under way. No plain exception, which somebody might catch."""
 
 
 Standing = Callable[[], str]
@@ -61,16 +61,16 @@ Standing = Callable[[], str]
 
 @contextmanager
 def stop_early(standing: Standing) -> Iterator[None]:
-    """Until the first step, where others hear: a signal ends the run at once, with a sentence."""
+    """Until the first step, where other handlers take over: a signal ends the run at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise AskedEarly(signal.Signals(number).name)
+        raise StoppedEarly(signal.Signals(number).name)
 
     try:
         with hearing(stop):
             yield
-    except AskedEarly as asked:
-        raise too_early(str(asked), standing) from None
+    except StoppedEarly as early:
+        raise too_early(str(early), standing) from None
 
 
 def too_early(reason: str, standing: Standing) -> RunError:
@@ -95,16 +95,16 @@ def stop_flag() -> Iterator[StopFlag]:
 def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """For an event loop: the first signal asks, a second one cancels the task that is here."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    asked = False
+    is_requested = False
     is_repeat = Repeats()
 
     def stop(number: signal.Signals) -> None:
-        nonlocal asked
+        nonlocal is_requested
         if is_repeat(number):
             return
-        if asked and task is not None:
+        if is_requested and task is not None:
             task.cancel()
-        asked = True
+        is_requested = True
         request_stop(number.name)
 
     before: dict[signal.Signals, object] = {}
@@ -119,7 +119,7 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            loop.remove_signal_handler(number)  # which forgets who heard before
+            loop.remove_signal_handler(number)  # which forgets the handler before
             signal.signal(number, earlier)  # type: ignore[arg-type]
 
 

@@ -1,25 +1,106 @@
-"""The train pump: leases a batch's groups, updates the learner, hands on its weights."""
+"""The train pump leases a batch's groups and updates the learner; the publish pump brings the
+weights to the samplers, then evaluates them if due."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from pentad.core.device import settle
-from pentad.core.errors import RunError
+from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
 from pentad.data.ledger import PromptFunnel
 from pentad.rl.bounds import Bounds
-from pentad.sync.publisher import Snapshot
-from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.facts import BatchFacts
+from pentad.sync.publisher import Publisher, Snapshot
+from pentad.telemetry.record import PhaseTimer
+from pentad.trainer.evaluate import Evaluator
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.publish_pump import PublishPump
+from pentad.trainer.selftest import Prober
 from pentad.trainer.state import DataProgress, RunState
-from pentad.trainer.update import chunk_slots
+from pentad.trainer.update import BatchFacts, chunk_slots
+
+CAUSE_S, LOOK_S = 5.0, 0.1
+"""How long after a failed publish the loss of the learner may take to be known."""
+
+
+@dataclass(eq=False)
+class PublishPump:
+    """Latest wins: a snapshot not yet on its way is replaced by a newer one.
+
+    An evaluation is pinned to one version because no publish starts while it runs. On-policy,
+    admission waits for it too, so that nothing else is decoded beside it.
+    """
+
+    state: RunState
+    publisher: Publisher
+    evaluator: Evaluator | None
+    placement: Placement
+    turnstile: Turnstile
+    prober: Prober | None = None
+    check: Callable[[], None] | None = None
+    """Raises what ended the learner, where that is other processes."""
+    is_probing: bool = False
+    """Samplers are to be compared with the version on its way, or just are."""
+    pending: Snapshot | None = None
+    is_closed: bool = False
+
+    def submit(self, snapshot: Snapshot) -> None:
+        self.pending = snapshot
+        self.is_probing = self.prober is not None and self.prober.is_due(snapshot.version)
+        self.state.changed.notify()
+
+    def close(self) -> None:
+        """No more snapshots come; what is pending is still published."""
+        self.is_closed = True
+        self.state.changed.notify()
+
+    async def run(self) -> None:
+        while True:
+            await self.state.changed.until(lambda: self.pending is not None or self.is_closed)
+            if self.pending is None:
+                return
+            snapshot, self.pending = self.pending, None
+            await self._publish(snapshot)
+            del snapshot  # a whole model, which must not wait for the next one
+
+    async def wait_published(self, version: int) -> None:
+        await self.state.changed.until(lambda: self.state.budget.published >= version)
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        await self.turnstile.enter("rollout")
+        with self.state.doing(f"publishing version {snapshot.version}"):
+            try:
+                await self.publisher.publish(snapshot)
+            except (RunError, InfraFailure):
+                await self._look_at_learner()
+                raise
+        if not self.placement.is_on_policy:
+            self._count(snapshot.version)
+        if self.prober is not None and self.is_probing:
+            await self.prober.probe(snapshot.version)
+            self.is_probing = False
+            self.state.changed.notify()
+        if self.evaluator is not None and self.evaluator.is_due(snapshot.version):
+            with self.state.doing(f"evaluation of version {snapshot.version}"):
+                await self.evaluator.evaluate(snapshot.version)
+        if self.placement.is_on_policy:
+            self._count(snapshot.version)
+
+    async def _look_at_learner(self) -> None:
+        """One that died while samplers read its weights is the cause of what they say."""
+        if (check := self.check) is None:
+            return
+        for _ in range(round(CAUSE_S / LOOK_S)):
+            check()
+            await asyncio.sleep(LOOK_S)
+
+    def _count(self, version: int) -> None:
+        self.state.budget.count_published(version)
+        self.state.changed.notify()
+
 
 log = logging.getLogger(__name__)
 
@@ -38,44 +119,30 @@ class TrainedBatch:
     """Where the data stood when it was done: what belongs to the weights after it."""
 
 
+@dataclass(eq=False)
 class TrainPump:
-    def __init__(
-        self,
-        state: RunState,
-        learner: LearnerThread,
-        take: Callable[[int], Awaitable[Snapshot]],
-        publish: PublishPump,
-        placement: Placement,
-        turnstile: Turnstile,
-        *,
-        num_chunks: int,
-        refresh: Callable[[int], Awaitable[None]],
-        bounds: Bounds,
-        on_trained: Callable[[TrainedBatch], None],
-        after_step: Callable[[TrainedBatch], None],
-        go_back: Callable[[int, str], str],
-    ) -> None:
-        self.state = state
-        self.learner = learner
-        self.take = take
-        """The learner's weights as they are, under the number of a version."""
-        self.publish = publish
-        self.placement = placement
-        self.turnstile = turnstile
-        self.num_chunks = num_chunks
-        self.refresh = refresh
-        """Called with every version, before anything else happens with it."""
-        self.bounds = bounds
-        self.on_trained = on_trained
-        """Called as soon as a batch is in the weights."""
-        self.after_step = after_step
-        """Called on the learner's thread with the weights of the step still in place."""
-        self.go_back = go_back
-        """Called there before they are handed on: the step and the sentence that would end the run
-        after it, which is returned, or earlier weights are put in place."""
-        self.num_steps = 0
-        self.timer: PhaseTimer | None = None
-        """Of the step to come, if it has begun."""
+    state: RunState
+    learner: LearnerThread
+    take: Callable[[int], Awaitable[Snapshot]]
+    """The learner's weights as they are, under the number of a version."""
+    publish: PublishPump
+    placement: Placement
+    turnstile: Turnstile
+    _: KW_ONLY
+    num_chunks: int
+    refresh: Callable[[int], Awaitable[None]]
+    """Called with every version, before anything else happens with it."""
+    bounds: Bounds
+    on_trained: Callable[[TrainedBatch], None]
+    """Called as soon as a batch is in the weights."""
+    after_step: Callable[[TrainedBatch], None]
+    """Called on the learner's thread with the weights of the step still in place."""
+    go_back: Callable[[int, str], str]
+    """Called there before they are handed on: the step and the sentence that would end the run
+    after it, which is returned, or earlier weights are put in place."""
+    num_steps: int = 0
+    timer: PhaseTimer | None = None
+    """Of the step to come, if it has begun."""
 
     async def run(self) -> None:
         while not self.state.is_over:

@@ -1,5 +1,6 @@
-"""One batch's update: scores, advantages, gradient, optimizer step. Runs where the learner runs.
+"""One batch's update: scores, advantages, gradient, optimizer step, and what is reported of it.
 
+Runs where the learner runs.
 Groups are added as they arrive. When the advantages of a group depend on that group alone and the
 batch makes one optimizer step, forward and backward both stream; otherwise scoring streams and the
 gradient waits for the merge. Either way the gradient is the one of the whole batch.
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +21,10 @@ from torch import Tensor
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
-from pentad.core.types import Accumulated, Group, Loss, Row, Sample, StepResult
+from pentad.core.types import Accumulated, Group, LayerBalance, Loss, Row, Sample, StepResult, Work
 from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
+from pentad.rl.bounds import Signs
+from pentad.rl.metrics import Metrics
 
 MAX_REROUTED = 8
 """Samples of a step whose routes are held against the learner's own, by a forward pass more."""
@@ -215,3 +219,36 @@ def _write(
     parts = on_host([output[key] for output in outputs])
     for sample, part in zip(samples, parts, strict=True):
         sample.columns[column] = part
+
+
+def step_from(value: Mapping[str, Any]) -> StepResult:
+    """Of what `dataclasses.asdict` made."""
+    balance = tuple(LayerBalance(**layer) for layer in value["balance"])
+    work = {name: Work(**found) for name, found in value["work"].items()}
+    return StepResult(**{**value, "balance": balance, "work": work})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What a learner reports of one trained batch: its optimizer steps, and figures of its
+    tokens. Travels as JSON."""
+
+    steps: list[StepResult]
+    critic_steps: list[StepResult]
+    lengths: list[int]
+    """Tokens of each row."""
+    metrics: Metrics
+    rerouted_share: float | None
+    """Where routes were replayed, how many the learner itself would have chosen otherwise."""
+    signs: Signs
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> BatchFacts:
+        steps, critic_steps = (
+            [step_from(step) for step in value[key]] for key in ("steps", "critic_steps")
+        )
+        made = {"steps": steps, "critic_steps": critic_steps, "signs": Signs(**value["signs"])}
+        return cls(**{**value, **made})

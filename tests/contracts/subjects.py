@@ -24,11 +24,10 @@ from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.role_host import RoleHost, job_of
 from pentad.runtime.roles import RoleSpec
-from pentad.samplers import hosted, sglang, vllm
-from pentad.samplers.hosted import HostedSettings
-from pentad.samplers.remote import RemoteSampler
+from pentad.samplers import remote, sglang, vllm
+from pentad.samplers.process import ServerSettings
+from pentad.samplers.remote import HostedSettings, RemoteSampler
 from pentad.samplers.replica import ReplicaSampler
-from pentad.samplers.settings import ServerSettings
 from pentad.sync.handoff import Handoff
 
 DIMS = ModelDims(
@@ -118,7 +117,7 @@ def remote_subject(tmp_path: Path, on_update: str) -> Subject:
     @asynccontextmanager
     async def start() -> AsyncIterator[Sampler]:
         spec = RoleSpec(
-            name="rollout-0", target=hosted.TARGET, payload=asdict(settings), log=tmp_path
+            name="rollout-0", target=remote.TARGET, payload=asdict(settings), log=tmp_path
         )
         sock = create_server(("127.0.0.1", 0))
         job = json.loads(json.dumps(job_of(spec, "token")))

@@ -12,9 +12,9 @@ from subjects import DIMS, embedded, policy, server_settings
 from pentad.core.errors import InfraFailure, RunError
 from pentad.models.hf_weights import iter_hf
 from pentad.samplers import sglang
-from pentad.samplers.held import prove, sglang_checksum
 from pentad.samplers.server_replica import KeptOffer, KeptWeights, ServerRemote
 from pentad.samplers.vllm import entry_of
+from pentad.samplers.weight_proof import prove, sglang_checksum
 from pentad.sync.publisher import take_snapshot
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -20,7 +20,7 @@ from pentad.models.decoder import causal_attend
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.samplers import sglang
-from pentad.samplers.answers import routes_of
+from pentad.samplers.dialect import routes_of
 
 NUM_EXPERTS, NUM_CHOSEN = 8, 2
 MIXTURE = replace(

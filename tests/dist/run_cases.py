@@ -50,8 +50,8 @@ def config_of(task, root, command, trial, *overrides):
 
 
 RUNS = {
-    "pretrain": (partial(sft.lead_examples, PretrainService), PretrainService, sft.begin_pretrain),
-    "sft": (partial(sft.lead_examples, SftService), SftService, sft.begin_sft),
+    "pretrain": (partial(sft.lead_examples, PretrainService), PretrainService, partial(sft.begin_examples, PretrainService)),
+    "sft": (partial(sft.lead_examples, SftService), SftService, partial(sft.begin_examples, SftService)),
     "train": (assemble.lead_train, LearnerService, assemble.begin_train),
 }
 

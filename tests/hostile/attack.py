@@ -19,15 +19,15 @@ from pathlib import Path
 
 import programs
 
-from pentad.rewards import sandbox, seccomp
+from pentad.rewards import confine, sandbox
 from pentad.rewards.confine import LIBC, check
 from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, SandboxSettings
 
-RUN, CALL = (f"pentad.rewards.programs:{name}" for name in ("print_output", "call"))
+RUN, CALL = (f"pentad.rewards.calls:{name}" for name in ("print_output", "call"))
 REFUSE = "import pentad.rewards.enclosure as e; e.LIBC = type('Refusing', (), "
 REFUSE += "{'unshare': lambda *a: -1, '__getattr__': lambda s, n: getattr(l, n)})(); "
-COLUMN, _ = seccomp.ARCHITECTURES[os.uname().machine]
-NUMBERS = seccomp.numbers(seccomp.REACH_OUT + seccomp.ARGUED, COLUMN)
+COLUMN, _ = confine.ARCHITECTURES[os.uname().machine]
+NUMBERS = confine.numbers(confine.REACH_OUT + confine.ARGUED, COLUMN)
 CONTENT = "the file of somebody else"
 
 

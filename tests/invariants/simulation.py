@@ -25,14 +25,12 @@ from pentad.data.ledger import Ledger
 from pentad.data.prompts import RejectedPrompt
 from pentad.data.store import MemoryStore
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
-from pentad.trainer.budget import Budget
 from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.publish_pump import PublishPump
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.scheduler import Scheduler
-from pentad.trainer.score_pump import ScorePump
-from pentad.trainer.state import RunState
-from pentad.trainer.train_pump import TrainedBatch, TrainPump
+from pentad.trainer.scorers import ScorePump
+from pentad.trainer.state import Budget, RunState
+from pentad.trainer.train_pump import PublishPump, TrainedBatch, TrainPump
 
 MAX_TURNS = 50_000
 """Turns of the event loop after which a schedule counts as one that does not end."""

@@ -62,7 +62,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(lab,
     def refuse(root):
         raise OSError(errno.EROFS, "Read-only file system", str(root))
 
-    monkeypatch.setattr("pentad.trainer.run.sweep_uncommitted", refuse)
+    monkeypatch.setattr("pentad.trainer.run_folders.sweep_uncommitted", refuse)
     with pytest.raises(UserError, match=r"cannot be written \(Read-only file system\); make it"):
         lab.train(ONE, trial="stuck")
     monkeypatch.undo()

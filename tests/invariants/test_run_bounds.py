@@ -10,8 +10,7 @@ from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout import executor
 from pentad.rollout.replicas import Fleet
-from pentad.trainer import assemble
-from pentad.trainer.samplers import open_samplers
+from pentad.trainer.samplers import SamplerOpener
 
 LONG = ("total_train_steps=40", "total_train_epochs=3", "actor.optimizer.lr=1e-2")
 
@@ -35,13 +34,15 @@ def double(monkeypatch):
     """Two samplers where a run has one."""
     opened = []
 
-    async def open_two(*given):
-        first = await open_samplers(*given)
-        second = await open_samplers(*given)
+    real = SamplerOpener.open
+
+    async def open_two(opener, *given):
+        first = await real(opener, *given)
+        second = await real(opener, *given)
         opened.extend([*first.values(), *second.values()])
         return {"one": opened[0], "other": opened[1]}
 
-    monkeypatch.setattr(assemble, "open_samplers", open_two)
+    monkeypatch.setattr(SamplerOpener, "open", open_two)
     return opened
 
 

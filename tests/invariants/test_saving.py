@@ -23,7 +23,7 @@ from pentad.runtime.calls import RankCalls
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer import rollout_pump, saver
-from pentad.trainer.frequency import Frequency
+from pentad.trainer.saver import Frequency
 from pentad.weights import hf
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box

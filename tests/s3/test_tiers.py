@@ -16,9 +16,9 @@ import psutil
 import pytest
 from server import free_ports
 
+from pentad.checkpoint.disk import holding
 from pentad.checkpoint.fetch import give_up, read_remote
 from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune, quarantine
-from pentad.checkpoint.hold import holding
 from pentad.checkpoint.s3 import Store, StoreError
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.upload import upload

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
 
-from pentad.checkpoint import shards, staging
+from pentad.checkpoint import shards
 from pentad.checkpoint.folders import Checkpoint, Damaged, find_checkpoints
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.restore import fill_state, open_state, restore
@@ -177,7 +177,7 @@ def test_a_rank_without_memory_to_stage_in_says_so_to_the_commit(tmp_path, monke
     def refuse(size: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(staging, "Memory", refuse)
+    monkeypatch.setattr(shards, "Memory", refuse)
     staged = StateSaver(Writer()).save(make_state(1), tmp_path, FOLDER, is_async=True)
     words = r"no host memory to stage .* \(\[Errno 12\] Cannot allocate memory\)"
     with pytest.raises(RunError, match=words):

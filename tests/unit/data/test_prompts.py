@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pentad.core.errors import UserError
 from pentad.core.seeds import derive_seed
+from pentad.data.examples import epoch_order
 from pentad.data.prompts import RejectedPrompt, open_prompts
 from pentad.data.render import Columns, DataSettings
-from pentad.data.shuffle import epoch_order
 
 ROWS = [{"prompt": "x" * (i + 1), "answer": str(i)} for i in range(20)]
 

@@ -35,16 +35,15 @@ from pentad.runtime.rank import name_rank
 from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
-from pentad.trainer.budget import Budget
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.preflight import check_train
 from pentad.trainer.retries import Retries, run_path_of
 from pentad.trainer.rollout_pump import RolloutPump
-from pentad.trainer.run import standing
+from pentad.trainer.run_folders import standing
+from pentad.trainer.scheduler import Watchdog, held_loop
 from pentad.trainer.selftest import FLOAT32, run_selftest
-from pentad.trainer.state import RunState
+from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import StopFlag, stop_early
-from pentad.trainer.watchdog import Watchdog, held_loop
 
 PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^- `(.+)`$", PAGE, re.MULTILINE)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentad.rollout.estimators import interval95, majority_is_correct, pass_at_k
+from pentad.rollout.evaluation import interval95, majority_is_correct, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -12,10 +12,9 @@ from pentad.data.store import MemoryStore
 from pentad.rollout import executor as executor_file
 from pentad.rollout.executor import Executor, ExecutorSettings
 from pentad.rollout.workflows import SingleTurn
-from pentad.trainer.budget import Budget
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.rollout_pump import MAX_LEASES, RolloutPump
-from pentad.trainer.state import RunState
+from pentad.trainer.state import Budget, RunState
 
 
 class Stubborn(SingleTurn):

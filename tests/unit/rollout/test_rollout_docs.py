@@ -9,8 +9,7 @@ import pytest
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rewards.functions import BATCHED, BUILT_IN, PARAMETERS
 from pentad.rewards.scorer import RewardScorer, RewardSettings
-from pentad.rollout.executor import Executor, ExecutorSettings
-from pentad.rollout.registry import load_workflow
+from pentad.rollout.executor import Executor, ExecutorSettings, load_workflow
 
 DOCS = Path(__file__).parents[3] / "docs"
 

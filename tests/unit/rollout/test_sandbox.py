@@ -253,7 +253,7 @@ def test_settings_that_contradict_or_make_no_sense_are_refused():
 
 
 def test_a_worker_imports_nothing_heavy():
-    code = "import sys, json, pentad.rewards.warden, pentad.rewards.programs\n"
+    code = "import sys, json, pentad.rewards.warden, pentad.rewards.calls\n"
     code += "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "transformers"} & set(json.loads(out.stdout))
@@ -297,13 +297,13 @@ ALLOWED = {
 
 def run_programs(sources: dict[str, str]) -> dict[str, object]:
     async def use(pool):
-        run, job = "pentad.rewards.programs:print_output", {"stdin": "1 2\n"}
+        run, job = "pentad.rewards.calls:print_output", {"stdin": "1 2\n"}
         return {
             name: await pool.run(run, job | {"source": source}, capture="stdout")
             for name, source in sources.items()
         }
 
-    preload = ("pentad.rewards.programs:print_output",)
+    preload = ("pentad.rewards.calls:print_output",)
     return with_pool(use, preload=preload, num_workers=1, isolate=True)
 
 

@@ -12,7 +12,7 @@ from pentad.core.errors import DataFailure, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Prompt, SamplingParams
 from pentad.rollout.environments import Step, ToolEnvironment, observation_ids
-from pentad.rollout.registry import load_workflow
+from pentad.rollout.executor import load_workflow
 from pentad.rollout.workflows import Context, MultiTurn, SingleTurn
 
 

@@ -17,11 +17,10 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model
-from pentad.serve.app import Face
-from pentad.serve.guard import Guard
-from pentad.serve.limits import ServeLimits
+from pentad.serve.app import Endpoints, Guard
 from pentad.serve.server import bind, serve
 from pentad.serve.service import Service
+from pentad.serve.wire import ServeLimits
 
 CONTEXT = 4096
 
@@ -64,7 +63,7 @@ class Running:
     """A server at work; `loop` and `stop` are those of its thread."""
 
     url: str
-    face: Face
+    face: Endpoints
     loop: asyncio.AbstractEventLoop
     stop: asyncio.Event
     thread: threading.Thread
@@ -91,7 +90,7 @@ def start_server(byte_model, byte_tokenizer):
         async def main():
             listener = bind("127.0.0.1", 0)
             service = Service(make_sampler(byte_model, tokenizer), tokenizer, "tiny")
-            face, stop = Face(service, ServeLimits(**limits)), asyncio.Event()
+            face, stop = Endpoints(service, ServeLimits(**limits)), asyncio.Event()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             told = (url, face, asyncio.get_running_loop(), stop)
             try:

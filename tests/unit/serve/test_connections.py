@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from pentad.serve.guard import Guard
+from pentad.serve.app import Guard
 from pentad.serve.wire import ApiError
 
 POST = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pentad.serve.answers import MAX_WINDOW, TextStream
 from pentad.serve.service import as_json
-from pentad.serve.text import MAX_WINDOW, TextStream
 
 
 def utf8(ids):

@@ -11,8 +11,7 @@ import pytest
 from pentad.core.types import Generation, Request, SamplingParams
 from pentad.data.tokenizer import load_tokenizer
 from pentad.serve.answers import Answer
-from pentad.serve.conversation import read_calls
-from pentad.serve.jobs import Job
+from pentad.serve.jobs import Job, read_calls
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n"

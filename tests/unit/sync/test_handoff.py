@@ -21,9 +21,8 @@ from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
-from pentad.samplers import hosted
-from pentad.samplers.hosted import HostedSettings
-from pentad.samplers.remote import RemoteSampler
+from pentad.samplers import remote
+from pentad.samplers.remote import HostedSettings, RemoteSampler
 from pentad.sync.handoff import Handoff, snapshot_of
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.tickets import open_ticket
@@ -250,7 +249,7 @@ def gpu_spec(folder, **changes):
     )
     return RoleSpec(
         name="rollout-0",
-        target=hosted.TARGET,
+        target=remote.TARGET,
         payload=asdict(settings),
         log=folder / "rollout-0.log",
         devices=(0,),

@@ -13,11 +13,10 @@ from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
-from pentad.trainer import publish_pump
-from pentad.trainer.budget import Budget
+from pentad.trainer import train_pump
 from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.publish_pump import PublishPump
-from pentad.trainer.state import RunState
+from pentad.trainer.state import Budget, RunState
+from pentad.trainer.train_pump import PublishPump
 
 
 class Receiver:
@@ -142,7 +141,7 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies):
     """They read its memory, and its end is known a moment later than their failure."""
-    monkeypatch.setattr(publish_pump, "CAUSE_S", 0.3)
+    monkeypatch.setattr(train_pump, "CAUSE_S", 0.3)
     looks = []
 
     def check():

@@ -13,8 +13,7 @@ from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import create_model
 from pentad.runtime.roles import RoleSpec
-from pentad.samplers.hosted import HostedSampler
-from pentad.samplers.remote import RemoteSampler
+from pentad.samplers.remote import HostedSampler, RemoteSampler
 
 DIMS = ModelDims(
     family="qwen3",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentad.telemetry.timing import PhaseTimer
+from pentad.telemetry.record import PhaseTimer
 
 
 @pytest.fixture

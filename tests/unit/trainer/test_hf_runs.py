@@ -18,7 +18,7 @@ from pentad.engine.engine import build_engine
 from pentad.planner.prepare import prepare
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.assemble import run_sft, run_train
-from pentad.trainer.start import trained_dims
+from pentad.trainer.learners import trained_dims
 from pentad.trainer.translate import data_settings
 from pentad.weights.hf import HfFolder
 from pentad.weights.transfer import PairsReader

@@ -254,6 +254,6 @@ def test_plan_says_where_servers_stand_if_it_draws_them_first(config):
 
 def test_a_process_that_samples_starts_without_transformers():
     """It takes as long to import as everything else together."""
-    code = "import sys, pentad.samplers.hosted; print('transformers' in sys.modules)"
+    code = "import sys, pentad.samplers.remote; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -8,12 +8,10 @@ from pentad.checkpoint.tiers import Tiers
 from pentad.core.layout import Layout
 from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
-from pentad.telemetry.record import MemoryUse
-from pentad.telemetry.timing import PhaseTimer
-from pentad.trainer.frequency import Frequency
+from pentad.telemetry.record import MemoryUse, PhaseTimer
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.recovery import RecoverHandler
-from pentad.trainer.saver import Saver
+from pentad.trainer.saver import Frequency, Saver
 
 DIMS = dims_of(
     {
@@ -42,8 +40,14 @@ def record_of(balance=(), world=1):
         steps_per_epoch=10,
     )
     result = StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance)
-    return recorder.sft_record(
-        1, result, [8], ticking_timer(), MemoryUse(), SAVER, RECOVER
+    return recorder.record(
+        step=1,
+        steps=[result],
+        lengths=[8],
+        timer=ticking_timer(),
+        memory=MemoryUse(),
+        saver=SAVER,
+        recover=RECOVER,
     ).as_json()
 
 

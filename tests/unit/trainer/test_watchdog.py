@@ -8,9 +8,8 @@ from pentad.core.errors import RunError
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.runtime.rank import pulse
-from pentad.trainer.budget import Budget
-from pentad.trainer.state import RunState
-from pentad.trainer.watchdog import GROUP_S, Watchdog
+from pentad.trainer.scheduler import GROUP_S, Watchdog
+from pentad.trainer.state import Budget, RunState
 
 
 @pytest.fixture

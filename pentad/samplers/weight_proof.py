@@ -42,12 +42,12 @@ def prove(
         dtypes = dict.fromkeys((dtype, tensor.dtype, torch.float32))
         if all(held[name] != checksum(tensor.to(one)) for one in dtypes):
             expected = checksum(tensor.to(dtype))
-            told = f"{name} has checksum {held[name]} where the published weights give {expected}"
-            raise InfraFailure(f"{where}: {told}; its policy is not the trained one")
+            found = f"{name} has checksum {held[name]} where the published weights give {expected}"
+            raise InfraFailure(f"{where}: {found}; its policy is not the trained one")
     missed = sorted({name for name, _ in weights} - used)
     if missed:
-        told = f"nothing that it holds was made of {len(missed)} published tensors"
-        raise InfraFailure(f"{where}: {told}, first {missed[0]}")
+        found = f"nothing that it holds was made of {len(missed)} published tensors"
+        raise InfraFailure(f"{where}: {found}, first {missed[0]}")
 
 
 def as_held(

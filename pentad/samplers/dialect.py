@@ -1,0 +1,315 @@
+"""What differs between servers, and how their answers are read: ids, log-probs, ends,
+experts, and the weights behind each token.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, NonNegativeInt
+from torch import Tensor
+
+from pentad.core.dims import ModelDims
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.roles import Installed
+from pentad.core.types import FinishReason, Generation, SamplingParams
+from pentad.infer.sequence import filled
+from pentad.samplers.process import ROUTES_FLAG, ServerSettings
+from pentad.samplers.wire import Wire
+
+LOGPROB_ROUNDING = 1e-3
+"""A log-prob above 0 by at most this is a sure token in low precision, more is an error."""
+MEMORIES = ("weights", "kv_cache")
+CUTS = (
+    "does not say which weights drew a token: with new weights answers under way are cut, and go "
+    "on with their cache computed anew"
+)
+NPY = b"\x93NUMPY"
+FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+Pairs = Sequence[tuple[str, Tensor]]
+OnToken = Callable[[int, int, float], None]
+OnPiece = Callable[[Sequence[int], Sequence[float]], None]
+T = TypeVar("T")
+
+
+class VersionSpan(BaseModel):
+    """Tokens [start, end) of an answer were drawn by weights of this label."""
+
+    version: str
+    start: NonNegativeInt
+    end: NonNegativeInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One continuation as it is requested of a server."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_new_tokens: int
+    """Within the context."""
+    seed: int
+    version: int
+    """Weight version at the time of asking."""
+    on_piece: OnPiece | None
+    """Called with tokens as they come; without it the server may answer at once."""
+
+
+class Dialect:
+    """One kind of server. What is not overridden is that of a server with no more than OpenAI's
+    endpoints. Failures are raised as InfraFailure."""
+
+    capabilities: frozenset[str]
+    loses_requests_asleep = False
+    """Whether it can sleep only with nothing under way; such requests are sent again."""
+    tells_versions = True
+    """Whether answers say which weights drew each token. Of a server that does not, nothing is
+    under way while its weights are replaced: calls are cut, and the rest is requested after."""
+
+    settings: ServerSettings
+    """Of a server whose weights are replaced."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.where = wire.where
+        """The server in sentences."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises UserError for draws whose log-probs the server would report wrongly."""
+
+    async def generate(self, call: Call) -> Generation:
+        raise NotImplementedError
+
+    async def abort(self, call_ids: Sequence[str]) -> bool:
+        """Whether they will hand over what they drew; else their connections must be closed."""
+        return False
+
+    async def end_calls(self, call_ids: Sequence[str]) -> None:
+        """Ends all calls; each answers with what it drew. The server may be paused after it."""
+        raise self._cannot("take new weights")
+
+    async def pause(self) -> None:
+        raise self._cannot("be paused")
+
+    async def resume(self) -> None:
+        raise self._cannot("be paused")
+
+    async def load(self, version: int, weights: Pairs) -> Installed:
+        """Replaces the weights of the paused server; its caches forget the old ones."""
+        raise self._cannot("take weights")
+
+    async def sleep(self) -> None:
+        """Gives back the memory of all `MEMORIES`."""
+        raise self._cannot("sleep")
+
+    async def wake(self, memories: Sequence[str]) -> None:
+        """Takes back some of it; with the last of it the server draws again."""
+        raise self._cannot("sleep")
+
+    async def health(self) -> None:
+        await self.wire.get("/health")
+
+    async def version_label(self) -> str:
+        """What the server calls its weights."""
+        return "0"
+
+    async def close(self) -> None:
+        await self.wire.close()
+
+    def _cannot(self, what: str) -> RunError:
+        return RunError(f"{self.where}: an OpenAI-compatible server cannot {what}")
+
+    # For dialects that stream.
+
+    async def _answered(
+        self, path: str, body: dict[str, Any], call: Call, read: Callable[..., T], last: T
+    ) -> tuple[list[int], list[float], T]:
+        """Ids, log-probs and the last of what `read` makes of the answer or its events (`last`
+        where there are none); it adds the tokens that are new."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        if call.on_piece is None:
+            answer = await self.wire.post(path, body, timeout_s=None)
+            return ids, logprobs, read(answer, ids, logprobs)
+        async with aclosing(self.wire.events(path, {**body, "stream": True})) as events:
+            async for event in events:
+                known = len(ids)
+                last = read(event, ids, logprobs)
+                call.on_piece(ids[known:], logprobs[known:])
+        return ids, logprobs, last
+
+    def _generation(
+        self,
+        call: Call,
+        ids: list[int],
+        logprobs: list[float],
+        finish: FinishReason,
+        spans: Sequence[VersionSpan] | None,
+        experts: str | None,
+    ) -> Generation:
+        """With the weight version and, where they are recorded, the experts of each token."""
+        versions = [call.version] * len(ids)
+        if self.tells_versions:
+            versions = versions_of(self.where, spans, len(ids))
+        made = Generation(ids, logprobs, versions, finish)
+        if self.settings.record_routes:
+            num_prompt = len(call.prompt_ids)
+            made.routes = routes_of(self.where, experts, made, num_prompt, self.settings.dims)
+        return made
+
+    def _check_error(self, path: str, answer: Any) -> None:
+        if isinstance(answer, dict) and "error" in answer:
+            raise InfraFailure(f"{self.where}: {path} failed ({answer['error']})")
+
+
+def check_context(where: str, found: int, settings: ServerSettings, flag: str) -> None:
+    if found < settings.max_context:
+        rule = f"its context has {found} tokens, the run needs {settings.max_context}"
+        raise UserError(Problem(where, rule, f"start it with {flag} {settings.max_context}"))
+
+
+def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
+    if settings.record_routes and not has_flag:
+        rule = "it does not say which experts it used, which rollout.replay_routes needs"
+        raise UserError(Problem(where, rule, f"start it with {ROUTES_FLAG}"))
+
+
+def sampling_params(call: Call) -> dict[str, Any]:
+    """As vLLM and OpenAI-compatible servers name them."""
+    params = call.params
+    return {
+        "max_tokens": call.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": call.seed,
+        "stop": params.stop_strings,
+        "stop_token_ids": params.stop_ids,
+        "ignore_eos": True,
+    }
+
+
+def command_line(
+    words: dict[str, Any], switches: Sequence[str], settings: ServerSettings
+) -> list[str]:
+    pairs = [str(word) for flag, value in words.items() for word in (flag, value)]
+    routes = [ROUTES_FLAG] if settings.record_routes else []
+    return [*pairs, *switches, *routes, *settings.arguments]
+
+
+def joined(*parts: Generation) -> Generation:
+    """Parts of one continuation, as one; it ended as the last part did."""
+    whole = Generation([], [], [], parts[-1].finish if parts else "length")
+    for part in parts:
+        whole.ids += part.ids
+        whole.logprobs += part.logprobs
+        whole.versions += part.versions
+        if part.routes is not None and whole.routes is not None:
+            # A token's experts are those with which the one after it was drawn.
+            known = len(whole.routes) - 1
+            part = replace(part, routes=np.concatenate([whole.routes[:known], part.routes[known:]]))
+        whole.routes = whole.routes if part.routes is None else part.routes
+    return whole
+
+
+def versions_of(where: str, spans: Sequence[VersionSpan] | None, num: int) -> list[int]:
+    """The weight version of each of `num` tokens; installs label weights with their number."""
+    if spans is None:
+        raise InfraFailure(f"{where}: it does not say which weights drew the tokens")
+    versions: list[int] = []
+    for span in spans:
+        is_next = span.start == len(versions) and span.start <= span.end <= num
+        if not is_next or not re.fullmatch(r"[0-9]{1,18}", span.version):
+            found = f"weights {span.version!r} drew tokens {span.start} to {span.end}"
+            raise InfraFailure(f"{where}: {found}, which nobody installed")
+        versions += [int(span.version)] * (span.end - span.start)
+    if len(versions) != num:
+        raise InfraFailure(f"{where}: {len(versions)} versions came for {num} tokens")
+    return versions
+
+
+def routes_of(
+    where: str, experts: str | None, answer: Generation, num_prompt: int, dims: ModelDims
+) -> np.ndarray | None:
+    """`Generation.routes` of what a server says of all its layers and of all tokens but the last,
+    which it never computed: base64 of int32 (SGLang) or of an .npy file (vLLM). None for an answer
+    that was cut and says nothing."""
+    if experts is None and answer.finish == "abort":
+        return None
+    num_tokens = num_prompt + len(answer.ids)
+    shape = (num_tokens - 1, dims.num_layers, dims.num_experts_per_token)
+    found_TLk = numbers_in(where, experts or "")
+    if found_TLk.size != math.prod(shape):
+        rule = f"{found_TLk.size} came where {num_tokens} tokens have {math.prod(shape)}"
+        raise InfraFailure(f"{where}: it does not say which experts each token went to: {rule}")
+    layers = [layer for layer in range(dims.num_layers) if dims.is_moe(layer)]
+    routes_TLk: np.ndarray = found_TLk.reshape(shape)[:, layers].astype(np.int16)
+    ordered = np.sort(routes_TLk, -1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise InfraFailure(f"{where}: it says that a token went to the same expert twice")
+    if ordered.size and not 0 <= ordered.min() <= ordered.max() < dims.num_experts:
+        rule = f"experts {ordered.min()} to {ordered.max()}"
+        raise InfraFailure(f"{where}: it used {rule}, the model has {dims.num_experts}")
+    return filled(routes_TLk, num_tokens)
+
+
+def numbers_in(where: str, text: str) -> np.ndarray:
+    try:
+        data = base64.b64decode(text, validate=True)
+        if not data.startswith(NPY):
+            return np.frombuffer(data, "<i4")
+        read: np.ndarray = np.load(io.BytesIO(data))
+        return read
+    except (ValueError, EOFError) as error:
+        raise InfraFailure(f"{where}: the experts it used are garbage ({error})") from error
+
+
+def finish_of(where: str, reason: str | None) -> FinishReason:
+    finish = FINISHES.get(reason)
+    if finish is None:
+        raise InfraFailure(f"{where}: a generation ended by {reason!r}")
+    return finish
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, (0, 5, 23) of 0.5.23.post1."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def dotted(number: Sequence[int]) -> str:
+    return ".".join(map(str, number))
+
+
+def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | None:
+    """What is wrong with a sampler's answer, in words; None if nothing is."""
+    num = len(answer.ids)
+    if answer.finish == "abort":
+        return f"aborted after {num} tokens"
+    if answer.finish not in ("stop", "length"):
+        return f"finish = {answer.finish!r} is none of stop, length, abort"
+    if not num == len(answer.logprobs) == len(answer.versions):
+        counts = f"{len(answer.logprobs)} log-probs and {len(answer.versions)} versions"
+        return f"{counts} came for {num} ids"
+    if not 1 <= num <= max_new_tokens:
+        return f"{num} tokens came where 1 to {max_new_tokens} were asked for"
+    ids, logprobs, versions = map(np.array, (answer.ids, answer.logprobs, answer.versions))
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        t = outside[0]
+        return f"token {t}: id {ids[t]} is outside the vocabulary of {vocab_size}"
+    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)))
+    if len(wrong):
+        t = wrong[0]
+        return f"token {t}: log-prob {logprobs[t]} is not a finite number of at most 0"
+    if versions[0] < 0 or (np.diff(versions) < 0).any():
+        return f"weight versions {sorted(set(answer.versions))} go backwards or below 0"
+    return None

@@ -1,0 +1,146 @@
+"""The two folders of a run, for records and for checkpoints: where they are, whose they are, and
+whether the config still fits what lies in them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pentad.checkpoint.folders import find_checkpoints, sweep_uncommitted
+from pentad.config.derived import checkpoint_root
+from pentad.config.describe import show
+from pentad.config.load import dump_config
+from pentad.config.rules.resume import changed_keys, judge_changes
+from pentad.config.schema import Config
+from pentad.core.errors import Problem, UserError
+from pentad.core.lock import FolderLock
+from pentad.telemetry.log import log_to
+from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
+from pentad.trainer.translate import remote_of
+from pentad.weights.hf import sweep
+
+log = logging.getLogger(__name__)
+
+
+def oldest_saved(config: Config) -> int:
+    """Steps in the oldest recovery checkpoint; more than any where there will be none."""
+    if not config.recover.is_on:
+        return sys.maxsize
+    found = find_checkpoints(checkpoint_path(config), report=log.debug)
+    return found[-1].step + 1 if found else 0
+
+
+def checkpoint_path(config: Config) -> Path:
+    """Where the exports of a run lie, in a folder for each role."""
+    assert config.user is not None, "the config is resolved"
+    root = Path(checkpoint_root(config)).expanduser()
+    return root / config.user / config.experiment_name / config.trial_name
+
+
+def standing(config: Config) -> str:
+    """What there is of a run before it does a step, in words."""
+    found = find_checkpoints(checkpoint_path(config), log.debug) if config.recover.is_on else []
+    if found:
+        step = found[0].step + 1
+        return f"the run stands after step {step}, and goes on there when it is started again"
+    is_far = config.recover.is_on and config.checkpoint.remote_uri is not None
+    return "nothing was trained" + (" since it was started" if is_far else "")
+
+
+def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
+    """The differences to an earlier start that do not matter, in words; UserError for others."""
+    values = config.model_dump(mode="json")
+    recover = config.recover
+    if recover.is_on:
+        changes = judge_changes(before, values, recover.allow)
+        if changes.refused:
+            raise UserError(changes.refused)
+        return changes.accepted
+    changed = [
+        f"{key} was {show(old)}, is {show(new)}" for key, old, new in changed_keys(before, values)
+    ]
+    if changed:
+        said = "; ".join(changed[:5])
+        said += f"; and {len(changed) - 5} more" if changed[5:] else ""
+        remedy = "choose another trial_name, restore the config, or start anew with --fresh"
+        where = f"trial_name = {config.trial_name}"
+        raise UserError(Problem(where, f"belongs to a run with another config ({said})", remedy))
+    return []
+
+
+def sweep_all(root: Path) -> None:
+    """Removes what a killed run left; UserError where that cannot be."""
+    with writing_checkpoints(root):
+        swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
+        for left in [*swept, *sweep_uncommitted(root)]:
+            log.info("%s: removed what a killed run left", left)
+
+
+@contextmanager
+def writing_checkpoints(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror})"
+        remedy = "make it writable, with free space, or set checkpoint.local_dir"
+        raise UserError(Problem(f"checkpoint folder = {root}", rule, remedy)) from error
+
+
+@contextmanager
+def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
+    """No other run writes there. In `fileroot` that follows from the lock of the run folder."""
+    if config.checkpoint.local_dir is None:
+        yield
+        return
+    with writing_checkpoints(root):
+        # Beside it, so that checkpoints of elsewhere can be moved to its place.
+        lock = FolderLock(root.parent, f"checkpoint folder = {root}", f".{root.name}.lock")
+    with closing(lock):
+        yield
+
+
+@contextmanager
+def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
+    """The run folder, ours until the end; raises UserError where it is not to be had."""
+    values, root = config.model_dump(mode="json"), checkpoint_path(config)
+    with ExitStack() as stack:
+        stack.enter_context(locked_checkpoints(config, root))
+        folder = open_run_folder(
+            run_path(config.fileroot, config.experiment_name, config.trial_name, config.user),
+            config=values,
+            config_yaml=dump_config(config),
+            config_digest=digest_of_config(values),
+            seed=config.seed,
+            fresh=fresh,
+            exports=root,
+            accept=partial(accept_config, config),
+            resumes=config.recover.is_on,
+            has_checkpoint=bool(find_checkpoints(root, report=log.info)),
+        )
+        stack.enter_context(closing(folder))
+        if fresh and (remote := remote_of(config)) is not None:
+            from pentad.checkpoint.fetch import give_up
+            from pentad.checkpoint.s3 import Store
+
+            give_up(Store(remote))
+        with log_to(folder.file("log.txt")):
+            sweep_all(root)
+        yield folder
+
+
+def now_text() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def digest_of_config(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

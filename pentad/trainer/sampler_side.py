@@ -1,0 +1,177 @@
+"""The samplers of an RL run beside its learner: how they are opened, how groups and weights
+travel between the two, and who has the devices that both share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from pentad.config.derived import component_of, store_kind
+from pentad.core.machine import gpu_memory_used
+from pentad.core.roles import Sampler
+from pentad.data.file_blobs import make_blobs
+from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
+from pentad.runtime.calls import RankCalls
+from pentad.runtime.rank import is_one_machine
+from pentad.samplers.replica import ReplicaSampler
+from pentad.sync.handoff import Handoff, opened, snapshot_of
+from pentad.sync.publisher import Publisher, Snapshot
+from pentad.trainer.crew import Crew
+from pentad.trainer.learner_thread import Calls, LearnerThread
+from pentad.trainer.placement import Placement, Turnstile
+from pentad.trainer.preflight import Checked
+from pentad.trainer.run import OpenRun
+from pentad.trainer.samplers import SamplerOpener, ray_places
+from pentad.trainer.service import LearnerService
+
+
+@dataclass(eq=False)
+class SamplerSide:
+    samplers: dict[str, Sampler]
+    publisher: Publisher
+    turnstile: Turnstile
+    learner: LearnerThread
+    placement: Placement
+    handoff: Handoff | None
+
+    async def take(self, version: int, *, copy: bool | None = None) -> Snapshot:
+        """The learner's weights as `version`, to be published."""
+        given: dict[str, Any] = {
+            "version": version,
+            "copy": self.placement.copies_snapshots if copy is None else copy,
+            "on_host": self.placement.snapshots_on_host,
+        }
+        handoff, started = self.handoff, time.perf_counter()
+        if handoff is None:
+            await self.learner.call("snapshot", **given)
+            service = own_service(self.learner.calls)
+            assert service is not None, "one rank in this process, or there is a handoff"
+            return replace(service.fetch(version), gather_s=time.perf_counter() - started)
+        place = [handoff.kind, str(handoff.folder)]
+        replicas = [one for one in self.samplers.values() if isinstance(one, ReplicaSampler)]
+        is_pulled = any(one.handoff is handoff for one in replicas)
+        deltas = is_pulled and handoff.deltas
+        taken = await self.learner.call("snapshot", place=place, deltas=deltas, **given)
+        snapshot = snapshot_of(taken["ticket"], taken["digest"], time.perf_counter() - started)
+        if not is_pulled:  # servers take tensors
+            return await opened(snapshot, handoff.check)
+        handoff.expect(snapshot)
+        return snapshot
+
+
+async def open_sampler_side(
+    run: OpenRun,
+    checked: Checked,
+    learner: LearnerThread,
+    crew: Crew,
+    placement: Placement,
+    stack: AsyncExitStack,
+    *,
+    build: Callable[[], None],
+) -> SamplerSide:
+    """Learners that are other processes are built (`build`) while their samplers start."""
+    calls = learner.calls
+    if calls.is_apart:
+        samplers = await _open_beside(run, checked, learner, crew, placement, build)
+    else:
+        if placement.offload_train:
+            await learner.call("offload")
+        samplers = await _open_samplers(run, checked, calls, crew, stack)
+    every, device = list(samplers.values()), calls.device
+    used = partial(gpu_memory_used, device.index or 0)
+    measure = used if device.type == "cuda" else lambda: None
+    offload = partial(learner.call, "offload")
+    turnstile = Turnstile(placement, every, offload, crew.holder, measure)
+    stack.callback(lambda: crew.note_holder(turnstile.holder))
+    return SamplerSide(samplers, Publisher(every), turnstile, learner, placement, crew.handoff)
+
+
+async def _open_beside(
+    run: OpenRun,
+    checked: Checked,
+    learner: LearnerThread,
+    crew: Crew,
+    placement: Placement,
+    build: Callable[[], None],
+) -> dict[str, Sampler]:
+    building = asyncio.create_task(learner.run(build))
+    try:
+        if crew.samplers is None:
+            stack = crew.sampler_stack
+            crew.samplers = await _open_samplers(run, checked, learner.calls, crew, stack)
+        else:  # of the learners before: they go back with these to the newest checkpoint
+            if crew.handoff is not None:
+                crew.handoff.forget()
+                _serve(crew.handoff, learner.calls)
+            for sampler in crew.samplers.values():
+                await sampler.rewind()
+        await building
+        if placement.offload_train:
+            await learner.call("offload")
+    except BaseException:
+        learner.is_given_up = True  # the ranks end with the run
+        building.cancel()
+        raise
+    return crew.samplers
+
+
+async def _open_samplers(
+    run: OpenRun, checked: Checked, calls: Calls, crew: Crew, stack: AsyncExitStack
+) -> dict[str, Sampler]:
+    config, device = run.config, calls.device
+    folder = run.folder.file("servers/")
+    opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack)
+    if calls.is_apart or component_of(config, "actor").world > 1:
+        is_ray = config.scheduler.type == "ray"
+        is_spread = crew.is_spread if calls.is_apart else is_ray
+        crew.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())
+        _serve(crew.handoff, calls)
+    return await opener.open(crew.handoff, crew.runtime)
+
+
+def _serve(handoff: Handoff, calls: Calls) -> None:
+    """These learners make its tickets from now on."""
+
+    def release(version: int) -> None:
+        """The learner need not keep the weights of this version on the GPU any more."""
+        ask = partial(calls.ask, "release", version=version)
+        asyncio.get_running_loop().run_in_executor(None, ask)
+
+    handoff.release, handoff.check = release, calls.check
+
+
+def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -> GroupStore:
+    """In memory only where the learner is this process alone."""
+    config, service = run.config, own_service(calls)
+    is_alone = service is not None and service.rank.world == 1
+    kind = store_kind(config, is_alone=is_alone, is_spread=crew.is_spread)
+    if kind == "memory" and service is not None:
+        service.store = MemoryStore()
+        return service.store
+    if kind == "files":
+        parent = None if is_one_machine() else run.folder.file("groups/")
+        blobs: Blobs = make_blobs(parent)
+    else:
+        from pentad.runtime.ray_roles import joined_cluster
+
+        places = ray_places(config, calls.device, is_apart=calls.is_apart)
+        run.stack.enter_context(joined_cluster(**places))
+        blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
+    store = BlobStore(blobs, checked.stream.prompt)
+    run.stack.callback(store.close)
+    return store
+
+
+def own_service(calls: Calls) -> LearnerService | None:
+    """Of rank 0, where it is this process."""
+    if not isinstance(calls, RankCalls):
+        return None
+    assert isinstance(calls.service, LearnerService)
+    return calls.service
