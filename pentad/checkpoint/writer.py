@@ -79,9 +79,9 @@ class Pending:
             raise self.error
         return self._result
 
-    def settled(self) -> None:
-        """Waits until it is done, however it ended."""
-        self._done.wait()
+    def settled(self, timeout: float | None = None) -> None:
+        """Waits until it is done, however it ended, or for so long."""
+        self._done.wait(timeout)
 
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
         self._result, self.error, self._ended = result, error, time.monotonic()

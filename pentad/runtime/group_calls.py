@@ -242,7 +242,10 @@ class RankGroup:
                     raise self.failure
             return asking.result()
         except Failed:
-            raise await self._cause() from None
+            error = await self._cause()
+            if first.failure is not None and first.failure.kind == "died":
+                self._fail(error)  # at once: nobody is to wait for what it would have written
+            raise error from None
         finally:
             asking.cancel()
 

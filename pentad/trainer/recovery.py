@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 FAILED_S = 10.0
 """How long a run that failed waits for checkpoints that are on their way."""
+GONE_S = 1.0
+"""How long for one that lacks what a rank should have written that is gone: its writer ends too."""
+POLL_S = 0.2
 GROUPS = "groups.bin"
 INFOS = (
     *("step_info", "saver_info", "evaluator_info"),
@@ -125,6 +128,8 @@ class RecoverHandler:
     """When the last save began."""
     under_way: tuple[int, Pending] | None = None
     """A commit and its step."""
+    awaited: tuple[str, ...] = ()
+    """The receipts that it waits for."""
     last_saved: int = -1
     """The last step that is committed."""
     stall_ms: float | None = None
@@ -262,7 +267,7 @@ class RecoverHandler:
         if not self.receipts or self.point is None:
             return
         self.before_commit()
-        receipts, self.receipts = self.receipts, ()
+        receipts, self.awaited, self.receipts = self.receipts, self.receipts, ()
         step, pending = self.point.step, Pending()
         try:
             job = CommitJob(
@@ -307,8 +312,14 @@ class RecoverHandler:
         """Waits for what is on its way; after a failure a few seconds."""
         if self.point is not None and not is_failed:
             self._collect(self.point.step, wait=True)
-        self.writer.close(FAILED_S if is_failed else None)
+        self.writer.close(self._patience_s if is_failed else None)
         self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
+
+    @property
+    def _patience_s(self) -> float:
+        is_gone = self.calls.is_torn and self.calls.is_apart
+        lacks = any(not (self.root / name).exists() for name in self.awaited)
+        return GONE_S if is_gone and lacks else FAILED_S
 
     def _stage(self, step: int) -> None:
         self.began = time.monotonic()
@@ -359,8 +370,10 @@ class RecoverHandler:
             return
         step, pending = self.under_way
         self.under_way = None
+        while not pending.is_done and not (self.calls.is_torn and self.calls.is_apart):
+            pending.settled(POLL_S)
         try:
-            notes = pending.wait().get("notes", [])
+            notes = pending.wait(self._patience_s).get("notes", [])
         except (OSError, RunError) as error:
             self._failed(step, now, error)
             return

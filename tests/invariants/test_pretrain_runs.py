@@ -19,6 +19,7 @@ from pentad.data.toy import write_byte_model
 from pentad.planner.prepare import prepare
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
+from pentad.trainer.recovery import RecoverHandler
 from pentad.trainer.sft import run_pretrain
 
 STEPS = 6
@@ -189,6 +190,26 @@ def test_learners_that_are_started_again_read_the_data_the_run_began_with(
     with pytest.raises(UserError, match=r"not the data that the run began with: tokens was"):
         pretrain("edited", *words, "scheduler.processes=separate", model="model")
     assert len(lost) == 1
+
+
+def test_a_learner_that_is_lost_right_after_it_staged_a_checkpoint_is_started_again(
+    pretrain, monkeypatch
+):
+    """Its writer ends with it, so the commit of that checkpoint must not be waited for."""
+    plain, lost = RecoverHandler._stage, []
+
+    def lose(self, step):
+        plain(self, step)
+        if not lost:
+            lost.extend(role_processes(os.getpid(), "learner"))
+            os.kill(lost[0], signal.SIGKILL)
+
+    monkeypatch.setattr(RecoverHandler, "_stage", lose)
+    apart = "scheduler.processes=separate", "recover.freq_steps=3"
+    summary = pretrain("staged", *apart, model="model")
+    assert len(lost) == 1 and [one["step"] for one in steps_of(summary)] == [1, 2, 3, 4, 5, 6]
+    (recovery,) = read_lines(summary.records / "recoveries.jsonl")
+    assert recovery["num_losses"] == 1
 
 
 def test_everything_wrong_comes_at_once(pretrain, tmp_path):
