@@ -33,6 +33,7 @@ READ_AT_IMPORT = ("CUDA", "LD_", "OMP", "MKL", "PYTHON", "TORCH", "TRITON")
 """Names that begin so are read when a process or a library starts; a command with others than
 those of the process that forks is started in earnest."""
 GIVEN_LATER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED")
+GIVEN_LATER += ("TORCHINDUCTOR_CACHE_DIR",)  # by torch itself, when its compiler is imported
 PLAIN = {"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None}
 PLAIN |= {"uid": None, "umask": -1, "process_group": -1, "close_fds": True}
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
