@@ -353,9 +353,9 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
 
 async def check_token_endpoint(wire: Wire, where: str) -> None:
     """An empty request is refused for what it lacks where the endpoint is open."""
-    response = await wire.http.post(GENERATE, json={})
-    if response.status_code not in (400, 422):
-        rule = f"{GENERATE} answered {response.status_code}: tokens cannot be asked for"
+    status, _ = await wire.answer("POST", GENERATE, {})
+    if status not in (400, 422):
+        rule = f"{GENERATE} answered {status}: tokens cannot be asked for"
         raise UserError(Problem(where, rule, "start it with --enable-scale-out"))
 
 

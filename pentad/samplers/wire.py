@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
 from pentad.core.errors import InfraFailure
+from pentad.samplers.http import HttpClient, HttpError
 
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
@@ -26,13 +27,7 @@ class Wire:
     def __init__(self, address: str, kind: str) -> None:
         self.address = address.rstrip("/")
         self.where = f"{kind} at {self.address}"
-        # No limit on connections: one request of a batch is one connection.
-        self.http = httpx.AsyncClient(
-            base_url=self.address,
-            timeout=httpx.Timeout(CALL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-        )
+        self.http = HttpClient(self.address, CONNECT_TIMEOUT_S)
 
     async def get(self, path: str, **params: str) -> Any:
         answer = await self._call("GET", path, params=params)
@@ -52,19 +47,19 @@ class Wire:
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The server-sent events of an answer, parsed; ends at its [DONE]."""
-        async with self._failing(path):
-            timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-            async with self.http.stream("POST", path, json=body, timeout=timeout) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise self.refused(path, response)
-                async for line in response.aiter_lines():
+        try:
+            async with self.http.call("POST", path, json.dumps(body).encode()) as (status, pieces):
+                if status != 200:
+                    raise self.refused(path, status, await joined_text(pieces))
+                async for line in lines_of(pieces):
                     if not line.startswith("data:"):
                         continue
                     text = line.removeprefix("data:").strip()
                     if text == "[DONE]":
                         return
                     yield self._parsed(path, text)
+        except HttpError as error:
+            raise InfraFailure(f"{self.where}: {path} failed ({error})") from error
         raise InfraFailure(f"{self.where}: {path} ended before its answer was whole")
 
     def read(self, path: str, schema: type[M], answer: Any) -> M:
@@ -78,7 +73,27 @@ class Wire:
             raise InfraFailure(f"{self.where}: {path} answered garbage ({found})") from error
 
     async def close(self) -> None:
-        await self.http.aclose()
+        await self.http.close()
+
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = CALL_TIMEOUT_S,
+    ) -> tuple[int, str]:
+        """The status and the text of an answer, whatever they are."""
+        sent = None if body is None else json.dumps(body).encode()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self.http.call(method, path, sent) as (status, pieces),
+            ):
+                return status, await joined_text(pieces)
+        except TimeoutError as error:
+            raise InfraFailure(f"{self.where}: {path} was not answered in time") from error
+        except HttpError as error:
+            raise InfraFailure(f"{self.where}: {path} failed ({error})") from error
 
     async def _call(
         self,
@@ -89,32 +104,34 @@ class Wire:
         timeout_s: float | None = CALL_TIMEOUT_S,
         params: Mapping[str, str | Sequence[str]],
     ) -> str:
-        async with self._failing(path):
-            timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-            response = await self.http.request(
-                method, path, json=body, params=params, timeout=timeout
-            )
-        if response.status_code != 200:
-            raise self.refused(path, response)
-        return response.text
+        query = f"?{urlencode(params, doseq=True)}" if params else ""
+        status, text = await self.answer(method, path + query, body, timeout_s)
+        if status != 200:
+            raise self.refused(path, status, text)
+        return text
 
-    @asynccontextmanager
-    async def _failing(self, path: str) -> AsyncIterator[None]:
-        try:
-            yield
-        except httpx.TimeoutException as error:
-            raise InfraFailure(f"{self.where}: {path} was not answered in time") from error
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise InfraFailure(f"{self.where}: {path} failed ({reason})") from error
-
-    def refused(self, path: str, response: httpx.Response) -> InfraFailure:
-        text = " ".join(response.text[:MAX_QUOTED].split())
-        return InfraFailure(f"{self.where}: {path} answered {response.status_code} ({text})")
+    def refused(self, path: str, status: int, text: str) -> InfraFailure:
+        quoted = " ".join(text[:MAX_QUOTED].split())
+        return InfraFailure(f"{self.where}: {path} answered {status} ({quoted})")
 
     def _parsed(self, path: str, text: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            start = " ".join(text[:40].split())
-            raise InfraFailure(f"{self.where}: {path} answered no JSON ({start!r})") from error
+            told = " ".join(text[:40].split())
+            raise InfraFailure(f"{self.where}: {path} answered no JSON ({told!r})") from error
+
+
+async def joined_text(pieces: AsyncIterator[bytes]) -> str:
+    return b"".join([piece async for piece in pieces]).decode("utf-8", "replace")
+
+
+async def lines_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """As they come; the last one may have no end."""
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace")
+    if rest:
+        yield rest.decode("utf-8", "replace")
