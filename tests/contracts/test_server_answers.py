@@ -184,7 +184,10 @@ ASK = {"sampling_params": {"max_tokens": 4}}
         (spoilt(token_ids=[1, 40, 2, 3]), "it went on after token 1, id 40, which ends an answer"),
         (spoilt(token_ids=[1, 2]), "it was cut after 2 of 4 tokens"),
         (spoilt(finish_reason=None), "ended by None"),
-        (lambda _: Response(b"\x1f\x8bno", headers={"content-encoding": "gzip"}), "failed"),
+        (
+            lambda _: Response(b"\x1f\x8bno", headers={"content-encoding": "gzip"}),
+            "answered no JSON",
+        ),
         (lambda _: Response(b"\xff\xfe", media_type="application/json"), "answered no JSON"),
     ],
 )
