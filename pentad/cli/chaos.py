@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -34,6 +36,8 @@ def run_chaos(
     if unknown:
         rule, remedy = "there is no such scenario", "pentad chaos --list names them"
         raise UserError([Problem(f"--scenario {name}", rule, remedy) for name in unknown])
+    # As ctrl-C does, so that the run in hand is ended too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is promised for the CPU
     folder = Path(tempfile.mkdtemp(prefix="pentad-chaos-"))
     suite = Suite(workloads_of(recipe, command, folder), folder, seed)
