@@ -168,7 +168,9 @@ def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
     if not length:
         return 0
     golden, first, second = (np.uint64(value & MASK) for value in (GOLDEN, FIRST, SECOND))
-    rows = words.numpy().reshape(len(firsts), length)
+    # `numpy()` would mark the memory as not resizable for good, and a trainer that makes room
+    # resizes it.
+    rows = np.from_dlpack(words).reshape(len(firsts), length)
     starts = np.array(firsts, np.uint64) * golden
     width = min(length, HOST_WORDS)
     steps = np.arange(1, width + 1, dtype=np.uint64) * golden  # position times G, from the start

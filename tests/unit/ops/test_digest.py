@@ -117,3 +117,10 @@ def test_a_name_given_twice_is_a_defect():
 def test_a_part_that_begins_in_mid_word_is_hashed_by_its_bytes():
     whole = torch.arange(9, dtype=torch.bfloat16)
     assert tensor_checksum(whole[1:]) == tensor_checksum(whole[1:].clone())
+
+
+def test_memory_that_was_digested_can_still_be_given_back():
+    tensor = torch.ones(64)
+    digest_of([("a", tensor)])
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
