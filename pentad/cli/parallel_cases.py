@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pentad.config.catalog import known_config
+from pentad.config.derived import known_config
 from pentad.config.load import load_config
 from pentad.config.rules.layout import layout_problems
 from pentad.config.schema import Config

@@ -23,22 +23,21 @@ from pentad.config.derived import (
     samples,
     task_of,
 )
-from pentad.config.elastic import fit_world
 from pentad.config.processes import RunProcess, run_processes
+from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.layout import layout_notes
-from pentad.config.rules.machines import machine_problems
 from pentad.config.rules.model import uncounted
+from pentad.config.rules.modes import machine_problems
 from pentad.config.rules.start import unbuilt_problems
-from pentad.config.rules.unread import unread
+from pentad.config.rules.unused_keys import unread
 from pentad.config.schema import Config, DatasetConfig
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component
 from pentad.core.machine import GIB, host_memory
 from pentad.data.rows import open_rows
-from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan
+from pentad.planner.figures import RunPlan, SamplePlan, TrainPlan, inner_rows, span, stage_rows
 from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of
-from pentad.planner.ranks import inner_rows, span, stage_rows
 from pentad.planner.remedies import Remedy, propose
 
 MAX_WIDTH = 120

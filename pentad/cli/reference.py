@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from pentad.config.reference import configuration_page
+from pentad.config.describe import configuration_page
 from pentad.telemetry.record import reference as telemetry_page
 
 PACKAGE = Path(__file__).parents[1]

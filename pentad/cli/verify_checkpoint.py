@@ -25,7 +25,7 @@ from pentad.checkpoint.folders import (
     step_of,
 )
 from pentad.cli.plan import make_console
-from pentad.config.rules.resume import changed_keys
+from pentad.config.rules.checkpoint import changed_keys
 from pentad.core.errors import Problem, RunError, UserError, one_line, visible
 from pentad.core.machine import GIB
 from pentad.core.remote import Remote, split_uri

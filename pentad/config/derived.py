@@ -1,19 +1,77 @@
-"""What follows from a config: asked by its rules, by a plan and by a run alike."""
+"""What follows from a config, asked by its rules, by a plan and by a run alike: no torch."""
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pentad.config.catalog import dims_of
-from pentad.config.schema import ArchonConfig, Config, ModelConfig, ParallelismConfig
+from pentad.config.model_schema import ArchonConfig, ModelConfig
+from pentad.config.schema import Config, ParallelismConfig
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.folders import read_object
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
 from pentad.core.sizes import DTYPE_BYTES, DeviceKind, HandoffKind
 from pentad.data.rows import STREAMS, SUFFIXES
+from pentad.models.families import planned_dims, public_configs, public_models, register
+
+VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
+
+
+def register_models(config: Config) -> None:
+    """Makes the families of `model_files` known in this process; every rank calls it."""
+    for path in config.model_files:
+        register(path)
+
+
+def public_dims() -> dict[str, ModelDims]:
+    """Public models by their names without the owner."""
+    return {name.rpartition("/")[2]: dims for name, dims in public_models().items()}
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """The config behind a public name, as far as it counts."""
+    full = _full_name(name)
+    return public_configs()[full] if full else None
+
+
+def known_model(name: str) -> ModelDims | None:
+    """The dimensions behind a public name."""
+    full = _full_name(name)
+    return public_models()[full] if full else None
+
+
+def _full_name(name: str) -> str | None:
+    """With its owner, and without -Instruct or -Base."""
+    bare = VARIANT.sub("", name)
+    return next((n for n in public_configs() if bare in (n, n.rpartition("/")[2])), None)
+
+
+def dims_of(path: str, where: str = "actor.path") -> ModelDims:
+    """Dimensions of a local folder with config.json, or of a public name of the catalog."""
+    config = Path(path) / "config.json"
+    if config.is_file():
+        return planned_dims(read_object(config))
+    known = known_model(path)
+    if known is not None:
+        return known
+    near = difflib.get_close_matches(path.rsplit("/", 1)[-1], public_dims(), 2, 0.7)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    rule = "there is no config.json in it" if Path(path).is_dir() else "no such folder"
+    remedy = f"{guess}give a model folder, or a public name such as Qwen/Qwen3-8B to plan with"
+    raise UserError(Problem(f"{where} = {path}", rule, remedy))
+
+
+def model_type(path: str) -> str | None:
+    """What config.json of a folder says; None if there is none that can be read."""
+    try:
+        return str(read_object(Path(path) / "config.json").get("model_type"))
+    except (OSError, UserError):
+        return None
 
 
 def read_allocation(config: Config) -> tuple[Allocation | None, list[Problem]]:
@@ -33,6 +91,12 @@ def problems_of(error: UserError) -> list[Problem]:
 def parsed_allocation(config: Config) -> Allocation | None:
     """As far as it can be read: the layout rules report what is wrong."""
     return read_allocation(config)[0]
+
+
+def part_of(config: Config, role: str) -> Component | None:
+    """The component of a role, as far as the allocation can be read."""
+    allocation = parsed_allocation(config)
+    return allocation.find(role) if allocation else None
 
 
 def allocation_of(config: Config) -> Allocation:
@@ -129,9 +193,8 @@ def layout_of(config: Config, role: str) -> Layout:
 def is_learner_apart(config: Config, num_devices: int | None) -> bool:
     """Whether the ranks that train are processes beside the scheduler's, where nobody else has
     started them."""
-    allocation = parsed_allocation(config)
-    rollout = allocation.find("rollout") if allocation else None
-    actor = allocation.find("actor") if allocation else None
+    rollout = part_of(config, "rollout")
+    actor = part_of(config, "actor")
     is_placed = config.scheduler.type == "ray" or config.scheduler.processes == "separate"
     if (actor and actor.world > 1) or is_placed:
         return True
@@ -163,8 +226,7 @@ def num_running(config: Config) -> int:
     """
     if config.rollout.max_running is not None:
         return config.rollout.max_running
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
+    rollout = part_of(config, "rollout")
     groups = config.rollout.max_concurrent_groups
     groups = groups or config.train_dataset.batch_size * (config.max_staleness + 1)
     replicas = rollout.size("d") if rollout else 1
@@ -244,16 +306,6 @@ def reshards(archon: ArchonConfig, pp: int, world: int) -> bool:
     policy = archon.reshard_after_forward_policy
     gathers = world > 1 or archon.offload_params
     return pp == 1 and gathers if policy == "default" else policy == "always"
-
-
-def is_recoverable(config: Config) -> bool:
-    """Whether the state of the run is saved, for a restart."""
-    return True
-
-
-def num_checkpoints(config: Config) -> int:
-    """Recovery checkpoints on disk at once: those that are kept, and the one being written."""
-    return 3 if is_recoverable(config) else 0
 
 
 def is_saved_within(config: Config) -> bool:

@@ -25,9 +25,9 @@ from pentad.config.describe import (
     takes,
     text_keys,
 )
-from pentad.config.foreign import HALF, NOT_BUILT, READ, hint, is_block
+from pentad.config.other_systems import HALF, NOT_BUILT, READ, hint, is_block
+from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
 from pentad.config.schema import Config
-from pentad.config.tree import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
 from pentad.core.errors import Problem, UserError
 from pentad.core.settings import MAX_INT
 

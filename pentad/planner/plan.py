@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 
-from pentad.config.catalog import dims_of
 from pentad.config.derived import (
     allocation_of,
     as_run,
     checkpoint_root,
     compute_bytes,
     count_devices,
+    dims_of,
     frozen_models,
     handoff_kind,
-    is_recoverable,
     is_saved_within,
-    num_checkpoints,
     num_running,
     reshards,
     rows_per_step,
@@ -63,6 +61,8 @@ from pentad.planner.memory import (
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
+NUM_CHECKPOINTS = 3
+"""Recovery checkpoints on disk at once: those that are kept, and the one being written."""
 
 
 def choose_device(config: Config, gpu_memory_gib: float | None = None) -> Device:
@@ -428,11 +428,10 @@ def staged_bytes(config: Config, trainers: list[TrainPlan]) -> float:
             continue
         if is_saved_within(config):
             total += export_bytes(training.dims, training.compute_bytes)
-        if is_recoverable(config):
-            layout = training.layout
-            held = [sharded_params(training, held_params(training, r)) for r in range(layout.pp)]
-            local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
-            total += local * state_bytes(max(held), training.param_bytes, training.num_tags)
+        layout = training.layout
+        held = [sharded_params(training, held_params(training, r)) for r in range(layout.pp)]
+        local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
+        total += local * state_bytes(max(held), training.param_bytes, training.num_tags)
     return total
 
 
@@ -454,7 +453,7 @@ def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files
         checkpoint_bytes=sum(
             state_bytes(one.dims.num_params, one.param_bytes, one.num_tags) for one in found
         ),
-        num_checkpoints=num_checkpoints(config),
+        num_checkpoints=NUM_CHECKPOINTS,
         free_bytes=free,
         folder=folder,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pentad.config.catalog import register_models
+from pentad.config.derived import register_models
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check, check_planned

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from pentad.config.catalog import register_models
+from pentad.config.derived import register_models
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device

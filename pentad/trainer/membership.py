@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pentad.config.derived import component_of
-from pentad.config.elastic import Fitted, fit_world
+from pentad.config.rules.elastic import Fitted, fit_world
 from pentad.config.schema import Config
 from pentad.core.errors import RunError
 from pentad.runtime.report import Failure

@@ -10,12 +10,11 @@ from typing import TypeVar
 
 import torch
 
-from pentad.config.catalog import register_models
-from pentad.config.derived import allocation_of
+from pentad.config.derived import allocation_of, register_models
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
-from pentad.config.rules.machines import machine_problems
 from pentad.config.rules.model import frozen_paths, stop_ids_are_words
+from pentad.config.rules.modes import machine_problems
 from pentad.config.rules.start import (
     cache_problems,
     device_problems,

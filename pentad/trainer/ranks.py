@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from pentad.config.catalog import register_models
 from pentad.config.derived import (
     are_apart,
     component_of,
@@ -24,10 +23,11 @@ from pentad.config.derived import (
     is_learner_apart,
     known_dims,
     parsed_allocation,
+    register_models,
     scorers,
 )
-from pentad.config.elastic import fit_world
 from pentad.config.resolve import with_absolute_paths
+from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
 from pentad.core.device import pick_device, unsettle

@@ -23,9 +23,14 @@ from pydantic import ValidationError
 from pentad.checkpoint.disk import holding
 from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
 from pentad.checkpoint.restore import restore_learner
-from pentad.config.catalog import register_models
-from pentad.config.derived import component_of, layout_of, parsed_allocation, scorers
-from pentad.config.rules.resume import judge_changes
+from pentad.config.derived import (
+    component_of,
+    layout_of,
+    parsed_allocation,
+    register_models,
+    scorers,
+)
+from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError

@@ -22,7 +22,7 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.tiers import Tiers
 from pentad.config.derived import compute_bytes, is_saved_within, layout_of
 from pentad.config.describe import show
-from pentad.config.rules.unread import Command, unread
+from pentad.config.rules.unused_keys import Command, unread
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims

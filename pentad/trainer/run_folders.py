@@ -19,7 +19,7 @@ from pentad.checkpoint.folders import find_checkpoints, sweep_uncommitted
 from pentad.config.derived import checkpoint_root
 from pentad.config.describe import show
 from pentad.config.load import dump_config
-from pentad.config.rules.resume import changed_keys, judge_changes
+from pentad.config.rules.checkpoint import changed_keys, judge_changes
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.core.lock import FolderLock

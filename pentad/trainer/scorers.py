@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.config.catalog import register_models
-from pentad.config.derived import component_of, scorers
+from pentad.config.derived import component_of, register_models, scorers
 from pentad.config.processes import scorer_devices
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config

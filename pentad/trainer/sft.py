@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.catalog import register_models
+from pentad.config.derived import register_models
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.types import StepResult

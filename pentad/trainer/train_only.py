@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.catalog import register_models
+from pentad.config.derived import register_models
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims

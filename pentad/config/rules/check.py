@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pentad.config.catalog import dims_of
-from pentad.config.derived import count_devices, known_dims, problems_of, samples
-from pentad.config.rules import (
-    algorithm,
-    checkpoint,
-    elastic,
-    engine,
-    inputs,
-    machines,
-    megatron,
-    model,
-    modes,
-    resume,
-    sampling,
-    sides,
-)
-from pentad.config.rules.layout import layout_problems
+from pentad.config.derived import count_devices, dims_of, known_dims, problems_of, samples
+from pentad.config.rules import algorithm, checkpoint, elastic, inputs, layout, model, modes
 from pentad.config.rules.rule import Command, ConfigRule, listed
 from pentad.config.rules.start import cache_problems, device_problems, process_problems
 from pentad.config.schema import Config
@@ -28,10 +13,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import DeviceKind
 
-SUBJECTS = (
-    *(inputs, machines, megatron, modes, sides, sampling, engine, algorithm, checkpoint, resume),
-    elastic,
-)
+SUBJECTS = (inputs, modes, layout, algorithm, checkpoint, elastic)
 
 
 def all_rules() -> list[ConfigRule[[Config]]]:
@@ -86,7 +68,7 @@ def check_layout(
         where = f"allocation_mode = {config.allocation_mode}"
         remedy = f"use for instance embedded:d1|{config.allocation_mode}"
         problems.append(Problem(where, "there is no sampler, and train needs one", remedy))
-    return problems + layout_problems(config, dims, count_devices(config))
+    return problems + layout.layout_problems(config, dims, count_devices(config))
 
 
 def check_planned(config: Config, kind: DeviceKind, skip: frozenset[str]) -> list[Problem]:

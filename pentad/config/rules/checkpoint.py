@@ -1,11 +1,18 @@
-"""Rules on where checkpoints go: the addresses of a store and of its server."""
+"""Rules on checkpoints: the addresses of a store, and which keys may differ when a run goes on.
+
+One table has those that do not change what a run trains. What it does not name is taken to change
+the run: it is refused, with the key that forces it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
-from pentad.config.rules.rule import Rules
+from pentad.config.describe import fields, nearest_keys, show
+from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.remote import split_uri
@@ -13,7 +20,7 @@ from pentad.core.remote import split_uri
 RULES: Rules[[Config]] = Rules()
 
 
-@RULES.add("checkpoint.remote_uri", commands=("train", "sft", "plan"))
+@RULES.add("checkpoint.remote_uri", commands=RUNS)
 def the_store_has_an_address(config: Config) -> Problem | None:
     uri = config.checkpoint.remote_uri
     if uri is None:
@@ -25,7 +32,7 @@ def the_store_has_an_address(config: Config) -> Problem | None:
     return None
 
 
-@RULES.add("checkpoint.endpoint_url", commands=("train", "sft", "plan"))
+@RULES.add("checkpoint.endpoint_url", commands=RUNS)
 def the_endpoint_is_a_url(config: Config) -> Iterator[Problem]:
     url = config.checkpoint.endpoint_url
     where = f"checkpoint.endpoint_url = {url}"
@@ -42,3 +49,103 @@ def the_endpoint_is_a_url(config: Config) -> Iterator[Problem]:
     elif parts.username or parts.password:
         remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
         yield Problem("checkpoint.endpoint_url", "has credentials in it", remedy)
+
+
+OF_A_MODEL = (
+    *("mb_spec", "gradient_checkpointing", "pad_to_maximum", "enable_tree_training"),
+    *("archon.pp_schedule", "archon.stages_per_rank", "archon.layers_per_stage"),
+    *("archon.enable_compile", "archon.ac_mode", "archon.ac_selective", "archon.ac_memory_budget"),
+    *("archon.ac_debug", "archon.offload_params", "archon.reshard_after_forward_policy"),
+    *("archon.use_deterministic_algorithms", "archon.dp_replicate"),
+)
+HARMLESS = (
+    *("experiment_name", "trial_name", "fileroot", "user"),
+    *("mode", "allocation_mode", "parallelism", "resource", "cluster", "scheduler"),
+    *("num_iters_per_train_update", "balance_data", "store", "num_data_storage_units"),
+    *("offload_train", "offload_rollout", "stall_warning_s", "stall_abort_s"),
+    *(f"{role}.{key}" for role in ("actor", "critic") for key in OF_A_MODEL),
+    *("reward.num_workers", "reward.memory_mb", "reward.allow_processes", "reward.allow_weaker"),
+    *("rollout.max_concurrent_groups", "rollout.deadline_s", "rollout.max_retries"),
+    *("rollout.max_batch_tokens", "rollout.max_running", "rollout.kv_cache_gb", "rollout.server"),
+    *("valid_dataset", "evaluator", "saver", "recover", "checkpoint", "elastic"),
+    *("guards", "telemetry"),
+)
+"""Where and how fast it runs, and what is looked at; a block stands for everything in it."""
+LENGTHS = ("total_train_epochs", "total_train_steps")
+"""Harmless as long as the learning rate does not depend on the number of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    accepted: list[str] = field(default_factory=list)
+    """Keys with both values, in words."""
+    refused: list[Problem] = field(default_factory=list)
+
+
+def judge_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], allow: tuple[str, ...] = ()
+) -> Changes:
+    """What differs between the config a run began with and the one it is to go on with, as JSON."""
+    changes, default = Changes(), Config().model_dump(mode="json")
+    harmless = HARMLESS + (() if _follows_length(old) or _follows_length(new) else LENGTHS)
+    for key, before, after in changed_keys(old, new):
+        if before is None and not _has(old, key) and after == _value(default, key):
+            continue  # a key that came with a later version
+        told = f"{key} was {show(before)}, is {show(after)}"
+        if _is_within(key, harmless) or _is_within(key, allow):
+            changes.accepted.append(told)
+            continue
+        rule = f"was {show(before)} so far, and what the run trains depends on it"
+        remedy = f"set it back, force it with recover.allow=[{key}], or start anew with --fresh"
+        changes.refused.append(Problem(f"{key} = {show(after)}", rule, remedy))
+    return changes
+
+
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of everything that differs."""
+    for key in [*old, *(key for key in new if key not in old)]:
+        here = f"{path}.{key}" if path else str(key)
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from changed_keys(before, after, here)
+        elif before != after:
+            yield here, before, after
+
+
+@RULES.add("recover.allow", commands=RUNS)
+def allowed_keys_are_keys(config: Config) -> Iterator[Problem]:
+    for key in config.recover.allow:
+        if key not in fields():
+            near = nearest_keys(key, 1)
+            remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all keys"
+            yield Problem(
+                f"recover.allow = {show(config.recover.allow)}", f"{key} is no key", remedy
+            )
+
+
+def _follows_length(config: Mapping[str, Any]) -> bool:
+    """Whether a learning rate depends on how many steps the run has."""
+    optimizers = [_value(config, f"{role}.optimizer") or {} for role in ("actor", "critic")]
+    return any(
+        found.get("lr_scheduler_type") != "constant" or found.get("warmup_steps_proportion")
+        for found in optimizers
+    )
+
+
+def _is_within(key: str, blocks: tuple[str, ...]) -> bool:
+    return any(key == block or key.startswith(f"{block}.") for block in blocks)
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _has(config: Mapping[str, Any], key: str) -> bool:
+    block, _, name = key.rpartition(".")
+    found = _value(config, block) if block else config
+    return isinstance(found, Mapping) and name in found

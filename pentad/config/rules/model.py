@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from pentad.config.catalog import dims_of, model_type
 from pentad.config.derived import (
+    dims_of,
     frozen_models,
     known_dims,
+    model_type,
     parsed_allocation,
+    part_of,
     problems_of,
     scorers,
 )
@@ -56,8 +58,7 @@ def unknown_families(config: Config, command: str, skip: frozenset[str]) -> list
 
 def uncounted(config: Config) -> str | None:
     """Why the memory of a plan cannot be known; None if it can, or if the model is refused."""
-    allocation = parsed_allocation(config)
-    actor = allocation.find("actor") if allocation else None
+    actor = part_of(config, "actor")
     if actor is None or actor.backend != "fsdp" or config.actor.path is None:
         return None
     family = model_type(config.actor.path)

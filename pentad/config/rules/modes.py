@@ -1,6 +1,9 @@
-"""Rules on modes, devices and who samples: strict log-probs, routes, servers."""
+"""Rules on modes, devices and machines: who samples, one side alone, what a launcher can spread."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 from pentad.config.derived import (
     allocation_for,
@@ -9,21 +12,22 @@ from pentad.config.derived import (
     has_storage_units,
     is_learner_apart,
     parsed_allocation,
+    part_of,
 )
 from pentad.config.describe import show
-from pentad.config.rules.rule import Rules
+from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
-from pentad.core.fit import strict_problems
-from pentad.core.layout import Component, parse_allocation
+from pentad.core.fit import list_of, strict_problems
+from pentad.core.layout import Component, divisors, parse_allocation
+from pentad.telemetry.runfolder import run_path
 
 RULES: Rules[[Config]] = Rules()
 
 
 def server_of(config: Config) -> Component | None:
     """Who samples, where it is not the embedded engine."""
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
+    rollout = part_of(config, "rollout")
     return None if not rollout or rollout.backend == "embedded" else rollout
 
 
@@ -68,10 +72,9 @@ def offloaded_training_takes_turns(config: Config) -> Problem | None:
     return None
 
 
-@RULES.add("parallelism", "allocation_mode", commands=("train", "sft", "plan"))
+@RULES.add("parallelism", "allocation_mode", commands=RUNS)
 def parallelism_agrees_with_the_allocation(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
+    actor = part_of(config, "actor")
     if config.parallelism is None or not actor:
         return None
     wanted = parse_allocation(allocation_for(config.parallelism)).find("actor")
@@ -123,8 +126,7 @@ def one_process_holds_one_of_each(config: Config) -> Problem | None:
 
 @RULES.add("store", "num_data_storage_units", "scheduler", "allocation_mode")
 def every_process_reaches_the_store(config: Config) -> Problem | None:
-    allocation = parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
+    actor = part_of(config, "actor")
     where = f"store = {config.store}"
     if has_storage_units(config) and config.scheduler.type != "ray":
         rule = f"scheduler.type = {config.scheduler.type} has no Ray cluster"
@@ -164,8 +166,7 @@ def replay_needs_a_server_in_one_stage(config: Config) -> Problem | None:
 
 @RULES.add("strict", "rollout.replay_routes", "allocation_mode")
 def fsdp_trains_models_without_a_file(config: Config) -> list[Problem]:
-    allocation = parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
+    actor = part_of(config, "actor")
     if not actor or actor.backend != "fsdp":
         return []
     rules = {
@@ -190,8 +191,7 @@ def strict_is_not_compiled(config: Config) -> Problem | None:
 
 @RULES.add("strict", "allocation_mode")
 def strict_cuts_no_layer(config: Config) -> list[Problem]:
-    allocation = parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
+    actor = part_of(config, "actor")
     return list(strict_problems(actor.layout(), str(actor))) if config.strict and actor else []
 
 
@@ -227,3 +227,84 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         rule = f"weights are handed over on the GPU that trains, but {told} separates them"
         found.append(Problem(where, rule, "use broadcast or disk"))
     return found
+
+
+@RULES.add("only", "groups_from")
+def groups_are_for_a_run_that_only_trains(config: Config) -> Problem | None:
+    if config.only == "train" and config.groups_from is None:
+        remedy = "give the folder of its records: {fileroot}/logs/USER/EXPERIMENT/TRIAL"
+        return Problem("groups_from", "only = train trains the groups of another run", remedy)
+    if config.only != "train" and config.groups_from is not None:
+        where = f"groups_from = {config.groups_from}"
+        return Problem(where, "is read by only = train alone", "set only: train, or leave it out")
+    return None
+
+
+@RULES.add("only", "groups_from", commands=("train",))
+def groups_are_there(config: Config) -> Problem | None:
+    if config.only != "train" or config.groups_from is None:
+        return None
+    if any(Path(config.groups_from, "batches").glob("step*.groups")):
+        return None
+    rule = "has no groups: no step*.groups in its batches/"
+    remedy = "give the folder of a run's records; telemetry.keep_batches says what it keeps"
+    return Problem(f"groups_from = {config.groups_from}", rule, remedy)
+
+
+@RULES.add("only", "groups_from", "fileroot", "experiment_name", "trial_name", "user")
+def groups_are_of_another_run(config: Config) -> Problem | None:
+    """A run begins by removing batches of its folder that it has not trained."""
+    if config.only != "train" or config.groups_from is None:
+        return None
+    own = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+    if Path(config.groups_from).resolve() != own.resolve():
+        return None
+    rule = "is this run's own folder, whose batches/ it writes itself"
+    return Problem(f"groups_from = {config.groups_from}", rule, "give it another trial_name")
+
+
+@RULES.add("only", "scheduler.type")
+def one_side_is_no_job(config: Config) -> Problem | None:
+    if config.only is None or config.scheduler.type != "slurm":
+        return None
+    rule = "the job runs both sides, and samples for the weights it trains"
+    return Problem(f"only = {config.only}", rule, "leave it out, or use scheduler.type: local")
+
+
+@RULES.add("scheduler.type", "cluster", "allocation_mode", commands=RUNS)
+def slurm_nodes_hold_the_layout(config: Config) -> Iterator[Problem]:
+    """Each node has as many ranks; what samples is started on the first."""
+    allocation, nodes = parsed_allocation(config), config.cluster.n_nodes
+    actor = allocation and allocation.find("actor")
+    if config.scheduler.type != "slurm" or not (allocation and actor):
+        return
+    where = f"cluster.n_nodes = {nodes}"
+    if actor.world % nodes:
+        rule = f"scheduler.type = slurm gives each node as many ranks, and {actor} has"
+        remedy = f"n_nodes can be {list_of(divisors(actor.world))}"
+        yield Problem(where, f"{rule} {actor.world}", remedy)
+        return
+    per_node, rollout = config.cluster.n_gpus_per_node, allocation.find("rollout")
+    if per_node is None:
+        return
+    ranks = actor.world // nodes
+    beside = rollout.world if rollout and are_apart(config) else 0
+    beside = 0 if config.rollout.server.addresses or config.cluster.share_gpus else beside
+    if ranks + beside > per_node:
+        samplers = f" and {rollout} {beside} on the first" if beside else ""
+        rule = f"{actor} puts {ranks} ranks on each{samplers}, and"
+        fix = f"use at least {-(-actor.world // max(1, per_node - beside))} nodes"
+        remedy = fix if beside < per_node else "use rollout.server.addresses, or fewer replicas"
+        yield Problem(where, f"{rule} cluster.n_gpus_per_node = {per_node}", remedy)
+
+
+def machine_problems(config: Config) -> list[Problem]:
+    """What a start without torchrun cannot spread: it starts processes on this machine alone."""
+    nodes, kind = config.cluster.n_nodes, config.scheduler.type
+    actor = part_of(config, "actor")
+    if nodes == 1 or kind != "local" or not actor or config.rollout.server.addresses:
+        return []
+    where = f"cluster.n_nodes = {nodes}"
+    remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"
+    rule = "scheduler.type = local starts processes on this machine alone"
+    return [Problem(where, rule, remedy)]

@@ -14,6 +14,8 @@ from typing import Generic, Literal, ParamSpec, TypeVar
 from pentad.core.errors import Problem
 
 Command = Literal["train", "sft", "pretrain", "plan", "eval", "reward"]
+RUNS: tuple[Command, ...] = ("train", "sft", "plan")
+"""What starts a run that trains, or plans one; what matters to `sft` does to `pretrain`."""
 P = ParamSpec("P")
 Found = Problem | Iterable[Problem] | None
 F = TypeVar("F", bound=Problem | Iterable[Problem] | None)

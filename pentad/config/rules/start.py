@@ -16,6 +16,7 @@ from pentad.config.derived import (
     frozen_models,
     is_learner_apart,
     parsed_allocation,
+    part_of,
     scorers,
 )
 from pentad.config.rules.algorithm import longest_sample
@@ -113,8 +114,7 @@ def device_problems(config: Config, kind: DeviceKind, *, samples: bool) -> list[
             problems.append(Problem(where, rule, "use selective or full"))
         elif model.archon.enable_compile is True:
             problems.append(Problem(f"{role}.archon.enable_compile = true", rule, "leave it out"))
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
+    rollout = part_of(config, "rollout")
     if samples and rollout and rollout.backend != "embedded":
         if config.offload_rollout:
             rule = f"{rollout.backend} cannot give back memory on a CPU"
@@ -130,8 +130,7 @@ def process_problems(config: Config, kind: DeviceKind) -> list[Problem]:
 
     Where torchrun starts them, it is for whoever gave their number to know.
     """
-    allocation = parsed_allocation(config)
-    actor = allocation and allocation.find("actor")
+    actor = part_of(config, "actor")
     if not actor or kind == "cuda":
         return []
     rule = too_many_ranks(actor.world)

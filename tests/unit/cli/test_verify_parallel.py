@@ -10,12 +10,12 @@ import pytest
 from pentad.cli import parallel_ranks
 from pentad.cli.parallel_cases import LayoutCase, choose_cases, read_subject, shrink
 from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
-from pentad.config.catalog import known_config, models
+from pentad.config.derived import known_config
 from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
 from pentad.models.families import dims_of
 
-MODELS = models()
+MODELS = public_dims()
 
 RECIPE = """
 allocation_mode: sglang:d4+archon:(attn:d2p2t2|ffn:d1p2t1e4)

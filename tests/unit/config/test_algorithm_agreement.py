@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
-from pentad.config.schema import ALGORITHM_NAMES, REWARD_NAMES, AlgorithmConfig, Config
-from pentad.core.algorithms import TUNABLES
+from pentad.config.schema import REWARD_NAMES, AlgorithmConfig, Config
+from pentad.core.algorithms import FACTS, TUNABLES
 from pentad.core.errors import UserError
 from pentad.rewards.functions import BUILT_IN
 from pentad.rl.algorithms import settings_for
@@ -43,7 +43,7 @@ switches = st.fixed_dictionaries(
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(ALGORITHM_NAMES), overrides, switches, st.integers(1, 4))
+@given(st.sampled_from(tuple(FACTS)), overrides, switches, st.integers(1, 4))
 def test_what_the_config_lets_pass_the_algorithm_takes(name, chosen, flags, n_samples):
     values = {"algorithm": {"name": name, **chosen}, "gconfig": {"n_samples": n_samples}, **flags}
     values |= {"mode": "hybrid"} if flags.get("max_staleness") else {}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pentad.config.resolve import resolve
-from pentad.config.rules import sampling
+from pentad.config.rules import algorithm
 from pentad.config.rules.check import all_rules, check
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
@@ -958,4 +958,4 @@ def test_a_temperature_that_the_sampler_refuses_is_refused_before():
     with pytest.raises(UserError, match="gconfig.temperature = 0.0001: below 0.001"):
         prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-4"])
     prepare(None, ["actor.path=Qwen/Qwen3-8B", "gconfig.temperature=1e-3"])
-    assert sampler_settings.MIN_TEMPERATURE == sampling.MIN_TEMPERATURE
+    assert sampler_settings.MIN_TEMPERATURE == algorithm.MIN_TEMPERATURE

@@ -2,9 +2,8 @@ import re
 
 import pytest
 
-from pentad.config.describe import fields
+from pentad.config.describe import configuration_page, fields
 from pentad.config.load import load_config
-from pentad.config.reference import configuration_page
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
 from pentad.core.errors import UserError

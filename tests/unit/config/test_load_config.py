@@ -6,8 +6,8 @@ from config_values import sections
 from hypothesis import HealthCheck, given, settings
 
 from pentad.config.describe import fields, nearest_keys, section_of, takes
-from pentad.config.foreign import NOT_BUILT, SPELLED
 from pentad.config.load import dump_config, load_config, read_config
+from pentad.config.other_systems import NOT_BUILT, SPELLED
 from pentad.config.resolve import resolve
 from pentad.config.schema import Config
 from pentad.core.errors import UserError

@@ -6,7 +6,7 @@ from pentad.config.describe import fields
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
-from pentad.config.rules.resume import HARMLESS, LENGTHS, OF_A_MODEL, judge_changes
+from pentad.config.rules.checkpoint import HARMLESS, LENGTHS, OF_A_MODEL, judge_changes
 
 
 def values(*overrides):

@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from pentad.config.describe import fields, section_of, takes
-from pentad.config.foreign import NOT_BUILT, SPELLED, is_block
+from pentad.config.other_systems import NOT_BUILT, SPELLED, is_block
 from pentad.config.schema import Config
 
 

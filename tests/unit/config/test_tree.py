@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentad.config.tree import dump_yaml, read_tree
+from pentad.config.recipe_file import dump_yaml, read_tree
 
 DEFAULTS = {"fileroot": "runs", "actor": {"path": None, "optimizer": {"lr": 1e-6}}}
 

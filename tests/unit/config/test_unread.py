@@ -5,7 +5,13 @@ import pytest
 from pentad.config.describe import fields, section_of
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
-from pentad.config.rules.unread import OF_ROLLOUT, READERS, dataset_readers, model_readers, unread
+from pentad.config.rules.unused_keys import (
+    OF_ROLLOUT,
+    READERS,
+    dataset_readers,
+    model_readers,
+    unread,
+)
 
 PPO = "algorithm.name=ppo"
 

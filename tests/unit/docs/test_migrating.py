@@ -8,8 +8,8 @@ import yaml
 
 from pentad.cli.recipe import MODES
 from pentad.config.describe import fields
-from pentad.config.foreign import NO_CHOICE, NOT_BUILT, REMARKED, RLINF, SPELLED, TRL, VERL
 from pentad.config.load import read_config
+from pentad.config.other_systems import NO_CHOICE, NOT_BUILT, REMARKED, RLINF, SPELLED, TRL, VERL
 from pentad.core.errors import UserError
 from pentad.core.layout import parse_allocation
 from pentad.models.families import known_families

@@ -16,7 +16,7 @@ import torch
 from pentad.cli.recipe import read_recipe
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
-from pentad.config.rules.resume import judge_changes
+from pentad.config.rules.checkpoint import judge_changes
 from pentad.core.errors import DataFailure, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.settings import EngineSettings, OptimizerSettings

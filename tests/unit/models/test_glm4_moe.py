@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pentad.config.catalog import models
+from pentad.config.derived import public_dims
 from pentad.core.errors import UserError
 from pentad.models.conversion import Conversion, convert
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, load_model, save_model
 
-MODELS = models()
+MODELS = public_dims()
 
 CONFIG = {
     "model_type": "glm4_moe",

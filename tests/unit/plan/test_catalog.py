@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentad.config.catalog import dims_of, known_model, models
+from pentad.config.derived import dims_of, known_model, public_dims
 from pentad.core.errors import UserError
 
-MODELS = models()
+MODELS = public_dims()
 
 # Billions on the model cards: all parameters, and those outside the embeddings. A released
 # checkpoint counts a tied table once, an untied pair twice.

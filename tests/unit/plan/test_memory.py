@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pentad.config.catalog import models
+from pentad.config.derived import public_dims
 from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
@@ -32,7 +32,7 @@ from pentad.planner.memory import (
     training_phases,
 )
 
-MODELS = models()
+MODELS = public_dims()
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_SEQUENCES = 512, 4

@@ -18,11 +18,10 @@ from pentad.core.errors import UserError
 from pentad.core.layout import Layout, parse_allocation
 from pentad.core.machine import GIB, MIB, Gpu
 from pentad.infer import engine
-from pentad.planner.figures import Device, RunPlan
+from pentad.planner.figures import MAX_ROWS, Device, RunPlan, inner_rows, span
 from pentad.planner.memory import PHASES, kv_token_bytes
 from pentad.planner.plan import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, build_plan, choose_device
 from pentad.planner.prepare import prepare
-from pentad.planner.ranks import MAX_ROWS, inner_rows, span
 from pentad.planner.remedies import propose
 
 ROOT = Path(__file__).parents[3]

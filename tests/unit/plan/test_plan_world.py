@@ -3,7 +3,7 @@
 import pytest
 
 from pentad.cli.plan import left_with
-from pentad.config.elastic import fit_world
+from pentad.config.rules.elastic import fit_world
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from pentad.config.catalog import models
+from pentad.config.derived import public_dims
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check_layout
 from pentad.config.rules.layout import layout_notes, layout_problems
 from pentad.core.dims import ModelDims
 
-MODELS = models()
+MODELS = public_dims()
 
 DENSE = MODELS["Qwen3-8B"]  # 32 heads, 8 kv heads, 36 layers, width 12288
 MOE = MODELS["Qwen3-30B-A3B"]  # 32 heads, 4 kv heads, 48 layers, 128 experts of 768

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ragged_batches import ListSegments
 
-from pentad.config.schema import ALGORITHM_NAMES
+from pentad.core.algorithms import FACTS
 from pentad.core.errors import UserError
 from pentad.core.types import TokenOutputs
 from pentad.planner.prepare import prepare
@@ -72,7 +72,7 @@ def band(settings):
     return clip.low, clip.high, math.inf if clip.dual is None else clip.dual
 
 
-@pytest.mark.parametrize("name", ALGORITHM_NAMES)
+@pytest.mark.parametrize("name", FACTS)
 @pytest.mark.parametrize("asked", [STALE, TWICE])
 def test_left_open_a_correction_is_chosen_and_told(name, asked):
     settings, notes = chosen(f"algorithm.name={name}", *asked)

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from pentad.cli.model_commands import run_verify_model
-from pentad.config.catalog import known_model
+from pentad.config.derived import known_model
 from pentad.data.toy import write_model, write_task
 from pentad.models import families
 from pentad.models.proof.verify import subject_of, verify_subject

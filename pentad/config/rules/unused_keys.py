@@ -17,7 +17,7 @@ from pentad.config.derived import (
     has_storage_units,
     is_one_process,
     is_saved_within,
-    parsed_allocation,
+    part_of,
     pipeline_size,
 )
 from pentad.config.describe import fields, show, value_at
@@ -78,8 +78,7 @@ def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
 
 def samples_with(config: Config, *backends: str) -> bool:
     """Whether the sampler is one of these, or not known."""
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
+    rollout = part_of(config, "rollout")
     return not rollout or rollout.backend in backends
 
 
