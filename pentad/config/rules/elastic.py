@@ -1,4 +1,4 @@
-"""Runs that go on with fewer ranks: the config that fits them, and rules on whether there is one."""
+"""Runs that go on with fewer ranks: the config that fits them, and rules on whether it can be."""
 
 from __future__ import annotations
 

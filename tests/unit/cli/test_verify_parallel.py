@@ -10,7 +10,7 @@ import pytest
 from pentad.cli import parallel_ranks
 from pentad.cli.parallel_cases import LayoutCase, choose_cases, read_subject, shrink
 from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
-from pentad.config.derived import known_config
+from pentad.config.derived import known_config, public_dims
 from pentad.core.errors import RunError, UserError
 from pentad.core.layout import Layout
 from pentad.models.families import dims_of
