@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -115,5 +114,7 @@ class DataFailure(Exception):
 
 def is_cancelled() -> bool:
     """Whether somebody cancelled this task, and not only something that it awaits."""
+    import asyncio  # here, as it would make `pentad --help` a quarter slower
+
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
