@@ -1,12 +1,15 @@
 """HTTP/1.1 calls to one address, as many at once as are asked for, each over its own connection.
 
-A connection is kept for the next call. A client of our own, since a pool that looks through all its
-connections for every call takes seconds for the thousand calls of a batch (docs/log.md).
+A connection is kept for the next call, unless its answer was left before the end. A client of our
+own, since a pool that looks through all its connections for every call takes seconds for the
+thousand calls of a batch (docs/log.md).
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import select
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -53,10 +56,28 @@ class HttpLink:
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
 
-    @property
-    def is_usable(self) -> bool:
-        is_fresh = time.monotonic() - self.idle_since < IDLE_S
-        return is_fresh and not self.reader.at_eof() and not self.writer.is_closing()
+    def rest(self) -> bool:
+        """Makes it ready for another call; False where it cannot be. What comes meanwhile stays in
+        its socket."""
+        is_done = self.protocol.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}
+        if not is_done or self.protocol.trailing_data[0] or self.writer.is_closing():
+            return False
+        self.protocol.start_next_cycle()
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        self.idle_since = time.monotonic()
+        return True
+
+    def wake(self) -> bool:
+        """False where it is not to be used again: closed, or with something that nobody asked
+        for."""
+        if time.monotonic() - self.idle_since > IDLE_S or self.writer.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(self.writer.get_extra_info("socket"), select.POLLIN)
+        if poll.poll(0):
+            return False
+        self.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        return True
 
 
 class HttpClient:
@@ -64,11 +85,20 @@ class HttpClient:
 
     def __init__(self, address: str, connect_s: float) -> None:
         url = urlsplit(address)
-        self.host, self.is_secure = url.hostname or "", url.scheme == "https"
-        self.port = url.port or (443 if self.is_secure else 80)
+        self.host, self.port = (
+            url.hostname or "",
+            url.port or (443 if url.scheme == "https" else 80),
+        )
         self.authority, self.path = url.netloc.rpartition("@")[2], url.path.rstrip("/")
+        self.headers = [("Host", self.authority), ("Accept", "*/*")]
+        if url.username is not None:
+            secret = base64.b64encode(f"{url.username}:{url.password or ''}".encode()).decode()
+            self.headers += [("Authorization", f"Basic {secret}")]
+        self.secure = ssl.create_default_context() if url.scheme == "https" else None
         self.connect_s = connect_s
         self.kept: list[HttpLink] = []
+        """The latest last."""
+        self.is_closed = False
 
     @asynccontextmanager
     async def call(
@@ -78,10 +108,9 @@ class HttpClient:
         of its answer closes the connection, which ends the work for it."""
         link = self._take_kept() or await self._open()
         try:
-            headers = [("Host", self.authority), ("Accept", "*/*")]
+            headers = [*self.headers, ("Content-Length", str(len(body or b"")))]
             if body is not None:
                 headers += [("Content-Type", "application/json")]
-            headers += [("Content-Length", str(len(body or b"")))]
             request = h11.Request(method=method, target=self.path + target, headers=headers)
             send = link.protocol.send
             parts = [send(request), send(h11.Data(data=body or b"")), send(h11.EndOfMessage())]
@@ -94,22 +123,23 @@ class HttpClient:
             self._keep(link)
 
     async def close(self) -> None:
+        self.is_closed = True
         while self.kept:
             self.kept.pop().writer.close()
 
     def _take_kept(self) -> HttpLink | None:
         while self.kept:
             link = self.kept.pop()
-            if link.is_usable:
+            if link.wake():
                 return link
             link.writer.close()
         return None
 
     async def _open(self) -> HttpLink:
-        secure = ssl.create_default_context() if self.is_secure else None
         try:
             async with asyncio.timeout(self.connect_s):
-                reader, writer = await asyncio.open_connection(self.host, self.port, ssl=secure)
+                connecting = asyncio.open_connection(self.host, self.port, ssl=self.secure)
+                reader, writer = await connecting
         except TimeoutError as error:
             raise HttpError(f"no connection within {self.connect_s:g} s") from error
         except OSError as error:
@@ -117,10 +147,11 @@ class HttpClient:
         return HttpLink(reader, writer, h11.Connection(h11.CLIENT))
 
     def _keep(self, link: HttpLink) -> None:
-        states = link.protocol.states
-        if states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}:
-            link.protocol.start_next_cycle()
-            link.idle_since = time.monotonic()
+        while self.kept and time.monotonic() - self.kept[0].idle_since > IDLE_S:
+            self.kept.pop(0).writer.close()
+        if link.protocol.our_state is not h11.DONE or link.protocol.their_state is h11.SEND_BODY:
+            link.writer.transport.abort()  # to close it would first send what nobody reads
+        elif not self.is_closed and link.rest():
             self.kept.append(link)
         else:
             link.writer.close()

@@ -98,11 +98,12 @@ def join_versions(
 
 
 def module_of(name: str) -> str:
-    """The module of a server that holds the tensor, with those it is fused with."""
+    """The module of a server that holds the tensor, with its other tensors and those it is fused
+    with."""
     for pattern, module in FUSED:
         if pattern.search(name):
             return pattern.sub(module, name)
-    return name
+    return name.rpartition(".")[0] or name
 
 
 def changed_modules(weights: Pairs, held: Mapping[str, str], now: Mapping[str, str]) -> Pairs:

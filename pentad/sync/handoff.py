@@ -54,6 +54,8 @@ class Offer:
     num_readers: int = 0
     is_elsewhere: bool = False
     """Whether another process made the ticket."""
+    written: WrittenVersion | None = None
+    """What the next version may be a delta to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,6 @@ class Handoff:
         """`deltas`: files hold only what changed since the version before."""
         self.kind = kind
         self.deltas = deltas
-        self.base: WrittenVersion | None = None
         self.read: list[Offer] = []
         """Offers with readers."""
         self.folder = folder
@@ -111,11 +112,11 @@ class Handoff:
         """The process that made the tickets is gone, and the next one goes back to an earlier
         version: nobody may pull them any more."""
         ended = [*self.expected.values(), *([self.newest] if self.newest else [])]
-        self.expected, self.newest, self.base = {}, None, None
+        self.expected, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
         for offer in ended:
             self._end(offer)
-        read = {file for offer in ended if offer.num_readers for file in offer.ticket.files}
+        read = {file for offer in self.read for file in offer.ticket.files}
         for path in self.folder.glob("[0-9]*"):  # also what was written and never said
             if str(path) not in read:
                 path.unlink(missing_ok=True)
@@ -129,7 +130,8 @@ class Handoff:
                     made = self.expected.pop(version, None)
                     made = made or Offer(weights.ticket, (), is_elsewhere=True)
                 else:
-                    made = await asyncio.to_thread(self._make, version, weights)
+                    base = self.newest.written if self.newest is not None else None
+                    made = await asyncio.to_thread(self._make, version, weights, base)
                 old, self.newest = self.newest, made
                 if old is not None:
                     self._end(old)
@@ -162,7 +164,9 @@ class Handoff:
             kept = {file for one in alive for file in one.ticket.files}
             remove_files(offer.ticket, kept)
 
-    def _make(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Offer:
+    def _make(
+        self, version: int, weights: Iterable[tuple[str, Tensor]], base: WrittenVersion | None
+    ) -> Offer:
         pairs = [(name, tensor.detach()) for name, tensor in weights]
         known, source = WeightDigest(), weights
         if isinstance(weights, Snapshot):
@@ -178,29 +182,28 @@ class Handoff:
             return Offer(share_on_gpu(version, flat, tensors, digest), source, flat)
         path = self.folder / f"{version}-{next(_numbers)}"
         if self.kind == "file" and digest:
-            return Offer(self._write_changed(version, pairs, known, path), source)
+            base = base if self.deltas else None
+            ticket, written = _write_changed(version, pairs, known, path, base)
+            return Offer(ticket, source, written=written)
         kind: Kind = "file" if self.kind == "file" else "shm"
         return Offer(write_ticket(version, pairs, digest, path, kind), source)
 
-    def _write_changed(
-        self, version: int, pairs: Pairs, digest: WeightDigest, path: Path
-    ) -> Ticket:
-        base = self.base if self.deltas else None
-        infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in pairs}
-        same = unchanged(base, digest, infos)
-        changed = [(name, tensor) for name, tensor in pairs if name not in set(same)]
-        tensors, size = lay_out((name, infos[name]) for name, _ in changed)
-        sizes, blocks = {}, {}
-        if changed:
-            copy_pairs(views(make_file(path, size), tensors), changed)
-            sizes = {str(path): size}
-            for name, _, shape, offset in tensors:
-                blocks[name] = [[str(path), offset, [[0, stop] for stop in shape]]]
-        written = WrittenVersion(version, digest, blocks, sizes)
-        ticket, self.base = join_versions(
-            version, str(path), infos, digest, written, base, same, ()
-        )
-        return ticket
+
+def _write_changed(
+    version: int, pairs: Pairs, digest: WeightDigest, path: Path, base: WrittenVersion | None
+) -> tuple[Ticket, WrittenVersion]:
+    infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in pairs}
+    same = unchanged(base, digest, infos)
+    changed = [(name, tensor) for name, tensor in pairs if name not in set(same)]
+    tensors, size = lay_out((name, infos[name]) for name, _ in changed)
+    sizes, blocks = {}, {}
+    if changed:
+        copy_pairs(views(make_file(path, size), tensors), changed)
+        sizes = {str(path): size}
+        for name, _, shape, offset in tensors:
+            blocks[name] = [[str(path), offset, [[0, stop] for stop in shape]]]
+    written = WrittenVersion(version, digest, blocks, sizes)
+    return join_versions(version, str(path), infos, digest, written, base, same, ())
 
 
 def remove_files(ticket: Ticket, kept: Collection[str] = ()) -> None:

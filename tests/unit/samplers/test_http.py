@@ -32,6 +32,7 @@ class RawServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
+        self.writer = writer
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -74,18 +75,41 @@ def test_a_connection_that_the_server_closed_is_not_used_again():
         async with RawServer(closes=True) as server:
             for _ in range(3):
                 assert await server.wire.post("/a", {}) == []
-                while not all(link.reader.at_eof() for link in server.wire.http.kept):
-                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)  # it is closed, and what closes it arrives
             return server.num_connections
 
     assert asyncio.run(main()) == 3
+
+
+def test_what_came_unasked_is_no_answer_to_the_next_call():
+    async def main():
+        async with RawServer(PLAIN) as server:
+            assert await server.wire.post("/a", {}) == []
+            server.writer.write(PLAIN.replace(b"[]", b"{}"))
+            await server.writer.drain()
+            await asyncio.sleep(0.05)
+            return await server.wire.post("/a", {}), server.num_connections
+
+    assert asyncio.run(main()) == ([], 2)
+
+
+def test_a_name_and_a_password_in_the_address_are_sent():
+    async def main():
+        async with RawServer(PLAIN) as server:
+            port = server.wire.address.rpartition(":")[2]
+            wire = Wire(f"http://me:secret@127.0.0.1:{port}", "it")
+            await wire.post("/a", {})
+            await wire.close()
+            return server.heads[0]
+
+    assert b"Authorization: Basic bWU6c2VjcmV0\r\n" in asyncio.run(main())
 
 
 def test_a_connection_that_idled_is_not_used_again(monkeypatch):
     async def main():
         async with RawServer() as server:
             await server.wire.post("/a", {})
-            monkeypatch.setattr(http, "IDLE_S", 0.0)
+            monkeypatch.setattr(http, "IDLE_S", -1.0)
             await server.wire.post("/a", {})
             return server.num_connections
 

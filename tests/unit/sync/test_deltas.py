@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from ticket_receivers import DIMS, Receiver, no_threads_left, policy, weights
 
+import pentad.sync.handoff as handoff_module
 from pentad.core.errors import InfraFailure, RunError, UserError, WrongWeights
 from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards
 from pentad.ops.digest import digest_of
@@ -291,6 +293,9 @@ def test_a_server_gets_modules_whole():
     assert modules["model.layers.1.mlp.up_proj.weight"] == "model.layers.1.mlp.gate_up_proj"
     assert modules["m.experts.3.up_proj.weight"] == "m.experts"
     assert modules["a.k_proj.bias"] == "a.qkv_proj"
+    gate = [f"mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")]
+    assert {module_of(name) for name in gate} == {"mlp.gate"}
+    assert module_of("mlp.down_proj.bias") == module_of("mlp.down_proj.weight")
     old = weights(1)
     new = moved(old, "layers.1.self_attn.k_proj")
     held, now = (digest_of(pairs).entries for pairs in (old, new))
@@ -298,3 +303,34 @@ def test_a_server_gets_modules_whole():
     assert sent == ["q_proj", "k_proj", "v_proj"]
     (name,) = (name for name, _ in changed_modules(new, now, now))
     assert "norm" in name, "the smallest of all, which carries the version"
+
+
+@pytest.mark.parametrize("way", ["twice", "cancelled"])
+def test_what_was_never_offered_whole_is_no_base(tmp_path, monkeypatch, way):
+    """A publish with a name given twice, and one that is cancelled while it is written."""
+    first, second = weights(1), weights(2)
+    write, waits = handoff_module.make_file, threading.Event()
+
+    def slow(path, size):
+        waits.wait(30)
+        return write(path, size)
+
+    async def main():
+        handoff = Handoff("file", tmp_path)
+        await handoff.offer(1, first)
+        if way == "twice":
+            await handoff.offer(2, [*second, second[0]])
+        else:
+            monkeypatch.setattr(handoff_module, "make_file", slow)
+            task = asyncio.create_task(handoff.offer(2, second))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.wait([task])
+            monkeypatch.setattr(handoff_module, "make_file", write)
+            await handoff.offer(3, moved(first, "layers.1.self_attn.k_proj"))
+            waits.set()
+            await asyncio.sleep(0.3)  # its thread ends
+        offer = await handoff.offer(4, second)
+        return open_ticket(json.loads(json.dumps(asdict(offer.ticket))))
+
+    assert digest_of(asyncio.run(main())).hex() == digest_of(second).hex()
