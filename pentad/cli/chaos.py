@@ -7,11 +7,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
 from rich.table import Table
 
+from pentad.chaos.scenarios import Scenario
 from pentad.chaos.suite import SCENARIOS, Result, Suite, fitting, soak
 from pentad.chaos.workloads import Command, Kind, Workload, built_in, of_recipe
 from pentad.cli.plan import make_console
@@ -36,8 +39,6 @@ def run_chaos(
     if unknown:
         rule, remedy = "there is no such scenario", "pentad chaos --list names them"
         raise UserError([Problem(f"--scenario {name}", rule, remedy) for name in unknown])
-    # As ctrl-C does, so that the run in hand is ended too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is promised for the CPU
     folder = Path(tempfile.mkdtemp(prefix="pentad-chaos-"))
     suite = Suite(workloads_of(recipe, command, folder), folder, seed)
@@ -45,15 +46,8 @@ def run_chaos(
     if missing := [name for name in names if name not in {one.name for one in chosen}]:
         rule = "the recipe has neither the ranks nor the samplers that it breaks"
         raise UserError([Problem(f"--scenario {name}", rule) for name in missing])
-    if num_soak:
-        typer.echo(f"{num_soak} faults, seed {seed}, in {folder}")
-        results = soak(suite, num_soak, show)
-    else:
-        typer.echo(f"{len(chosen)} scenarios, seed {seed}, in {folder}")
-        results = []
-        for scenario in chosen:
-            results.append(suite.run(scenario))
-            show(results[-1])
+    with ended_by_sigterm():
+        results = break_runs(suite, chosen, num_soak)
     failed = [one for one in results if one.broken]
     show_table(results)
     typer.echo(f"{len(results) - len(failed)} of {len(results)} hold, seed {seed}")
@@ -64,6 +58,28 @@ def run_chaos(
     else:
         shutil.rmtree(folder)
     return 1 if failed else 0
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """As ctrl-C ends it, so that the run in hand is ended too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def break_runs(suite: Suite, chosen: Sequence[Scenario], num_soak: int) -> list[Result]:
+    if num_soak:
+        typer.echo(f"{num_soak} faults, seed {suite.seed}, in {suite.folder}")
+        return soak(suite, num_soak, show)
+    typer.echo(f"{len(chosen)} scenarios, seed {suite.seed}, in {suite.folder}")
+    results = []
+    for scenario in chosen:
+        results.append(suite.run(scenario))
+        show(results[-1])
+    return results
 
 
 def workloads_of(recipe: Recipe | None, command: Command, folder: Path) -> dict[Kind, Workload]:

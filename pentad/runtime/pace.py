@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Sequence
+
+from pentad.runtime.worker import frame_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class WaitMeter:
     def _sample(self) -> None:
         while True:
             time.sleep(SAMPLE_S)
-            frame = sys._current_frames().get(self.thread_id or 0)
+            frame = frame_of(self.thread_id or 0)
             for _ in range(DEPTH):
                 if frame is None:
                     break

@@ -20,7 +20,6 @@ import faulthandler
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from typing import Protocol
 from pentad.core.errors import RunError, Transient, UserError, first_cause
 from pentad.runtime.awake import awake_s
 from pentad.runtime.rank import pulse
+from pentad.runtime.worker import frame_of
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import stop_on_signals
 
@@ -113,7 +113,7 @@ class Watchdog:
                 signal.pthread_kill(owner, signal.SIGUSR2)
             if held_s >= self.warn_s and now - warned_at >= self.warn_s:
                 warned_at = now
-                log.warning("%s", held_loop(held_s, sys._current_frames().get(owner)))
+                log.warning("%s", held_loop(held_s, frame_of(owner)))
 
     def _give_up(self, number: int, frame: FrameType | None) -> None:
         raise RunError(held_loop(self.clock() - self.last_beat, frame))

@@ -1,5 +1,6 @@
 """The slow rank of a group: named when others wait for it, and not before."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pentad.runtime import report, standby
 from pentad.runtime.local_roles import COMMAND
 from pentad.runtime.pace import STEPS, Pace, WaitMeter
 from pentad.runtime.standby import StandbyPool
+from pentad.runtime.worker import frame_of
 
 pytestmark = pytest.mark.usefixtures("started_cold")
 
@@ -131,3 +133,12 @@ def test_a_standby_that_fails_costs_none_of_those_that_were_taken():
     assert pool.thread.is_alive() and taken.popen.poll() is None
     taken.end()
     pool.close()
+
+
+def test_no_collection_runs_while_a_thread_is_looked_at(monkeypatch):
+    """CPython before 3.11.8 may deadlock: what is freed there gives up the interpreter's lock."""
+    seen = []
+    look = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or look())
+    assert frame_of(threading.get_ident()) is not None
+    assert seen == [False] and gc.isenabled()
