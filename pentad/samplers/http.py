@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import h11
 
@@ -85,15 +85,13 @@ class HttpClient:
 
     def __init__(self, address: str, connect_s: float) -> None:
         url = urlsplit(address)
-        self.host, self.port = (
-            url.hostname or "",
-            url.port or (443 if url.scheme == "https" else 80),
-        )
+        self.host = url.hostname or ""
+        self.port = url.port or (443 if url.scheme == "https" else 80)
         self.authority, self.path = url.netloc.rpartition("@")[2], url.path.rstrip("/")
         self.headers = [("Host", self.authority), ("Accept", "*/*")]
         if url.username is not None:
-            secret = base64.b64encode(f"{url.username}:{url.password or ''}".encode()).decode()
-            self.headers += [("Authorization", f"Basic {secret}")]
+            secret = unquote(f"{url.username}:{url.password or ''}").encode()
+            self.headers += [("Authorization", f"Basic {base64.b64encode(secret).decode()}")]
         self.secure = ssl.create_default_context() if url.scheme == "https" else None
         self.connect_s = connect_s
         self.kept: list[HttpLink] = []

@@ -26,8 +26,10 @@ class Wire:
 
     def __init__(self, address: str, kind: str) -> None:
         self.address = address.rstrip("/")
-        self.where = f"{kind} at {self.address}"
         self.http = HttpClient(self.address, CONNECT_TIMEOUT_S)
+        scheme, _, _ = self.address.partition("://")
+        # Without the name and the password that may stand in it.
+        self.where = f"{kind} at {scheme}://{self.http.authority}{self.http.path}"
 
     async def get(self, path: str, **params: str) -> Any:
         answer = await self._call("GET", path, params=params)

@@ -98,6 +98,7 @@ def test_a_name_and_a_password_in_the_address_are_sent():
         async with RawServer(PLAIN) as server:
             port = server.wire.address.rpartition(":")[2]
             wire = Wire(f"http://me:secret@127.0.0.1:{port}", "it")
+            assert wire.where == f"it at http://127.0.0.1:{port}"
             await wire.post("/a", {})
             await wire.close()
             return server.heads[0]

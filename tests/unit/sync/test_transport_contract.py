@@ -11,46 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from ticket_receivers import policy
 
-from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.models.hf_weights import hf_metadata, install_hf, iter_hf, native_shards
-from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
 from pentad.sync.group import broadcast, send_all, weight_group
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.sync.shards import ShardWriter
 from pentad.sync.tickets import open_ticket, wait_written
 
-DIMS = ModelDims(
-    family="qwen3",
-    vocab_size=41,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    qk_norm=True,
-    max_position=256,
-)
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
-
-
-def policy(seed, device="cpu"):
-    """Every tensor random, norms too."""
-    model = create_model(DIMS, seed=seed, device=torch.device(device))
-    torch.manual_seed(seed)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    return model
 
 
 def by_ticket(kind, device="cpu"):
     def carry(folder, version=1, seed=1):
-        model = policy(seed, device)
+        model = policy(seed, device=device)
         shards = native_shards(model)
         writer = ShardWriter(shards, model.weight_map, hf_metadata(model), None)
         made = writer.write(version, shards, kind, folder)
@@ -149,7 +126,7 @@ def test_what_is_not_the_weights_raises(tmp_path, name, fault):
 def test_one_buffer_on_the_gpu_holds_all(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    model = policy(1, "cuda")
+    model = policy(1, device="cuda")
     shards = native_shards(model)
     made = ShardWriter(shards, model.weight_map, hf_metadata(model), None).write(
         1, shards, "ipc", tmp_path

@@ -29,9 +29,9 @@ DIMS = ModelDims(
 )
 
 
-def policy(seed, dims=DIMS):
+def policy(seed, dims=DIMS, device="cpu"):
     """Every tensor random, norms too."""
-    model = create_model(dims, seed=seed)
+    model = create_model(dims, seed=seed, device=torch.device(device))
     torch.manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
