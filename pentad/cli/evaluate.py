@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pentad.cli.plan import make_console
+from pentad.config.derived import chosen
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.rollout.evaluation import Answered
@@ -28,8 +29,7 @@ def run_eval_command(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     subject = check_eval(config)
-    assert config.valid_dataset is not None, "checked with the config"
-    answer_key = config.valid_dataset.answer_key
+    answer_key = chosen(config.valid_dataset, "valid_dataset").answer_key
     with kept_answers(out) as file, progress(len(subject.stream)) as bar:
 
         def on_answered(found: Answered) -> None:
@@ -106,11 +106,10 @@ def lines_of(found: Answered, answer_key: str) -> Iterator[dict[str, Any]]:
 
 
 def about(config: Config) -> dict[str, Any]:
-    assert config.valid_dataset is not None, "checked with the config"
-    evaluator = config.evaluator
+    data, evaluator = chosen(config.valid_dataset, "valid_dataset"), config.evaluator
     return {
         "model": config.actor.path,
-        "data": config.valid_dataset.path,
+        "data": data.path,
         "reward": config.reward.fn,
         "samples_per_prompt": evaluator.n_samples,
         "temperature": evaluator.temperature,

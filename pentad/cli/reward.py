@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pentad.config.derived import chosen, model_folder
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.roles import Scored
@@ -38,10 +39,8 @@ def run_reward_command(config: Config, row: int, completion: str | None) -> None
 
 
 async def _try(config: Config, row: int, completion: str | None) -> list[Trial]:
-    data, path = config.train_dataset, config.actor.path
-    assert path is not None, "checked with the config"
-    settings = reward_settings(config, data.answer_key)
-    assert settings is not None, "checked with the config"
+    data, path = config.train_dataset, model_folder(config)
+    settings = chosen(reward_settings(config, data.answer_key), "reward.fn")
     limit = 2**31  # however long: nothing is sampled
     stream = open_prompts(
         data_settings(data, "train_dataset", seed=config.seed, max_tokens=limit, streaming=True),

@@ -6,12 +6,12 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pentad.config.model_schema import ArchonConfig, ModelConfig
 from pentad.config.schema import Config, ParallelismConfig
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.folders import read_object
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
@@ -19,7 +19,22 @@ from pentad.core.sizes import DTYPE_BYTES, DeviceKind, HandoffKind
 from pentad.data.rows import STREAMS, SUFFIXES
 from pentad.models.families import planned_dims, public_configs, public_models, register
 
+T = TypeVar("T")
 VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-2507)?$")
+
+
+def chosen(value: T | None, key: str) -> T:
+    """A value of a key that may be null in a recipe, and is not in a config that was prepared:
+    `resolve` chose it, or a rule of the command asked for it."""
+    if value is None:
+        raise RunError(f"{key} is not set, and the config was not checked for it")
+    return value
+
+
+def model_folder(config: Config, role: str = "actor") -> str:
+    """Where config.json and the tokenizer of a role lie; who names none has the actor's model."""
+    own: str | None = getattr(config, role).path
+    return chosen(own or config.actor.path, "actor.path")
 
 
 def register_models(config: Config) -> None:
@@ -101,9 +116,7 @@ def part_of(config: Config, role: str) -> Component | None:
 
 def allocation_of(config: Config) -> Allocation:
     """Of a config that passed its rules."""
-    allocation = parsed_allocation(config)
-    assert allocation is not None, "checked with the config"
-    return allocation
+    return chosen(parsed_allocation(config), "allocation_mode")
 
 
 def allocation_for(sizes: ParallelismConfig) -> str:
@@ -119,8 +132,7 @@ def component_of(config: Config, role: str) -> Component:
     found = allocation.find(role)
     if role == "critic":
         found = found or allocation.find("actor")
-    assert found is not None, "checked with the config"
-    return found
+    return chosen(found, f"{role} of allocation_mode")
 
 
 def checkpoint_root(config: Config) -> str:

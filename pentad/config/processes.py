@@ -80,9 +80,8 @@ def _roles(
     """Learners, samplers that are processes, and scorers."""
     num_devices = count_devices(config) if kind == "cuda" else None
     allocation = as_run(config, allocation_of(config), num_devices)
-    actor, rollout = allocation.find("actor"), allocation.find("rollout")
-    assert actor is not None, "checked with the config"
-    learners = _learners(config, allocation, actor, kind)
+    rollout = allocation.find("rollout")
+    learners = _learners(config, allocation, component_of(config, "actor"), kind)
     samplers = []
     if rollout is not None and not is_one_process(config, num_devices):
         samplers = _samplers(config, allocation, rollout, learners, kind)

@@ -8,6 +8,7 @@ A resolved config resolves to itself.
 from __future__ import annotations
 
 import getpass
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def _choose_allocation(draft: _Draft) -> None:
         actor = rollout = 1
     else:
         why = "from resource"
-        actor, rollout = (nodes * devices for nodes, devices in _pairs(config))
+        actor, rollout = math.prod(config.resource.actor), math.prod(config.resource.rollout)
         join = "|" if config.mode == "colocate" else "+"
     sides = (
         Component("embedded", None, (("d", rollout),)),
@@ -161,11 +162,6 @@ def _choose_allocation(draft: _Draft) -> None:
     if config.mode == "async" and config.only is None:
         chosen = chosen.with_own(frozen_models(config))
     draft.set("allocation_mode", str(chosen), why)
-
-
-def _pairs(config: Config) -> tuple[tuple[int, int], tuple[int, int]]:
-    assert config.resource is not None, "asked for only where resource is given"
-    return config.resource.actor, config.resource.rollout
 
 
 def _choose_mode(draft: _Draft) -> None:

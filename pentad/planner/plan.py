@@ -17,6 +17,7 @@ from pentad.config.derived import (
     frozen_models,
     handoff_kind,
     is_saved_within,
+    model_folder,
     num_running,
     reshards,
     rows_per_step,
@@ -103,8 +104,7 @@ def _build(
     in_use_bytes: float,
     handoff: HandoffKind,
 ) -> RunPlan:
-    assert config.actor.path is not None, "checked before"
-    dims = dims_of(config.actor.path)
+    dims = dims_of(model_folder(config))
     allocation = as_run(config, allocation_of(config), count_devices(config))
     batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
     found = placed_components(config, allocation, dims)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from pentad.config.derived import register_models
+from pentad.config.derived import chosen, model_folder, register_models
 from pentad.config.rules.model import stop_ids_are_words
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
@@ -77,8 +77,7 @@ class Evaluation:
 def check_eval(config: Config) -> Subject:
     """Raises one UserError with every problem."""
     checks = Collector()
-    path = config.actor.path
-    assert path is not None, "checked with the config"
+    path = model_folder(config)
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: dims_of(path))
     tokenizer = checks.attempt(lambda: load_tokenizer(path))
@@ -114,8 +113,8 @@ async def _evaluate(
     on_answered: Callable[[Answered], None] | None,
 ) -> Evaluation:
     async with AsyncExitStack() as stack:
-        assert config.valid_dataset is not None, "checked with the config"
-        reward = await open_reward(config, config.valid_dataset.answer_key, stack)
+        data = chosen(config.valid_dataset, "valid_dataset")
+        reward = await open_reward(config, data.answer_key, stack)
         samplers = await _samplers(config, subject, device)
         for sampler in samplers.values():
             stack.push_async_callback(sampler.close)
@@ -173,10 +172,9 @@ async def _samplers(config: Config, subject: Subject, device: torch.device) -> d
     addresses = config.rollout.server.addresses
     if addresses:
         return {address: await completions.attach(address, subject.dims) for address in addresses}
-    assert config.actor.path is not None, "checked with the config"
     tokenizer = subject.tokenizer
     embedded = EmbeddedSampler.from_folder(
-        config.actor.path,
+        model_folder(config),
         sampler_settings(config, subject.dims),
         device=device,
         dtype=DTYPES[compute_dtype(config.actor, device)],

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from pentad.config.derived import component_of, layout_of
+from pentad.config.derived import chosen, component_of, layout_of, model_folder
 from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config, ModelConfig
 from pentad.core.algorithms import AlgorithmSettings
@@ -63,8 +63,7 @@ def weights_folder(config: Config, role: Role) -> Path | None:
     if model.init_from_scratch:
         return None
     folder = model.checkpoint_load_path or model.path
-    assert folder is not None, "checked with the config"
-    return Path(folder).expanduser()
+    return Path(chosen(folder, "actor.path")).expanduser()
 
 
 def _origin(config: Config, role: Role) -> ModelConfig:
@@ -82,13 +81,13 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
 
     Called once for a run, before its folder is made and before its ranks start.
     """
-    convertor, path = config.megatron.ckpt_convertor, config.actor.path
+    convertor = config.megatron.ckpt_convertor
     if not config.megatron.use_hf_ckpt:
         return
-    assert path is not None and convertor.save_path is not None, "checked with the config"
+    target = chosen(convertor.save_path, "megatron.ckpt_convertor.save_path")
     conversion = Conversion(
-        source=str(Path(convertor.hf_model_path or path).expanduser()),
-        target=str(Path(convertor.save_path).expanduser()),
+        source=str(Path(convertor.hf_model_path or model_folder(config)).expanduser()),
+        target=str(Path(target).expanduser()),
         to="legacy",
         tp=convertor.tensor_model_parallel_size,
         pp=convertor.pipeline_model_parallel_size,
@@ -163,8 +162,7 @@ def build_role(
     """The engine of a role, for rollouts or for examples."""
     is_critic = role == "critic"
     model = config.critic if is_critic else config.actor
-    path = model.path or config.actor.path
-    assert path is not None, "checked with the config"
+    path = model_folder(config, role)
     weights, layout = weights_folder(config, role), layout_of(config, role)
     settings = engine_settings(
         model,
@@ -205,8 +203,7 @@ def build_scorer(
     first step.
     """
     given = config.ref.path if role == "ref" else config.teacher.path
-    path, layout = given or config.actor.path, layout_of(config, role)
-    assert path is not None, "checked with the config"
+    path, layout = model_folder(config, role), layout_of(config, role)
     settings = engine_settings(
         config.actor,
         device,
@@ -269,5 +266,4 @@ def load_tags(
         if step:
             log.info("the reference is the actor as it is after step %d", step, extra=NOTICE)
     if "teacher" in needed:
-        assert config.teacher.path is not None, "checked with the config"
-        learner.load_tag("teacher", config.teacher.path)
+        learner.load_tag("teacher", chosen(config.teacher.path, "teacher.path"))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from pentad.config.derived import allocation_of, register_models
+from pentad.config.derived import allocation_of, model_folder, register_models
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.model import frozen_paths, stop_ids_are_words
@@ -81,8 +81,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, samples=True)
-    path = config.actor.path
-    assert path is not None, "checked with the config"
+    path = model_folder(config)
     algorithm = checks.attempt(lambda: algorithm_settings(config))
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: sampled_dims(config, path))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from pentad.config.derived import model_folder
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
@@ -220,8 +221,7 @@ class CollectPump:
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:
     """What the actor begins with, as samplers on this device get it; read on the CPU."""
-    path, weights = config.actor.path, weights_folder(config, "actor")
-    assert path is not None, "checked with the config"
+    path, weights = model_folder(config), weights_folder(config, "actor")
     engine = build_engine(
         path,
         EngineSettings(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.folders import find_checkpoints, sweep_uncommitted
-from pentad.config.derived import checkpoint_root
+from pentad.config.derived import checkpoint_root, chosen
 from pentad.config.describe import show
 from pentad.config.load import dump_config
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
@@ -41,9 +41,8 @@ def oldest_saved(config: Config) -> int:
 
 def checkpoint_path(config: Config) -> Path:
     """Where the exports of a run lie, in a folder for each role."""
-    assert config.user is not None, "the config is resolved"
     root = Path(checkpoint_root(config)).expanduser()
-    return root / config.user / config.experiment_name / config.trial_name
+    return root / chosen(config.user, "user") / config.experiment_name / config.trial_name
 
 
 def standing(config: Config) -> str:

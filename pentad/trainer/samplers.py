@@ -22,6 +22,7 @@ from pentad.config.derived import (
     count_devices,
     handoff_kind,
     is_one_process,
+    model_folder,
     scorers,
 )
 from pentad.config.schema import Config
@@ -273,7 +274,6 @@ def server_settings(
 ) -> ServerSettings:
     """Of the `index`-th replica."""
     component, server = component_of(config, "rollout"), config.rollout.server
-    assert config.actor.path is not None, "checked with the config"
     tensor, pipeline = component.size("t"), component.size("p")
     devices = server_devices(config) if device.type == "cuda" else ()
     size = tensor * pipeline
@@ -282,7 +282,7 @@ def server_settings(
         ServerSettings,
         sampler_settings(config, dims),
         server,
-        model_folder=str(Path(config.actor.path).resolve()),
+        model_folder=str(Path(model_folder(config)).resolve()),
         dims=dims,
         dtype=compute_dtype(config.actor, device),
         device=device.type,

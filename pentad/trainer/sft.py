@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import register_models
+from pentad.config.derived import model_folder, register_models
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.types import StepResult
@@ -172,8 +172,7 @@ def check_examples(service: type[ExampleService], config: Config, device: torch.
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, samples=False)
-    path = config.actor.path
-    assert path is not None, "checked with the config"
+    path = model_folder(config)
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: trained_dims(config, path))
     tokenizer = checks.attempt(lambda: load_tokenizer(path))

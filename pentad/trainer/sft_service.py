@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from pentad.config.derived import model_folder
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -47,8 +48,7 @@ class ExampleService(EngineService, ABC):
     def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
         """`data`: the state of each part as the caller read it; UserError where it is another
         here, such as of a file that was edited before this rank was started again."""
-        path = self.config.actor.path
-        assert path is not None, "checked with the config"
+        path = model_folder(self.config)
         if not self.data:
             dims, tokenizer = trained_dims(self.config, path), load_tokenizer(path)
             for part in parts_of(self.config):

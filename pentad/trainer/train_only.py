@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import register_models
+from pentad.config.derived import chosen, model_folder, register_models
 from pentad.config.schema import Config
 from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
@@ -92,8 +92,7 @@ def begin_train_only(config: Config, device: torch.device) -> CheckedGroups:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, samples=False)
-    path = config.actor.path
-    assert path is not None, "checked with the config"
+    path = model_folder(config)
     algorithm = checks.attempt(lambda: algorithm_settings(config))
     checks.attempt(lambda: register_models(config))
     dims = checks.attempt(lambda: trained_dims(config, path))
@@ -113,8 +112,7 @@ def begin_train_only(config: Config, device: torch.device) -> CheckedGroups:
 
 
 def open_groups(config: Config) -> KeptGroups:
-    assert config.groups_from is not None, "checked with the config"
-    folder = Path(config.groups_from).absolute() / "batches"
+    folder = Path(chosen(config.groups_from, "groups_from")).absolute() / "batches"
     steps = kept_steps(folder)
     if not steps:
         rule = "has no groups: no step*.groups in its batches/"

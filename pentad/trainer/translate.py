@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from pentad.config.derived import num_running, reshards
+from pentad.config.derived import chosen, num_running, reshards
 from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config, DatasetConfig, ModelConfig
 from pentad.core.algorithms import AlgorithmSettings
@@ -159,7 +159,6 @@ def remote_of(config: Config) -> Remote | None:
     tiers = config.checkpoint
     if tiers.remote_uri is None:
         return None
-    assert config.user is not None, "the config is resolved"
     return Remote(
         tiers.remote_uri,
         endpoint_url=tiers.endpoint_url,
@@ -168,7 +167,7 @@ def remote_of(config: Config) -> Remote | None:
         retention=tiers.retention,
         bandwidth_mb_s=tiers.bandwidth_mb_s,
         timeout_s=tiers.timeout_s,
-    ).under(f"{config.user}/{config.experiment_name}/{config.trial_name}")
+    ).under(f"{chosen(config.user, 'user')}/{config.experiment_name}/{config.trial_name}")
 
 
 def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
@@ -197,10 +196,10 @@ def data_settings(
     data: DatasetConfig, key: str, *, seed: int, max_tokens: int, streaming: bool = False
 ) -> DataSettings:
     """`max_tokens` is what the model's context has room for."""
-    assert data.path is not None, f"{key}.path was checked before"
     return into(
         DataSettings,
         data,
+        path=chosen(data.path, f"{key}.path"),
         columns=into(Columns, data, key=key),
         seed=seed,
         max_tokens=min(data.max_length or max_tokens, max_tokens),

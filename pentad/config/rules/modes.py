@@ -77,8 +77,7 @@ def parallelism_agrees_with_the_allocation(config: Config) -> Problem | None:
     actor = part_of(config, "actor")
     if config.parallelism is None or not actor:
         return None
-    wanted = parse_allocation(allocation_for(config.parallelism)).find("actor")
-    assert wanted is not None, "it trains"
+    (wanted,) = parse_allocation(allocation_for(config.parallelism))
     if wanted.layout() == actor.layout():
         return None
     rule = f"is {wanted} ({wanted.world} devices), but allocation_mode has {actor}"
