@@ -214,7 +214,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
             pairs = two.pairs[which]
             given = [(n, t.cpu()) for n, t in pairs] if name == "broadcast" else pairs
             began = time.perf_counter()
-            await asyncio.wait_for(client.install(10 + number, given), 45)
+            await asyncio.wait_for(client.install(10 + number, given), 75)
             took.append(f"{name} {time.perf_counter() - began:.2f} s")
             request = ask(f"by-{name}", 2)
             two.check(which, request, await client.generate(request))
@@ -250,7 +250,7 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
     await report.part(kind, "pause and resume", pause)
     await report.part(kind, "install with answers under way", under_way)
     await report.part(kind, "sleep and wake", sleep)
-    await report.part(kind, "transports", transports, 120)
+    await report.part(kind, "transports", transports, 180)
     await report.part(kind, "disk with deltas", delta)
 
 
@@ -258,9 +258,12 @@ async def contract(kind: str, sampler: ServerSampler, two: Policies, report: Rep
 
 
 @torch.inference_mode()
-def routed(model: Decoder, request: Request, drawn: Generation) -> tuple[np.ndarray, torch.Tensor]:
+def routed(
+    model: Decoder, request: Request, drawn: Generation, rows: slice
+) -> tuple[np.ndarray, torch.Tensor]:
     """Where the trainer's own routers send the tokens, and what it would say of them if it sent
-    them where the server did."""
+    those of `rows` where the server did. The others may be of other weights, and the server
+    computed their cache anew with its own routes of these, which no answer carries."""
     assert drawn.routes is not None
     ids = torch.tensor([*request.prompt_ids, *drawn.ids], device="cuda")
     at = torch.arange(len(ids), device="cuda")
@@ -268,7 +271,9 @@ def routed(model: Decoder, request: Request, drawn: Generation) -> tuple[np.ndar
     model(ids, at, causal_attend, own)
     own_TLk = torch.stack([own[layer] for layer in sorted(own)], 1).sort(-1).values
     told = torch.from_numpy(drawn.routes).long().cuda()
-    given = {layer: told[:, number] for number, layer in enumerate(sorted(own))}
+    given = {layer: one.clone() for layer, one in own.items()}
+    for number, layer in enumerate(sorted(own)):
+        given[layer][rows] = told[rows, number].to(given[layer].dtype)
     hidden = model(ids, at, causal_attend, given)
     logprobs = model.logits(hidden).float().log_softmax(-1)[:-1].gather(1, ids[1:, None])
     return own_TLk.cpu().numpy(), logprobs.squeeze(1)[len(request.prompt_ids) - 1 :].cpu()
@@ -279,11 +284,11 @@ async def mixture(kind: str, sampler: ServerSampler, two: Policies, report: Repo
 
     def compare(which: int, request: Request, drawn: Generation, part: slice) -> list[float]:
         """Share of equal routes; mean log-prob difference with our routes, and with its own."""
-        own, replayed = routed(two.models[which], request, drawn)
-        assert drawn.routes is not None and drawn.routes.shape == own.shape
         start, stop, _ = part.indices(len(drawn.ids))
         before = len(request.prompt_ids) - 1  # the row of a token's predecessor drew it
         rows = slice(before + start if start else 0, before + stop)
+        own, replayed = routed(two.models[which], request, drawn, rows)
+        assert drawn.routes is not None and drawn.routes.shape == own.shape
         told = np.sort(drawn.routes, -1)[rows]
         equal = float((told == own[rows]).mean())
         logprobs = torch.tensor(drawn.logprobs)[part]

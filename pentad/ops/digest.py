@@ -50,16 +50,31 @@ class WeightDigest:
 
 def digest_of(weights: Iterable[tuple[str, Tensor]]) -> WeightDigest:
     """The digest of (name, tensor) pairs, in any order; every name once."""
-    kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    hasher = Hasher()
+    running = RunningDigest()
     for name, tensor in weights:
-        assert name not in kinds, f"{name} was given twice"
-        kinds[name] = tensor.dtype, tensor.shape
-        hasher.add(tensor)
-    digest = WeightDigest()
-    for (name, kind), checksum in zip(kinds.items(), hasher.finish(), strict=True):
-        digest.entries[name] = entry_of(*kind, checksum)
-    return digest
+        running.add(name, tensor)
+    return running.finish()
+
+
+class RunningDigest:
+    """A digest of tensors that come one by one. The device is waited for at the end alone: a wait
+    for each of hundreds of tensors is long where others use the GPU."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self.hasher = Hasher()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The tensor must keep its values until the end."""
+        assert name not in self.kinds, f"{name} was given twice"
+        self.kinds[name] = tensor.dtype, tensor.shape
+        self.hasher.add(tensor)
+
+    def finish(self) -> WeightDigest:
+        digest = WeightDigest()
+        for (name, kind), checksum in zip(self.kinds.items(), self.hasher.finish(), strict=True):
+            digest.entries[name] = entry_of(*kind, checksum)
+        return digest
 
 
 def entry_of(dtype: torch.dtype, shape: Sequence[int], checksum: int) -> str:

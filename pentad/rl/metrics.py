@@ -87,6 +87,7 @@ def token_metrics(
         "effective_sample_size": effective_sample_size(log_ratio),
         "logprob_diff_mean": _mean(gap),
         "logprob_diff_p95": _quantile(gap, 0.95),
+        "logprob_diff_p99": _quantile(gap, 0.99),
         "logprob_diff_max": _quantile(gap, 1.0),
     }
     if rows and all("ref_logprobs" in row.columns for row in rows):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from pentad.ops.digest import WeightDigest, digest_of
+from pentad.ops.digest import RunningDigest, digest_of
 from pentad.sync.group import BroadcastGroup, broadcast, weight_group
 
 PROTOCOL = 3
@@ -138,12 +138,12 @@ def take(worker: WeightReceiver, pairs: Pairs, *, is_part: bool = False) -> Rece
     """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
     model = worker.model_runner.get_model()
     wanted = {plain_name(name) for name, _ in model.named_parameters()}
-    arrived, loaded = WeightDigest(), set[str]()
+    running, loaded = RunningDigest(), set[str]()
     load = model.load_weights
 
     def passing() -> Pairs:
         for name, tensor in pairs:
-            arrived.entries.update(digest_of([(name, tensor)]).entries)
+            running.add(name, tensor)
             yield name, tensor
 
     def watched(weights: Pairs) -> set[str]:
@@ -161,6 +161,7 @@ def take(worker: WeightReceiver, pairs: Pairs, *, is_part: bool = False) -> Rece
     missed = sorted(wanted - loaded)
     if missed and not is_part:
         raise RuntimeError(f"nothing was loaded into {len(missed)} parameters, first {missed[0]}")
+    arrived = running.finish()
     return {"num_tensors": len(arrived.entries), "digest": arrived.hex()}
 
 

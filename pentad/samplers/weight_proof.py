@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -117,18 +118,51 @@ def tile_hash(tensor: Tensor) -> int:
     """SGLang's `gpu_tensor_hash`: words hashed with their positions, summed by tiles; the sums are
     hashed and summed. On any device."""
     words = words_of(tensor)
+    sums_of = _host_tiles if words.device.type == "cpu" else _device_tiles
     total = 0
     for start in range(0, words.numel(), CHUNK):
-        part = words[start : start + CHUNK].to(torch.int64) & M32
-        at = torch.arange(start, start + part.numel(), device=part.device)
-        sums = []
-        for seed, (factor, turn) in zip(SEEDS, POSITIONS, strict=True):
-            turned = ((at << turn) | (at >> (32 - turn))) & M32
-            mixed = fmix32(part ^ ((at * factor + seed) & M32) ^ turned)
-            tiles = pad(mixed, (0, -mixed.numel() % TILE)).view(-1, TILE).sum(1) & M32
-            sums.append(fmix32(tiles ^ (words.numel() * 4 & M32)))
-        total += int(((sums[0] << 32) | sums[1]).sum()) & M64
+        high, low = (
+            fmix32(tiles ^ (words.numel() * 4 & M32))
+            for tiles in sums_of(words[start : start + CHUNK], start)
+        )
+        total += int(((high << 32) | low).sum()) & M64
     return splitmix64(total & M64) if words.numel() else 0
+
+
+def _device_tiles(part: Tensor, start: int) -> list[Tensor]:
+    """For each seed the sums of the tiles of some words of a tensor, modulo 2**32."""
+    part = part.to(torch.int64) & M32
+    at = torch.arange(start, start + part.numel(), device=part.device)
+    sums = []
+    for seed, (factor, turn) in zip(SEEDS, POSITIONS, strict=True):
+        turned = ((at << turn) | (at >> (32 - turn))) & M32
+        mixed = fmix32(part ^ ((at * factor + seed) & M32) ^ turned)
+        sums.append(pad(mixed, (0, -mixed.numel() % TILE)).view(-1, TILE).sum(1) & M32)
+    return sums
+
+
+def _host_tiles(part: Tensor, start: int) -> list[Tensor]:
+    """The same in host memory, a tile at a time: it stays in the cache, and numbers of 32 bits
+    wrap by themselves."""
+    words = np.from_dlpack(part).view(np.uint32)
+    sums = np.empty((len(SEEDS), -(-len(words) // TILE)), np.uint32)
+    steps = np.arange(TILE, dtype=np.uint32)
+    for number, first in enumerate(range(0, len(words), TILE)):
+        tile = words[first : first + TILE]
+        at = steps[: len(tile)] + np.uint32(start + first & M32)
+        for which, (seed, (factor, turn)) in enumerate(zip(SEEDS, POSITIONS, strict=True)):
+            h = at * np.uint32(factor)
+            h += np.uint32(seed)
+            h ^= at << np.uint32(turn)
+            h ^= at >> np.uint32(32 - turn)
+            h ^= tile
+            h ^= h >> np.uint32(16)
+            h *= np.uint32(0x85EBCA6B)
+            h ^= h >> np.uint32(13)
+            h *= np.uint32(0xC2B2AE35)
+            h ^= h >> np.uint32(16)
+            sums[which, number] = h.sum(dtype=np.uint32)
+    return list(torch.from_numpy(sums.astype(np.int64)))
 
 
 def fmix32(x: Tensor) -> Tensor:

@@ -194,6 +194,7 @@ class Rl:
     correction_weight_mean: float | None = about("mean weight of the off-policy correction")
     logprob_diff_mean: float | None = about("mean |trainer - sampler| log-prob of a token", "nats")
     logprob_diff_p95: float | None = about("95th percentile of it", "nats")
+    logprob_diff_p99: float | None = about("99th percentile of it", "nats")
     logprob_diff_max: float | None = about("largest", "nats")
     rerouted_share: float | None = about(
         "routes of the sampler that the trainer would have chosen otherwise, over tokens and "

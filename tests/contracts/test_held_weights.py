@@ -11,7 +11,7 @@ from subjects import DIMS, embedded, policy, server_settings
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.models.hf_weights import iter_hf
-from pentad.samplers import sglang
+from pentad.samplers import sglang, weight_proof
 from pentad.samplers.server_replica import KeptOffer, KeptWeights, ServerRemote
 from pentad.samplers.vllm import entry_of
 from pentad.samplers.weight_proof import prove, sglang_checksum
@@ -250,3 +250,14 @@ def test_the_checksum_of_a_tensor_on_a_gpu_is_sglangs(numel):
     total = (total ^ total >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     total = (total ^ total >> 27) * 0x94D049BB133111EB % 2**64
     assert sglang_checksum(tensor, on_gpu=True) == f"{total ^ total >> 31:016x}"
+
+
+def test_sglangs_checksum_is_the_same_by_both_ways_of_computing_it():
+    words = torch.randint(-(2**31), 2**31 - 1, (3 * 8192 + 5,), dtype=torch.int32)
+    start = 512 * 8192
+    pairs = zip(
+        weight_proof._device_tiles(words, start),
+        weight_proof._host_tiles(words, start),
+        strict=True,
+    )
+    assert all(torch.equal(one, other) for one, other in pairs)

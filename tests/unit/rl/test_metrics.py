@@ -91,6 +91,9 @@ def test_trainer_against_sampler():
     assert metrics["logprob_diff_p95"] == pytest.approx(
         np.quantile([0, 0.1, 0.4, 2.0], 0.95), **close
     )
+    assert metrics["logprob_diff_p99"] == pytest.approx(
+        np.quantile([0, 0.1, 0.4, 2.0], 0.99), **close
+    )
     assert metrics["logprob_diff_max"] == pytest.approx(2.0, **close)
     assert metrics["outside_clip_share"] == 0.5  # exp(-0.4) and exp(2) leave [0.8, 1.2]
     k3 = sum(r - 1 - d for r, d in zip(ratios, log_ratios, strict=True)) / 4
