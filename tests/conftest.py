@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from process_state import process_restored
-from warm_start import cold_starts, install
+from warm_start import cold_starts, install, warm_starts
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -39,6 +39,14 @@ def process_as_before():
 def started_cold():
     """For tests of how processes start: none is forked from one that has imported everything."""
     with cold_starts():
+        yield
+
+
+@pytest.fixture
+def started_warm():
+    """For tests of what programs do: any process of this interpreter is forked from one that has
+    imported everything."""
+    with warm_starts():
         yield
 
 

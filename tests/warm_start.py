@@ -14,6 +14,7 @@ import inspect
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -23,12 +24,16 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from pathlib import Path
 
-COMMANDS = ("pentad.runtime.role_host", "pentad.cli.main", "kill_lab")
-"""The first is of a role; the others start roles of their own."""
+COMMANDS = ("pentad.runtime.role_host", "sglang.launch_server", "pentad.cli.main", "kill_lab")
+LEAVES = COMMANDS[:2]
+"""The others start processes of their own."""
 HEAVY = ("train", "sft", "pretrain", "serve", "eval")
 """The commands of `pentad` that import torch."""
+STAND_IN = re.compile(rf"#!/bin/sh\nPYTHONPATH=(\S+) exec {re.escape(sys.executable)} ")
+"""The interpreter in the environment of a stand-in for a server."""
 READ_AT_IMPORT = ("CUDA", "LD_", "OMP", "MKL", "PYTHON", "TORCH", "TRITON")
 """Names that begin so are read when a process or a library starts; a command with others than
 those of the process that forks is started in earnest."""
@@ -44,6 +49,7 @@ ROOM = "." * 8000
 
 cold = subprocess.Popen
 is_on = True
+is_for_all = False
 
 
 class Forker:
@@ -86,19 +92,21 @@ class WarmPopen(subprocess.Popen):
         names = list(inspect.signature(cold._execute_child).parameters)[1:]
         asked = dict(zip(names, given, strict=True))
         environment = dict(os.environ if asked["env"] is None else asked["env"])
-        found = is_on and is_warm(asked) and get_forker()
+        words, environment, ends_with = unwrapped(asked["args"], environment)
+        found = is_on and is_warm(words, asked) and get_forker()
         if not found or not found.fits(environment):
             return super()._execute_child(*given)
         ends = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         fds = [plain if end == -1 else end for plain, end in enumerate(ends)]
         passed = sorted(asked["pass_fds"])
         job = {
-            "words": list(map(os.fspath, asked["args"])),
+            "words": list(map(os.fspath, words)),
             "environment": environment,
             "folder": str(asked["cwd"] or Path.cwd()),
             "own_session": bool(asked["start_new_session"]),
             "targets": [0, 1, 2, *passed],
             "parent": os.getpid(),
+            "ends_with": ends_with,
         }
         self.pid = found.fork(job, [*fds, *passed])
         self._child_created = True
@@ -107,13 +115,28 @@ class WarmPopen(subprocess.Popen):
         return None
 
 
-def is_warm(asked) -> bool:
-    words = asked["args"]
-    if isinstance(words, str) or list(words[:2]) != [sys.executable, "-m"]:
+def unwrapped(words, environment) -> tuple[list, dict[str, str], int]:
+    """The command of a server's process (`samplers/process.py`) where its interpreter is a script
+    around ours: what is executed in the end, with which environment, and the signal it asks for
+    when its parent ends."""
+    if isinstance(words, str) or list(words[1:2]) != ["-c"] or words[0] != (*words, "")[3]:
+        return words, environment, 0
+    script = STAND_IN.match(Path(words[0]).read_text(errors="replace"))
+    if script is None:
+        return words, environment, 0
+    return [sys.executable, *words[4:]], environment | {"PYTHONPATH": script[1]}, signal.SIGTERM
+
+
+def is_warm(words, asked) -> bool:
+    if isinstance(words, str) or words[0] != sys.executable or len(words) < 2:
         return False
-    if words[2] == "pentad.cli.main" and words[3:4] not in ([name] for name in HEAVY):
+    if not all(asked.get(k, v) == v for k, v in PLAIN.items()):
         return False
-    return words[2] in COMMANDS and all(asked.get(k, v) == v for k, v in PLAIN.items())
+    if is_for_all and (words[1] in ("-m", "-c") or not words[1].startswith("-")):
+        return True
+    if words[1] != "-m" or words[2] not in COMMANDS:
+        return False
+    return words[2] != "pentad.cli.main" or words[3:4] in ([name] for name in HEAVY)
 
 
 def install() -> None:
@@ -130,6 +153,17 @@ def cold_starts():
         yield
     finally:
         is_on = before
+
+
+@contextlib.contextmanager
+def warm_starts():
+    """Any process of this interpreter is forked meanwhile."""
+    global is_for_all
+    before, is_for_all = is_for_all, True
+    try:
+        yield
+    finally:
+        is_for_all = before
 
 
 def get_forker() -> Forker:
@@ -179,6 +213,7 @@ def nest() -> None:
 def preload() -> None:
     """What commands and roles import, also what they do not import before they need it."""
     import torch._dynamo  # noqa: F401 (by the first optimizer)
+    import uvicorn  # noqa: F401
 
     import pentad.cli.runs
     import pentad.runtime.rank_host
@@ -237,11 +272,12 @@ def run(job: dict, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
-    _, _, module, *words = job["words"]
+    _, *words = job["words"]
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     here = str(Path(__file__).parent)
     rest = [path for path in sys.path if path not in (*names, *own, here, "")]
-    sys.path[:] = [job["folder"], *filter(None, own), *rest]
+    first = job["folder"] if words[0] in ("-m", "-c") else str(Path(words[0]).resolve().parent)
+    sys.path[:] = [first, *filter(None, own), *rest]
     rename(job["words"])
     is_at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115, PTH123
@@ -249,20 +285,35 @@ def run(job: dict, fds: list[int]) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     numpy.random.seed()
-    sys.argv[:] = [module, *words]
     sys.orig_argv[:] = job["words"]  # a run that is started again executes them
-    if module != COMMANDS[0]:
+    if job["ends_with"]:
+        prctl(SET_PDEATHSIG, job["ends_with"])
+    if words[0] != "-m" or words[1] not in LEAVES:
         nest()
-    sys.modules.pop(module, None)
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        execute(words)
     except SystemExit as end:
         code = end.code
     except Exception:
         traceback.print_exc()
         code = 1
     leave(code)
+
+
+def execute(words: list[str]) -> None:
+    """What the interpreter does with its arguments."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(main))
+    else:
+        sys.argv[:] = words
+        runpy.run_path(str(Path(words[0]).absolute()), run_name="__main__")
 
 
 def leave(code: int | str | None) -> None:

@@ -167,6 +167,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_an_exception_that_comes_again_at_its_step_ends_the_run(task, tmp_path):
     words = [
         *("sft", f"fileroot={tmp_path}", "user=me", f"actor.path={task / 'model'}"),

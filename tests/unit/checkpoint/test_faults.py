@@ -213,6 +213,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_a_parent_that_is_killed_takes_the_writer_with_it(tmp_path: Path):
     text = PARENT.format(tests=str(Path(__file__).parent), root=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as parent:

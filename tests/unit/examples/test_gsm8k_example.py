@@ -38,6 +38,7 @@ def test_every_recipe_can_be_planned(recipe, tmp_path, monkeypatch):
     assert config.actor.path and config.allocation_mode
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_the_script_trains_on_gsm8k_with_a_model_it_makes(tmp_path):
     out = run_script("--config", TINY, f"fileroot={tmp_path}", "total_train_steps=2")
     assert out.returncode == 0, out.stderr
@@ -62,6 +63,7 @@ def test_the_script_trains_on_gsm8k_with_a_model_it_makes(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(model).config.vocab_size == 259
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_the_script_fills_in_data_and_reward_and_says_so(tmp_path):
     sizes = ["train_dataset.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=4"]
     model = [f"actor.path={tmp_path / 'gsm8k-tiny-model'}", "actor.init_from_scratch=true"]

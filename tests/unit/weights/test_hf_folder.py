@@ -278,6 +278,7 @@ save_folder(sys.argv[1], pairs(), plan_folder(infos, {}))
 """
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path):
     writer = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "whole")], stdout=subprocess.PIPE

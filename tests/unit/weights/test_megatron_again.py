@@ -46,7 +46,7 @@ run({source!r}, {target!r}, "legacy", tp=2, pp=2)
 
 
 @pytest.fixture
-def killed(source, tmp_path):
+def killed(source, tmp_path, started_warm):
     """What a process leaves that is killed before it writes the third of four files."""
     text = KILLED.format(
         tests=str(Path(__file__).parent), source=str(source), target=str(tmp_path / "mg")
