@@ -25,6 +25,7 @@ from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed
 from pentad.core.seeds import derive_seed
+from pentad.core.sizes import DTYPE_BYTES, kv_token_bytes
 from pentad.core.types import Generation
 from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
@@ -412,6 +413,11 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
     }
     if settings.device == "cpu":
         words["--device"] = "cpu"
+    if settings.kv_cache_bytes is not None:
+        held = settings.kv_cache_bytes * settings.tensor_parallel * settings.pipeline_parallel
+        words["--max-total-tokens"] = held // kv_token_bytes(
+            settings.dims, DTYPE_BYTES[settings.dtype]
+        )
     if settings.memory_share is not None:
         words["--mem-fraction-static"] = settings.memory_share
     # Its warm-up asks for a text, which says nothing of weights to come, and ends a server whose

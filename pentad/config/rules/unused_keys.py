@@ -230,7 +230,7 @@ READERS = (
         "the sampler is no process that the run could start again",
     ),
     KeyUse(
-        ("rollout.kv_cache_gb", "rollout.max_batch_tokens"),
+        ("rollout.max_batch_tokens",),
         lambda config: samples_with(config, "embedded", "vllm"),
         "SGLang chooses it; rollout.server.args can say otherwise",
     ),

@@ -55,7 +55,7 @@ def said(*overrides, command="plan"):
         ("evaluator.n_samples=4", "no valid_dataset", ["valid_dataset.path=x"]),
         ("reward.timeout_s=3", "reward.fn is not set", ["reward.fn=gsm8k"]),
         (
-            "rollout.kv_cache_gb=1",
+            "rollout.max_batch_tokens=512",
             "SGLang chooses it",
             ["allocation_mode=vllm:d1|archon:d1"],
         ),
@@ -76,7 +76,7 @@ def said(*overrides, command="plan"):
 def test_a_key_that_is_not_read_is_told_until_it_is_read(override, why, read_with):
     other = {
         "actor.archon.ac_selective=2": ["actor.archon.ac_mode=full"],
-        "rollout.kv_cache_gb=1": ["allocation_mode=sglang:d1|archon:d1"],
+        "rollout.max_batch_tokens=512": ["allocation_mode=sglang:d1|archon:d1"],
         "rollout.server.transfer_folder=x": ["rollout.server.weight_transport=broadcast"],
     }.get(override, [])
     (sentence,) = said(override, *other)

@@ -235,6 +235,8 @@ def test_the_command_line_says_what_the_config_says(config, monkeypatch):
     other = pairs(sglang.flags(replace(settings, can_sleep=True), 8000))
     assert other["--tp-size"] == "2" and other["--max-running-requests"] == "32"
     assert "--enable-memory-saver" in other
+    token = 2 * DIMS.num_layers * DIMS.num_kv_heads * DIMS.head_dim * 2  # keys and values, bf16
+    assert other["--max-total-tokens"] == str(2 * 2 * 2**30 // token)  # on two GPUs
 
 
 def test_the_environment_of_the_command_on_the_path_is_taken(monkeypatch, tmp_path):
