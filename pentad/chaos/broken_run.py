@@ -19,10 +19,10 @@ from typing import Any
 
 from pentad.chaos.workloads import Workload
 from pentad.core.faults import VARIABLE, InjectedFault
+from pentad.core.specs import load
 from pentad.runtime.local_roles import OF_A_RANK
 from pentad.runtime.spares import make_spares
 from pentad.runtime.standby import ENVIRONMENT, IMPORTED_LATE, overwrite
-from pentad.runtime.worker import load_target
 from pentad.telemetry.steps import read_lines
 
 MARK = "PENTAD_CHAOS"
@@ -261,8 +261,7 @@ def run_command(words: list[str], environment: dict[str, str], log: str, num_spa
     sys.argv[:] = ["pentad", *words]
     sys.orig_argv[:] = [sys.executable, "-m", "pentad.cli.main", *words]
     make_spares(num_spares)
-    main: Any = load_target("pentad.cli.main:main")
-    main()
+    load("pentad.cli.main:main")()
 
 
 def processes_of(mark: str) -> dict[int, str]:

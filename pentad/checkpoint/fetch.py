@@ -27,6 +27,7 @@ from pentad.checkpoint.folders import (
     commit_marker,
     info_folder,
     piece_sentence,
+    read_manifest,
     step_of,
 )
 from pentad.checkpoint.s3 import Gone, Store
@@ -86,13 +87,7 @@ def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
     place = store.place(f"{folder}/{MANIFEST}")
     if data is None or marker != commit_marker(data):
         raise Damaged(f"{place}: does not have the sha256 that {COMMIT} beside it holds")
-    try:
-        manifest = Manifest.from_bytes(data)
-    except ValueError as error:
-        raise Damaged(f"{place}: cannot be used: {error}") from error
-    if manifest.step != step:
-        raise Damaged(f"{place}: belongs to step {manifest.step}, not to {step}")
-    return RemoteCheckpoint(store, step, manifest, data)
+    return RemoteCheckpoint(store, step, read_manifest(data, place, step), data)
 
 
 def remote_damage(found: RemoteCheckpoint) -> list[str]:

@@ -167,14 +167,22 @@ def read_checkpoint(root: Path, step: int) -> Checkpoint | None:
         raise Damaged(f"{folder / COMMIT}: cannot be read ({error})") from error
     try:
         data = _read_small(folder / MANIFEST, MAX_MANIFEST_BYTES)
-        if marker != commit_marker(data):
-            raise Damaged(f"{folder / COMMIT}: does not hold the sha256 of {MANIFEST} beside it")
-        manifest = Manifest.from_bytes(data)
     except (OSError, ValueError) as error:
         raise Damaged(f"{folder / MANIFEST}: cannot be used: {error}") from error
+    if marker != commit_marker(data):
+        raise Damaged(f"{folder / COMMIT}: does not hold the sha256 of {MANIFEST} beside it")
+    return Checkpoint(root, step, read_manifest(data, folder / MANIFEST, step))
+
+
+def read_manifest(data: bytes, place: Path | str, step: int) -> Manifest:
+    """Raises Damaged unless it is the manifest of this step."""
+    try:
+        manifest = Manifest.from_bytes(data)
+    except ValueError as error:
+        raise Damaged(f"{place}: cannot be used: {error}") from error
     if manifest.step != step:
-        raise Damaged(f"{folder / MANIFEST}: belongs to step {manifest.step}, not to {step}")
-    return Checkpoint(root, step, manifest)
+        raise Damaged(f"{place}: belongs to step {manifest.step}, not to {step}")
+    return manifest
 
 
 def find_checkpoints(

@@ -195,15 +195,11 @@ class Store:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Key -> size of everything below `prefix`."""
-        found: dict[str, int] = {}
-        more: dict[str, str] = {}
-        while True:
-            page = self._try(self.client.list_objects_v2, Prefix=self.prefix + prefix, **more)
-            for one in page.get("Contents", ()):
-                found[one["Key"][len(self.prefix) :]] = one["Size"]
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+        request = {"Prefix": self.prefix + prefix}
+        listed = self._listed(
+            self.client.list_objects_v2, "Contents", ("ContinuationToken",), **request
+        )
+        return {one["Key"][len(self.prefix) :]: one["Size"] for one in listed}
 
     def delete(self, keys: Iterable[str]) -> None:
         doomed = [{"Key": self.prefix + key} for key in keys]
@@ -215,20 +211,16 @@ class Store:
 
     def uploads(self) -> dict[str, list[str]]:
         """Key -> ids of multipart uploads that were begun and not completed, the newest first."""
-        found: dict[str, list[tuple[Any, str]]] = {}
-        more: dict[str, str] = {}
-        while True:
-            page = self._try(self.client.list_multipart_uploads, Prefix=self.prefix, **more)
-            for one in page.get("Uploads", ()):
-                key = one["Key"][len(self.prefix) :]
-                found.setdefault(key, []).append((one["Initiated"], one["UploadId"]))
-            if not page.get("IsTruncated"):
-                newest_first = {key: sorted(ids, reverse=True) for key, ids in found.items()}
-                return {key: [name for _, name in ids] for key, ids in newest_first.items()}
-            more = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+        markers = ("KeyMarker", "UploadIdMarker")
+        listed = self._listed(
+            self.client.list_multipart_uploads, "Uploads", markers, Prefix=self.prefix
+        )
+        found: dict[str, list[str]] = {}
+        for one in sorted(
+            listed, key=lambda one: (one["Initiated"], one["UploadId"]), reverse=True
+        ):
+            found.setdefault(one["Key"][len(self.prefix) :], []).append(one["UploadId"])
+        return found
 
     def begin(self, key: str, digest: str) -> str:
         answer = self._try(
@@ -241,15 +233,9 @@ class Store:
 
     def sent_parts(self, key: str, upload: str) -> dict[int, dict[str, Any]]:
         """Number -> what the store knows of a part that it has acknowledged."""
-        found: dict[int, dict[str, Any]] = {}
-        more: dict[str, int] = {}
-        while True:
-            request = {"Key": self.prefix + key, "UploadId": upload, **more}
-            page = self._try(self.client.list_parts, **request)
-            found |= {one["PartNumber"]: one for one in page.get("Parts", ())}
-            if not page.get("IsTruncated"):
-                return found
-            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        request = {"Key": self.prefix + key, "UploadId": upload}
+        listed = self._listed(self.client.list_parts, "Parts", ("PartNumberMarker",), **request)
+        return {one["PartNumber"]: one for one in listed}
 
     def send_part(self, key: str, upload: str, number: int, data: bytes, sha256: bytes) -> str:
         """The part's ETag. The store refuses bytes that have another digest."""
@@ -291,6 +277,16 @@ class Store:
 
     def place(self, key: str) -> str:
         return f"s3://{self.bucket}/{self.prefix}{key}"
+
+    def _listed(
+        self, call: Callable[..., Any], what: str, markers: Sequence[str], **request: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The entries of all pages; each page names where the next begins, in `Next` + marker."""
+        page: dict[str, Any] = {"IsTruncated": True}
+        while page.get("IsTruncated"):
+            more = {name: page[f"Next{name}"] for name in markers if f"Next{name}" in page}
+            page = self._try(call, **request, **more)
+            yield from page.get(what, ())
 
     def _count(self, num_bytes: int) -> None:
         with self.lock:

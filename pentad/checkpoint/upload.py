@@ -40,7 +40,7 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.s3 import MAX_PARTS, Part, Store, StoreError, checksum_of
 from pentad.core.errors import RunError
 from pentad.core.remote import Remote
-from pentad.runtime.worker import die_with_parent
+from pentad.runtime.process import die_with_parent
 
 READ_BYTES = 4 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0

@@ -7,8 +7,10 @@ signals that a terminal or a scheduler sends to all processes of a run.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import queue
 import select
 import signal
@@ -19,19 +21,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.disk import REAL_DISK, make_folders
 from pentad.checkpoint.job import (
-    CommitJob,
-    ExportJob,
-    FileSpec,
     Job,
     Memory,
-    Piece,
-    Span,
     WriteJob,
     run_job,
     write_receipt,
@@ -39,7 +35,6 @@ from pentad.checkpoint.job import (
 from pentad.core.errors import RunError
 from pentad.runtime.awake import awake_s
 
-KINDS: dict[str, type[Job]] = {kind.__name__: kind for kind in (WriteJob, CommitJob, ExportJob)}
 NUMBER = struct.Struct("<Q")
 MAX_FDS = 250
 WATCH_S = 0.5
@@ -93,7 +88,7 @@ class Writer:
 
     def __init__(self, stall_s: float | None = None) -> None:
         """A process that has a job and neither reads nor writes for `stall_s` is ended: whoever
-        waits for the job hears why. None: it is waited for."""
+        waits for the job gets the reason. None: it is waited for."""
         self.stall_s = stall_s
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -164,7 +159,7 @@ class _Process:
 
     def close(self, timeout_s: float | None) -> None:
         try:
-            self._socket.sendall(NUMBER.pack(0))  # no job, but the last word
+            self._socket.sendall(NUMBER.pack(0))  # no job: the end
             self.popen.wait(timeout_s)
         except OSError:
             pass  # it is gone
@@ -231,63 +226,31 @@ def _error_from(value: dict[str, Any] | None) -> OSError | RunError | None:
 
 
 def encode(job: Job) -> tuple[Memory, list[Memory]]:
-    """A letter with the job and its inline bytes, and the memories that its spans lie in."""
-    memories: dict[int, Memory] = {}
-    inline: list[bytes] = []
-    end = 0
+    """The pickled job, and the memories that its spans lie in: those go by file descriptor."""
+    memories: list[Memory] = []
 
-    def segment_of(segment: Any) -> list[int]:
-        nonlocal end
-        if isinstance(segment, Span):
-            memories.setdefault(id(segment.memory), segment.memory)
-            number = list(memories).index(id(segment.memory)) + 1
-            return [number, segment.start, segment.length]
-        assert isinstance(segment, bytes), "lazy bytes are for jobs of this process"
-        inline.append(segment)
-        end += len(segment)
-        return [0, end - len(segment), len(segment)]
+    class Encoder(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            if not isinstance(value, Memory):
+                return None
+            if value not in memories:
+                memories.append(value)
+            return memories.index(value)
 
-    files = [
-        [file.path, [[p.name, [segment_of(s) for s in p.segments]] for p in file.pieces]]
-        for file in job.files
-    ]
-    values = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "files"}
-    text = json.dumps(
-        {"kind": type(job).__name__, "files": files, **values}, default=os.fspath
-    ).encode()
-    letter = Memory(NUMBER.size + len(text) + end)
-    place = 0
-    for part in (NUMBER.pack(len(text)), text, *inline):
-        letter.view[place : place + len(part)] = part
-        place += len(part)
-    return letter, list(memories.values())
+    data = io.BytesIO()
+    Encoder(data).dump(job)
+    letter = Memory(data.tell())
+    letter.view[:] = data.getbuffer()
+    return letter, memories
 
 
 def decode(letter: Memory, memories: list[Memory]) -> Job:
-    """The job of a letter; its inline bytes have become spans."""
-    (length,) = NUMBER.unpack(letter.view[: NUMBER.size])
-    begin = NUMBER.size + length
-    value = json.loads(bytes(letter.view[NUMBER.size : begin]))
+    class Decoder(pickle.Unpickler):
+        def persistent_load(self, number: Any) -> Memory:
+            return memories[number]
 
-    def span(number: int, start: int, length: int) -> Span:
-        return (
-            Span(memories[number - 1], start, length)
-            if number
-            else Span(letter, begin + start, length)
-        )
-
-    files = tuple(
-        FileSpec(path, tuple(Piece(name, tuple(span(*s) for s in parts)) for name, parts in pieces))
-        for path, pieces in value.pop("files")
-    )
-    kind = KINDS[value.pop("kind")]
-    for name in ("root", "target"):
-        if name in value:
-            value[name] = Path(value[name])
-    for name in ("receipts", "keep_steps"):
-        if name in value:
-            value[name] = tuple(value[name])
-    return kind(files=files, **value)
+    job: Job = Decoder(io.BytesIO(letter.view)).load()
+    return job
 
 
 def main(fd: int, parent: int) -> None:

@@ -1,6 +1,6 @@
 """Time in which this process could run: a clock without the seconds in which it was stopped.
 
-A program that was stopped (ctrl-Z, SIGSTOP, a frozen container) has heard of nobody meanwhile.
+A program that was stopped (ctrl-Z, SIGSTOP, a frozen container) has received nothing meanwhile.
 Deadlines on this clock are pushed by as much, and what arrived meanwhile is read before any passes.
 """
 

@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -19,14 +18,14 @@ import torch.distributed as dist
 from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.group_values import broadcast_value
 from pentad.runtime.rank import Rank
-from pentad.runtime.signals import hearing
+from pentad.runtime.signals import handling_signals
 
 PATIENCE = timedelta(days=60)
 """How long ranks wait for the next call: rank 0 may generate, evaluate or save for hours."""
 ANSWER = timedelta(minutes=30)
 """How long rank 0 waits for them to take one: they do what it does, so who takes none hangs."""
 STOP = "stop"
-"""No method: the last word to the other ranks."""
+"""No method: ends the other ranks."""
 
 
 class RankService(Protocol):
@@ -36,7 +35,7 @@ class RankService(Protocol):
     device: Any
     mild: frozenset[str]
     """Methods that may fail with OSError, RunError or UserError and leave all ranks together: the
-    caller is told, and the next call can be made."""
+    caller gets the error, and the next call can be made."""
 
     def close(self, *, is_failed: bool) -> None:
         """Ends what it has under way: waits for it, or after a failure gives it up."""
@@ -111,12 +110,7 @@ class RankCalls:
     def __enter__(self) -> RankCalls:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.channel is not None and not self.is_torn:
             self.channel.send(STOP, {"is_whole": error is None})
         self.service.close(is_failed=error is not None)
@@ -127,7 +121,7 @@ def serve(service: RankService) -> None:
 
     Signals that stop a run are rank 0's: one that reached all ranks would end some in mid call.
     """
-    with hearing(signal.SIG_IGN):
+    with handling_signals(signal.SIG_IGN):
         _serve(Channel(), service)
 
 

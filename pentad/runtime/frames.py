@@ -106,22 +106,22 @@ PLAIN: dict[str, type[Exception]] = {
 def describe_error(error: BaseException) -> dict[str, Any]:
     """An error as a JSON value from which `revive_error` makes the like."""
     if isinstance(error, UserError):
-        told = [
+        described = [
             [p.where, p.rule, p.remedy] if isinstance(p, Problem) else p for p in error.problems
         ]
-        return {"kind": "UserError", "problems": told}
+        return {"kind": "UserError", "problems": described}
     if isinstance(error, DataFailure):
-        told = [error.reason, error.detail]
-        return {"kind": "DataFailure", "told": told, "is_final": error.is_final}
+        described = [error.reason, error.detail]
+        return {"kind": "DataFailure", "args": described, "is_final": error.is_final}
     name = type(error).__name__
     return {"kind": name, "text": str(error)}
 
 
-def revive_error(where: str, told: Mapping[str, Any]) -> Exception:
-    kind = str(told.get("kind"))
+def revive_error(where: str, described: Mapping[str, Any]) -> Exception:
+    kind = str(described.get("kind"))
     if kind == "UserError":
-        return UserError([p if isinstance(p, str) else Problem(*p) for p in told["problems"]])
+        return UserError([p if isinstance(p, str) else Problem(*p) for p in described["problems"]])
     if kind == "DataFailure":
-        return DataFailure(*told["told"], is_final=bool(told["is_final"]))
-    text = str(told.get("text"))
+        return DataFailure(*described["args"], is_final=bool(described["is_final"]))
+    text = str(described.get("text"))
     return PLAIN[kind](text) if kind in PLAIN else RunError(f"{where} failed: {kind}: {text}")

@@ -15,7 +15,6 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 from pentad.core.errors import InfraFailure, RunError, Transient
@@ -157,8 +156,8 @@ class RankGroup:
             try:
                 member = Member(rank, await self.runtime.start(spec), spec.log)
             except InfraFailure as failure:
-                told = f"could not be started: {failure}"
-                raise self._explained([Failure(rank, None, "died", told, 0.0)]) from failure
+                text = f"could not be started: {failure}"
+                raise self._explained([Failure(rank, None, "died", text, 0.0)]) from failure
             self.members.append(member)
             connecting[rank] = asyncio.create_task(self._connect(member))
         await self._all(lambda one: wait_for(connecting[one.rank]))
@@ -170,7 +169,7 @@ class RankGroup:
         self.watching = asyncio.create_task(self._watch())
 
     async def _connect(self, member: Member) -> None:
-        def hear(event: str, value: Any) -> None:
+        def on_event(event: str, value: Any) -> None:
             if event == "beat":
                 member.take_beat(value)
             elif event == "log" and member.rank == 0:
@@ -179,7 +178,7 @@ class RankGroup:
                 logging.getLogger(name).log(level, "%s", text, extra=extra)
 
         try:
-            member.connection = await roles.connect(member.process, hear, patience_s=None)
+            member.connection = await roles.connect(member.process, on_event, patience_s=None)
         except InfraFailure as failure:
             self._note_lost(member, str(failure))
             raise Failed from failure
@@ -227,11 +226,11 @@ class RankGroup:
     def _value(self, answer: Mapping[str, Any]) -> Any:
         if "mild" not in answer:
             return answer["value"]
-        told = answer["mild"]
+        described = answer["mild"]
         known: dict[str, type[Exception]] = {"OSError": OSError, **self.settings.errors}
-        if told["kind"] in known:
-            raise known[told["kind"]](told["text"])
-        raise revive_error(self.members[0].process.name, told)
+        if described["kind"] in known:
+            raise known[described["kind"]](described["text"])
+        raise revive_error(self.members[0].process.name, described)
 
     async def _ask_first(self, first: Member, method: str, arguments: dict[str, Any]) -> Any:
         asking = asyncio.create_task(self._ask(first, "ask", method=method, arguments=arguments))
@@ -350,8 +349,8 @@ class RankGroup:
     def _note_lost(self, member: Member, why: str) -> None:
         if member.failure is None:
             lines, member.is_lost = tail(member.log), True
-            told = f"does not answer any more ({why})"
-            member.failure = Failure(member.rank, member.step, "died", told, awake_s(), lines=lines)
+            text = f"does not answer any more ({why})"
+            member.failure = Failure(member.rank, member.step, "died", text, awake_s(), lines=lines)
 
     async def _cause(self) -> Exception:
         """Of all failures, after those that belong to the first had time to show."""
@@ -408,12 +407,7 @@ class RankGroup:
 
     # Ending
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             is_open = self.opening.done() and not self.opening.exception()
             is_busy = error is not None and self.lock.locked()  # the call under way comes first

@@ -13,7 +13,7 @@ from pentad.runtime.rank import Rank
 
 
 def device_of(rank: Rank, device: str = "auto") -> torch.device:
-    """The device of this rank: one GPU each where there are GPUs, unless told otherwise."""
+    """The device of this rank: one GPU each where there are GPUs, or `device`."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()

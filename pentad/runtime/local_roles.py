@@ -13,28 +13,22 @@ import tempfile
 
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.process import RankProcess
-from pentad.runtime.report import describe_exit, tail
+from pentad.runtime.report import describe_exit
 from pentad.runtime.role_host import job_of
-from pentad.runtime.roles import RoleSpec
+from pentad.runtime.roles import RoleProcess, RoleSpec
 from pentad.runtime.spares import take_spare
 from pentad.runtime.standby import StandbyPool
 
 COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
-TOLD_LINES = 6
 OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-class LocalProcess:
+class LocalProcess(RoleProcess):
     """One role process of this machine, and the port it was given."""
-
-    address: tuple[str, int]
 
     def __init__(self, spec: RoleSpec, token: str, standbys: StandbyPool | None = None) -> None:
         """In the main thread: the process ends with the thread that started it."""
-        self.name = spec.name
-        self.generation = spec.generation
-        self.token = token
-        self.log = spec.log
+        super().__init__(spec, token)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         job = job_of(spec, token, standing_in=own_environment(spec))
         taken = standbys.take(job) if standbys is not None else None
@@ -44,7 +38,6 @@ class LocalProcess:
             self._start(spec)
         if spec.cores:
             os.sched_setaffinity(self.process.pid, spec.cores)
-        self.has_ended = False
 
     def _start(self, spec: RoleSpec) -> None:
         with (
@@ -75,18 +68,9 @@ class LocalProcess:
         code = self.process.code
         return None if code is None else describe_exit(code)
 
-    def poll(self) -> str | None:
-        ended = self.ended()
-        if ended is None:
-            return None
-        told = " | ".join(tail(self.log, TOLD_LINES))
-        return ended + (f"; the last lines of {self.log}: {told}" if told else "")
-
-    def kill(self) -> None:
-        if not self.has_ended:
-            self.has_ended = True
-            self.poll()  # its code is gone with it
-            self.process.end()
+    def end(self) -> None:
+        self.ended()  # its code is gone with it
+        self.process.end()
 
     def stacks(self) -> None:
         self.process.send(signal.SIGUSR1)

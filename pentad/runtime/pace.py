@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from pentad.runtime.worker import frame_of
+from pentad.runtime.process import frame_of
 
 log = logging.getLogger(__name__)
 

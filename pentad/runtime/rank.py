@@ -16,7 +16,7 @@ NO_STEP = -1
 
 @dataclass(slots=True)
 class Rank:
-    """What a function that runs on every rank is told about where it runs."""
+    """Where a function runs that runs on every rank."""
 
     rank: int = 0
     world: int = 1

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.specs import load
 from pentad.runtime.calls import RankService
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.frames import describe_error
@@ -28,9 +29,8 @@ from pentad.runtime.pace import WaitMeter
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure
 from pentad.runtime.roles import BEAT_S, RoleSpec
-from pentad.runtime.worker import load_target
 
-TARGET = f"{__name__}:make_rank"
+TARGET = f"{__name__}:RankHost"
 JOIN_S = 600.0
 """Longest wait in a collective, and for the group to come together."""
 Emit = Callable[[str, Any], None]
@@ -97,13 +97,8 @@ def specs_of_ranks(
     ]
 
 
-def make_rank(payload: Mapping[str, Any], emit: Emit) -> RankHost:
-    """The target of a role process."""
-    return RankHost(payload, emit)
-
-
 class RankHost:
-    """Serves one rank; `runtime.group_calls` calls it."""
+    """The target of a role process that is a rank; `runtime.group_calls` calls it."""
 
     def __init__(self, payload: Mapping[str, Any], emit: Emit) -> None:
         self.payload = payload
@@ -184,8 +179,7 @@ class RankHost:
             torch.cuda.set_device(device)
         if self.rank.world > 1:
             self.waits.watch()
-        make: Any = load_target(payload["service"])
-        self.service = make(payload["given"], self.rank, device)
+        self.service = load(payload["service"])(payload["given"], self.rank, device)
 
     def _call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         assert self.service is not None, "ranks join first"
@@ -210,9 +204,9 @@ class RankHost:
             return {"value": value, "step": self.rank.step, "waited_s": waited_s}
         except Exception as error:
             if is_mild and isinstance(error, OSError | RunError | UserError):
-                told = describe_error(error)
+                described = describe_error(error)
                 if isinstance(error, OSError):
-                    told["kind"] = "OSError"
-                return {"mild": told}
+                    described["kind"] = "OSError"
+                return {"mild": described}
             logging.getLogger("rank").info("the call failed", exc_info=True)
             return {"failure": asdict(describe_failure(self.rank.rank, self.rank.step, error))}

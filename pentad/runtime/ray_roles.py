@@ -8,7 +8,6 @@ here), else one is started on this machine. `close` ends what was started here, 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,9 @@ from pentad.core.machine import (
     process_kept,
 )
 from pentad.runtime.environment import visible_devices
-from pentad.runtime.local_roles import TOLD_LINES
-from pentad.runtime.report import describe_exit, tail
-from pentad.runtime.role_host import RoleHost, job_of
-from pentad.runtime.roles import CONNECT_S, RoleSpec
+from pentad.runtime.report import describe_exit
+from pentad.runtime.role_host import job_of, serve, set_up
+from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec
 
 log = logging.getLogger(__name__)
 
@@ -69,39 +67,28 @@ class RoleActor:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(file.fileno(), stream.fileno())
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+        set_up(job)
         self.job = job
         self.sock = socket.create_server((ray.util.get_node_ip_address(), 0))
-        self.sock.setblocking(False)
         host, port = self.sock.getsockname()[:2]
         node = ray.get_runtime_context().get_node_id()
         return {"address": (host, port), "pid": os.getpid(), "node": node}
 
     def serve(self) -> int:
-        sys.path += [folder for folder in self.job["path"] if folder not in sys.path]
-        return asyncio.run(RoleHost(self.job, self.sock).run())
+        return serve(self.job, self.sock)
 
 
-class RayProcess:
+class RayProcess(RoleProcess):
     """The actor of one role."""
 
-    def __init__(self, spec: RoleSpec, token: str, actor: Any, told: dict[str, Any]) -> None:
-        self.name = spec.name
-        self.generation = spec.generation
-        self.token = token
-        self.log = spec.log
+    def __init__(self, spec: RoleSpec, token: str, actor: Any, opened: dict[str, Any]) -> None:
+        """`opened`: what the actor's `open` returned."""
+        super().__init__(spec, token)
         self.actor = actor
-        self.address: tuple[str, int] = tuple(told["address"])
-        self.pid: int = told["pid"]
-        self.node: str = told["node"]
+        self.address = tuple(opened["address"])
+        self.pid: int = opened["pid"]
+        self.node: str = opened["node"]
         self.serving = actor.serve.remote()
-        self.has_ended = False
-
-    @property
-    def is_stopped(self) -> bool:
-        return False
 
     def ended(self) -> str | None:
         done, _ = ray.wait([self.serving], timeout=0)
@@ -114,19 +101,11 @@ class RayProcess:
         except RayError as error:
             return f"failed: {str(error).strip().splitlines()[-1]}"
 
-    def poll(self) -> str | None:
-        if (ended := self.ended()) is None:
-            return None
-        told = " | ".join(tail(self.log, TOLD_LINES)) if self.log.is_file() else ""
-        return ended + (f"; the last lines of {self.log}: {told}" if told else "")
-
-    def kill(self) -> None:
-        if not self.has_ended:
-            self.has_ended = True
-            ray.kill(self.actor)
-            ray.wait([self.serving], timeout=GONE_S)
-            if self.node == ray.get_runtime_context().get_node_id():
-                wait_gone(self.pid)
+    def end(self) -> None:
+        ray.kill(self.actor)
+        ray.wait([self.serving], timeout=GONE_S)
+        if self.node == ray.get_runtime_context().get_node_id():
+            wait_gone(self.pid)
 
     def stacks(self) -> None:
         """A task on its node sends the signal: the actor itself may not answer."""
@@ -160,22 +139,14 @@ class RayRuntime:
         self.token = secrets.token_hex(32)
         self.names = list(bundles)
         self.processes: list[RayProcess] = []
-        self.is_ours = not ray.is_initialized()
-        if self.is_ours:
-            join_cluster(bundles, held)
-        self.is_spread = sum(node["Alive"] for node in ray.nodes()) > 1
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(joined_cluster(bundles, held))
+            self.is_spread = sum(node["Alive"] for node in ray.nodes()) > 1
             check_gpus(held)
             self.group = _reserve(list(bundles.values()))
-        except BaseException:
-            self._leave()
-            raise
-        try:
+            stack.callback(remove_placement_group, self.group)
             self.check_nodes(folders or {})
-        except BaseException:
-            remove_placement_group(self.group)
-            self._leave()
-            raise
+            self.leaving = stack.pop_all()
 
     async def start(self, spec: RoleSpec) -> RayProcess:
         """On the bundle of its name, which an earlier process of it has left."""
@@ -189,11 +160,11 @@ class RayRuntime:
         made = actor.remote()
         try:
             opening = made.open.remote(job_of(spec, self.token))
-            told = await asyncio.to_thread(ray.get, opening, timeout=CONNECT_S)
+            opened = await asyncio.to_thread(ray.get, opening, timeout=CONNECT_S)
         except RayError as error:
             ray.kill(made)
             raise InfraFailure(f"{spec.name} did not start on Ray: {_last(error)}") from error
-        process = RayProcess(spec, self.token, made, told)
+        process = RayProcess(spec, self.token, made, opened)
         self.processes.append(process)  # from any thread
         return process
 
@@ -205,12 +176,9 @@ class RayRuntime:
         return None if node in alive else "the cluster has no node for it"
 
     async def close(self) -> None:
-        try:
+        with self.leaving:
             for process in self.processes:
                 process.kill()
-            remove_placement_group(self.group)
-        finally:
-            self._leave()
 
     def check_nodes(self, folders: Mapping[str, str], package: str = "pentad") -> None:
         """UserError with what the nodes of the placement lack: the package, and the folders that
@@ -256,10 +224,6 @@ class RayRuntime:
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=self.names.index(name)
         )
-
-    def _leave(self) -> None:
-        if self.is_ours:
-            ray.shutdown()
 
 
 def node_problems(

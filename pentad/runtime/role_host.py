@@ -24,10 +24,11 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.specs import load
+from pentad.runtime.process import FAILED, die_with_parent
 from pentad.runtime.roles import CONNECT_S, RoleSpec
 from pentad.runtime.standby import WAIT, wait_for_job
 from pentad.runtime.wire import Listener
-from pentad.runtime.worker import FAILED, die_with_parent, load_target
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,7 @@ class RoleHost:
         await self.listener.wait_alone()
 
     def _make(self) -> Hosted:
-        target: Any = load_target(self.job["target"])
-        made: Hosted = target(self.job["payload"], self.emit)
+        made: Hosted = load(self.job["target"])(self.job["payload"], self.emit)
         return made
 
     def emit(self, event: str, value: Any) -> None:
@@ -133,17 +133,25 @@ def main() -> int:
 
 def run_job(job: Mapping[str, Any]) -> int:
     """The life of this process, with a socket in `listen_fd`; its exit code."""
+    set_up(job)
+    try:
+        return serve(job, socket.socket(fileno=job["listen_fd"]))
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+
+
+def set_up(job: Mapping[str, Any]) -> None:
+    """What every role process has: stacks on SIGUSR1, a log, and the starter's import path."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
     sys.path += [folder for folder in job["path"] if folder not in sys.path]
-    sock = socket.socket(fileno=job["listen_fd"])
+
+
+def serve(job: Mapping[str, Any], sock: socket.socket) -> int:
     sock.setblocking(False)
-    try:
-        return asyncio.run(RoleHost(job, sock).run())
-    except Exception:
-        traceback.print_exc()
-        return FAILED
+    return asyncio.run(RoleHost(job, sock).run())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ connects to it, and ends it with its runtime.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from pentad.core.errors import InfraFailure
 from pentad.runtime import wire
+from pentad.runtime.report import tail
 
 BEAT_S = 0.5
 """How often a role process shows that it runs, with its stats."""
@@ -24,6 +26,7 @@ CONNECT_S = 120.0
 LAST_WORDS_S = 2.0
 """A process that does not answer any more is given so long to end, and to say why."""
 POLL_S = 0.05
+LOG_LINES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,34 +55,47 @@ class RoleSpec:
     """Variables set over the inherited ones."""
 
 
-class RoleProcess(Protocol):
+class RoleProcess(ABC):
     """A process that was started for a spec."""
 
-    name: str
     address: tuple[str, int]
-    generation: int
-    token: str
+
+    def __init__(self, spec: RoleSpec, token: str) -> None:
+        self.name = spec.name
+        self.generation = spec.generation
+        self.token = token
+        self.log = spec.log
+        self.has_ended = False
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal such as SIGSTOP halted it, as far as that can be seen from here."""
-        ...
+        return False
 
+    @abstractmethod
     def ended(self) -> str | None:
         """How it ended, in words; None while it runs."""
-        ...
 
     def poll(self) -> str | None:
         """The same, with the last lines of its log."""
-        ...
+        if (ended := self.ended()) is None:
+            return None
+        lines = " | ".join(tail(self.log, LOG_LINES))
+        return ended + (f"; the last lines of {self.log}: {lines}" if lines else "")
 
     def kill(self) -> None:
         """Ends it and everything it started, at once; returns when it is gone."""
-        ...
+        if not self.has_ended:
+            self.has_ended = True
+            self.end()
 
+    @abstractmethod
+    def end(self) -> None:
+        """Once, by `kill`."""
+
+    @abstractmethod
     def stacks(self) -> None:
         """Has it write the stacks of its threads to its log."""
-        ...
 
 
 class Runtime(Protocol):

@@ -13,7 +13,7 @@ SAME_S = 0.1
 """`timeout` and others send a signal to a process and then to its group: so soon it is the same."""
 
 
-def heeded() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Not those the starter has us ignore, as nohup does SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
@@ -22,29 +22,30 @@ class Repeats:
     """Tells a signal that was sent twice from a second one."""
 
     def __init__(self) -> None:
-        self.heard_at: dict[int, float] = {}
+        self.sent_at: dict[int, float] = {}
 
     def __call__(self, number: int) -> bool:
-        now, before = time.monotonic(), self.heard_at.get(number)
-        self.heard_at[number] = now
+        now, before = time.monotonic(), self.sent_at.get(number)
+        self.sent_at[number] = now
         return before is not None and now - before < SAME_S
 
 
 @contextmanager
-def hearing(stop: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Has `stop` called for every signal that is heeded; only the main thread hears."""
+def handling_signals(
+    stop: Callable[[int, FrameType | None], None] | signal.Handlers,
+) -> Iterator[None]:
+    """Has `stop` called for every handled signal, once where it is sent twice; signals reach only
+    the main thread."""
     before: dict[signal.Signals, object] = {}
     is_repeat = Repeats()
-    if callable(stop):
-        heard = stop
 
-        def stop(number: int, frame: FrameType | None) -> None:
-            if not is_repeat(number):
-                heard(number, frame)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if callable(stop) and not is_repeat(number):
+            stop(number, frame)
 
-    for number in heeded():
+    for number in handled_signals():
         try:
-            before[number] = signal.signal(number, stop)
+            before[number] = signal.signal(number, handle if callable(stop) else stop)
         except ValueError:  # not the main thread: the caller handles signals
             continue
     try:

@@ -127,6 +127,6 @@ def submit(path: Path) -> str | None:
         return None
     done = subprocess.run([program, str(path)], capture_output=True, text=True)
     if done.returncode:
-        told = (done.stderr or done.stdout).strip()
-        raise RunError(f"sbatch refused {path} (exit {done.returncode}): {told}")
+        said = (done.stderr or done.stdout).strip()
+        raise RunError(f"sbatch refused {path} (exit {done.returncode}): {said}")
     return done.stdout.strip()

@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from pentad.runtime.process import RankProcess
+from pentad.runtime.process import FAILED, RankProcess, die_with_parent
 from pentad.runtime.role_host import run_job
 from pentad.runtime.standby import stand_in
-from pentad.runtime.worker import FAILED, die_with_parent
 
 
 @dataclass(frozen=True, slots=True)

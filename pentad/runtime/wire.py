@@ -185,10 +185,10 @@ class Connection:
         return self._refuse(items[0], reason)
 
     def _refuse(self, item: dict[str, Any], reason: str) -> list[bytes | memoryview]:
-        """In place of an item that cannot be sent: its caller hears why."""
+        """In place of an item that cannot be sent: the caller gets the reason."""
         if "answer" in item:
-            told = describe_error(RunError(f"the answer cannot be sent: {reason}"))
-            return pack(self.generation, [{"error": item["answer"], "told": told}])
+            described = describe_error(RunError(f"the answer cannot be sent: {reason}"))
+            return pack(self.generation, [{"error": item["answer"], "reason": described}])
         future = self.pending.get(item.get("call", -1))
         if future is not None and not future.done():
             future.set_exception(RunError(f"{self.name}: {item['method']}: {reason}"))
@@ -214,9 +214,9 @@ class Connection:
 
     async def _refuse_generation(self, generation: int, items: list[dict[str, Any]]) -> None:
         why = f"a message of generation {generation} is refused: this end has {self.generation}"
-        told = describe_error(InfraFailure(why))
-        answers = [{"error": item["call"], "told": told} for item in items if "call" in item]
-        if answers:  # as the other end would have it, so that its caller hears the reason
+        described = describe_error(InfraFailure(why))
+        answers = [{"error": item["call"], "reason": described} for item in items if "call" in item]
+        if answers:  # as the other end would have it, so that its caller gets the reason
             self.writer.writelines(pack(generation, answers))
         self._lose(why)
 
@@ -242,15 +242,15 @@ class Connection:
         if "answer" in item:
             future.set_result(item["value"])
         else:
-            future.set_exception(revive_error(self.name, item["told"]))
+            future.set_exception(revive_error(self.name, item["reason"]))
 
     def _start(self, number: int, method: str, arguments: dict[str, Any]) -> None:
         if number in self.running:
             raise BadFrame(f"gives the number {number} to two calls")
         if self.serve is None or len(self.running) >= MAX_CALLS:
             rule = "serves no calls" if self.serve is None else f"has {MAX_CALLS} calls under way"
-            told = describe_error(InfraFailure(f"{method} is refused: this end {rule}"))
-            self._post({"error": number, "told": told})
+            described = describe_error(InfraFailure(f"{method} is refused: this end {rule}"))
+            self._post({"error": number, "reason": described})
             return
         task = asyncio.create_task(self._answer(number, self.serve, method, arguments))
         self.running[number] = task
@@ -263,7 +263,7 @@ class Connection:
             self._post({"answer": number, "value": await serve(method, arguments)})
         except asyncio.CancelledError:
             if not self.lost.done():
-                self._post({"error": number, "told": describe_error(InfraFailure("cancelled"))})
+                self._post({"error": number, "reason": describe_error(InfraFailure("cancelled"))})
             raise
         except Exception as error:
             if type(error).__name__ not in PLAIN and not isinstance(error, UserError | DataFailure):
@@ -271,7 +271,7 @@ class Connection:
                     "%s failed", method
                 )  # a fault of ours: where it is stands in this log
             if not self.lost.done():
-                self._post({"error": number, "told": describe_error(error)})
+                self._post({"error": number, "reason": describe_error(error)})
 
     async def _listen(self, patience_s: float) -> None:
         while True:
@@ -329,8 +329,8 @@ async def connect(
     except TimeoutError:
         raise InfraFailure(f"{name}: {host}:{port} did not answer in {timeout_s:g} s") from None
     except (OSError, EOFError) as error:
-        told = str(error) if isinstance(error, OSError) else "it ended the connection"
-        raise InfraFailure(f"{name}: no connection to {host}:{port} ({told})") from error
+        why = str(error) if isinstance(error, OSError) else "it ended the connection"
+        raise InfraFailure(f"{name}: no connection to {host}:{port} ({why})") from error
     return Connection(
         name, reader, writer, generation, serve=serve, on_event=on_event, patience_s=patience_s
     )

@@ -214,7 +214,7 @@ class ReplicaSampler:
         await self.remote.health()
 
     def stats(self) -> dict[str, float]:
-        """Raises what ended the replica for good: whoever watches the run hears it here."""
+        """Raises what ended the replica for good: whoever watches the run gets it here."""
         if self.failure is not None:
             raise self.failure
         now = self.remote.stats() if self.remote is not None else dict.fromkeys(NO_STATS, 0.0)

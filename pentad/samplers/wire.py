@@ -120,8 +120,8 @@ class Wire:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            told = " ".join(text[:40].split())
-            raise InfraFailure(f"{self.where}: {path} answered no JSON ({told!r})") from error
+            quoted = " ".join(text[:40].split())
+            raise InfraFailure(f"{self.where}: {path} answered no JSON ({quoted!r})") from error
 
 
 async def joined_text(pieces: AsyncIterator[bytes]) -> str:

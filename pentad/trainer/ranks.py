@@ -32,6 +32,7 @@ from pentad.config.rules.start import cache_problems, process_problems, unbuilt_
 from pentad.config.schema import Config
 from pentad.core.device import pick_device, unsettle
 from pentad.core.errors import Problem, RunError, Transient, UserError
+from pentad.core.specs import load
 from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
 from pentad.runtime.group_calls import GroupSettings, RankGroup
@@ -42,7 +43,6 @@ from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
 from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
-from pentad.runtime.worker import load_target
 from pentad.telemetry.log import log_to
 from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_thread import Calls
@@ -298,8 +298,7 @@ def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankS
     """The service of one rank, in its process."""
     config = Config.model_validate(given["config"])
     register_models(config)
-    make: Any = load_target(given["service"])
-    service: RankService = make(config, rank, device)
+    service: RankService = load(given["service"])(config, rank, device)
     return service
 
 

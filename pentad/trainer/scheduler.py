@@ -30,8 +30,8 @@ from typing import Protocol
 
 from pentad.core.errors import RunError, Transient, UserError, first_cause
 from pentad.runtime.awake import awake_s
+from pentad.runtime.process import frame_of
 from pentad.runtime.rank import pulse
-from pentad.runtime.worker import frame_of
 from pentad.trainer.state import RunState
 from pentad.trainer.stopping import stop_on_signals
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from pentad.core.errors import Interrupted, RunError, Stopped
-from pentad.runtime.signals import Repeats, hearing, heeded
+from pentad.runtime.signals import Repeats, handled_signals, handling_signals
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def stop_early(standing: Standing) -> Iterator[None]:
         raise StoppedEarly(signal.Signals(number).name)
 
     try:
-        with hearing(stop):
+        with handling_signals(stop):
             yield
     except StoppedEarly as early:
         raise too_early(str(early), standing) from None
@@ -87,7 +87,7 @@ def stop_flag() -> Iterator[StopFlag]:
             raise KeyboardInterrupt
         flag.reason = signal.Signals(number).name
 
-    with hearing(stop):
+    with handling_signals(stop):
         yield flag
 
 
@@ -108,7 +108,7 @@ def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         request_stop(number.name)
 
     before: dict[signal.Signals, object] = {}
-    for number in heeded():
+    for number in handled_signals():
         handler = signal.getsignal(number)
         try:
             loop.add_signal_handler(number, stop, number)

@@ -102,8 +102,8 @@ def test_bad_input_met_in_the_middle_does_not_claim_that_nothing_was_started(lab
 def test_signals_that_the_starter_ignores_stay_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        assert signal.SIGHUP not in signals.heeded()
+        assert signal.SIGHUP not in signals.handled_signals()
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signal.SIGHUP in signals.heeded()
+        assert signal.SIGHUP in signals.handled_signals()
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -12,8 +12,8 @@ import pytest
 from pentad.runtime import report, standby
 from pentad.runtime.local_roles import COMMAND
 from pentad.runtime.pace import STEPS, Pace, WaitMeter
+from pentad.runtime.process import frame_of
 from pentad.runtime.standby import StandbyPool
-from pentad.runtime.worker import frame_of
 
 pytestmark = pytest.mark.usefixtures("started_cold")
 
