@@ -4,11 +4,12 @@ experts, and the weights behind each token.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,13 +18,16 @@ import numpy as np
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
+from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import FinishReason, Generation, SamplingParams
 from pentad.infer.sequence import filled
 from pentad.samplers.process import ROUTES_FLAG, ServerSettings
+from pentad.samplers.weight_proof import prove
 from pentad.samplers.wire import Wire
+from pentad.sync.deltas import ChangedOnly
 
 LOGPROB_ROUNDING = 1e-3
 """A log-prob above 0 by at most this is a sure token in low precision, more is an error."""
@@ -76,7 +80,7 @@ class Dialect:
     under way while its weights are replaced: calls are cut, and the rest is requested after."""
 
     settings: ServerSettings
-    """Of a server whose weights are replaced."""
+    """Of a `LoadingDialect`."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -169,6 +173,38 @@ class Dialect:
     def _check_error(self, path: str, answer: Any) -> None:
         if isinstance(answer, dict) and "error" in answer:
             raise InfraFailure(f"{self.where}: {path} failed ({answer['error']})")
+
+
+class LoadingDialect(Dialect):
+    """A server whose weights are replaced. Every install is proven that sent a part of them, and
+    of the others the first and every n-th."""
+
+    def __init__(
+        self, wire: Wire, settings: ServerSettings, dtype: str, *, is_comparable: bool
+    ) -> None:
+        """`dtype`: what the server holds weights in; `is_comparable`: whether what it holds can be
+        compared with what is published."""
+        super().__init__(wire)
+        self.settings = settings
+        self.dtype = dtype
+        self.is_comparable = is_comparable
+        self.num_loads = 0
+        by_disk = settings.transport == "disk" and settings.weight_deltas
+        self.changed = ChangedOnly(by_disk and is_comparable, self.version_label)
+
+    async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
+        """Checksums of the tensors as the server holds them, by its names, and what makes one."""
+        raise NotImplementedError
+
+    async def _prove_if_due(self, weights: Pairs, *, is_part: bool) -> None:
+        """Raises InfraFailure unless the server holds what was published."""
+        every = self.settings.check_weights_every
+        is_due = self.num_loads % every == 0 if every else self.num_loads == 0
+        if self.is_comparable and (is_part or is_due):
+            held, checksum = await self.held()
+            dtype = DTYPES.get(self.dtype, weights[0][1].dtype)
+            await asyncio.to_thread(prove, self.where, held, weights, dtype, checksum)
+        self.num_loads += 1
 
 
 def check_context(where: str, found: int, settings: ServerSettings, flag: str) -> None:

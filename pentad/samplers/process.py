@@ -21,6 +21,7 @@ import pentad
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.runtime.environment import visible_devices
+from pentad.runtime.report import tail
 from pentad.samplers.wire import Wire
 
 ROUTES_FLAG = "--enable-return-routed-experts"
@@ -119,8 +120,7 @@ class ServerProcess:
         """A server writes none."""
 
     def tail(self) -> str:
-        lines = self.log_file.read_text(errors="replace").splitlines()
-        return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+        return " | ".join(line.strip() for line in tail(self.log_file, TAIL_LINES))
 
     async def wait_ready(self, probe: Callable[[], Awaitable[None]], timeout_s: float) -> None:
         """Until `probe` raises no InfraFailure."""

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,6 @@ CONTEXT_SLACK = 8
 """Servers may end an answer so many tokens before the context is full."""
 
 
-@dataclass(slots=True)
-class ServerRequest:
-    """A request under way."""
-
-    calls: dict[str, asyncio.Task[Generation]]
-
-
 class ServerSampler:
     """Continues prompts on a server; `process` is given when this run started it."""
 
@@ -91,7 +84,8 @@ class ServerSampler:
             can_decode="stop_strings" in dialect.capabilities,
         )
         self.name = uuid.uuid4().hex[:8]  # ids must not meet those of another run
-        self.open: dict[str, ServerRequest] = {}
+        self.open: dict[str, dict[str, asyncio.Task[Generation]]] = {}
+        """Requests under way: the calls of each, by their names."""
         self.may_send = asyncio.Event()
         self.may_send.set()
         self.updating = asyncio.Lock()
@@ -101,17 +95,13 @@ class ServerSampler:
         self.is_closed = False
         self.doubt: str | None = None
         """Why nobody knows what weights the server holds."""
-        self._version = version
+        self.version = version
         self.in_flight: set[str] = set()
         """Calls that the server has."""
         self.interrupted: dict[str, bool] = {}
         """Those of them that it was made to drop, and whether what they drew is kept."""
         self.num_drawn = self.num_installs = self.num_received = 0
         self.expected: tuple[Any, Any] | None = None
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def generate(self, request: Request, on_token: OnToken | None = None) -> list[Generation]:
         self._check_serving()
@@ -120,36 +110,32 @@ class ServerSampler:
         if request.id in self.open:
             rule = "a request of this id is under way"
             raise UserError(Problem(f"request {request.id}", rule, "name it anew"))
-        calls = {f"{self.name}-{request.id}-{index}.": index for index in range(len(request.seeds))}
-        entry = ServerRequest(
-            {
-                name: asyncio.create_task(self._continue(request, index, name, on_token))
-                for name, index in calls.items()
-            }
-        )
-        self.open[request.id] = entry
+        names = [f"{self.name}-{request.id}-{index}." for index in range(len(request.seeds))]
+        calls = self.open[request.id] = {
+            name: asyncio.create_task(self._continue(request, index, name, on_token))
+            for index, name in enumerate(names)
+        }
         try:
-            return list(await asyncio.gather(*entry.calls.values()))
+            return list(await asyncio.gather(*calls.values()))
         except asyncio.CancelledError:
             if self.is_closed and not is_cancelled():
                 raise RunError("the sampler was closed") from None
             raise
         finally:
             del self.open[request.id]
-            for task in entry.calls.values():
+            for task in calls.values():
                 task.cancel()  # closing its connection ends the work, too
-            await asyncio.gather(*entry.calls.values(), return_exceptions=True)
+            await asyncio.gather(*calls.values(), return_exceptions=True)
 
     async def abort(self, request_id: str) -> None:
-        entry = self.open.get(request_id)
-        if entry is None:
+        calls = self.open.get(request_id)
+        if calls is None:
             return
-        for name in entry.calls:
+        for name in calls:
             self.interrupted.pop(name, None)
-        is_answered = await self.dialect.abort(list(entry.calls))
-        patience = ABORT_PATIENCE_S if is_answered else 0.0
-        await asyncio.wait(entry.calls.values(), timeout=patience)
-        for task in entry.calls.values():
+        is_answered = await self.dialect.abort(list(calls))
+        await asyncio.wait(calls.values(), timeout=ABORT_PATIENCE_S if is_answered else 0.0)
+        for task in calls.values():
             task.cancel("aborted")
 
     async def pause(self) -> None:
@@ -168,7 +154,7 @@ class ServerSampler:
 
     async def rewind(self) -> None:
         self._check_open()
-        self._version = -1
+        self.version = -1
 
     async def install(self, version: int, weights: NamedTensors) -> Installed:
         """Refused before anything changes if a tensor is missing, unknown, misshapen or twice.
@@ -214,7 +200,7 @@ class ServerSampler:
         if not is_still:
             await self.dialect.pause()
         receipt = await self.dialect.load(version, pairs)
-        self._version = version
+        self.version = version
         if not is_still:
             await self.dialect.resume()
         seconds = time.monotonic() - began
@@ -275,7 +261,7 @@ class ServerSampler:
             )
 
     def stats(self) -> dict[str, float]:
-        running = sum(not t.done() for entry in self.open.values() for t in entry.calls.values())
+        running = sum(not t.done() for calls in self.open.values() for t in calls.values())
         return {
             "tokens_drawn": self.num_drawn,
             "installs": self.num_installs,
@@ -288,8 +274,8 @@ class ServerSampler:
         if self.is_closed:
             return
         self.is_closed = True
-        for entry in self.open.values():
-            for task in entry.calls.values():
+        for calls in self.open.values():
+            for task in calls.values():
                 task.cancel()
         await self.dialect.close()
         if self.process is not None:

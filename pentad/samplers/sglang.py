@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
+from torch import Tensor
 
-from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed
 from pentad.core.seeds import derive_seed
@@ -32,7 +32,7 @@ from pentad.samplers.dialect import (
     CUTS,
     MEMORIES,
     Call,
-    Dialect,
+    LoadingDialect,
     Pairs,
     VersionSpan,
     check_context,
@@ -45,9 +45,9 @@ from pentad.samplers.dialect import (
 )
 from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
 from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
-from pentad.samplers.weight_proof import is_due, prove, sglang_checksum
+from pentad.samplers.weight_proof import sglang_checksum
 from pentad.samplers.wire import Wire
-from pentad.sync.deltas import ChangedOnly, size_of
+from pentad.sync.deltas import size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.transport import in_buckets, own_host, packed, together, write_weights
 
@@ -113,36 +113,36 @@ class Checksums(Done):
     ranks: list[RankChecksums] = []
 
 
-class Sglang(Dialect):
+class Sglang(LoadingDialect):
     """The dialect of SGLang, spoken to one server. Its log-probs are those after temperature,
     before top-k and top-p, as ours."""
 
     loses_requests_asleep = True
 
     def __init__(self, wire: Wire, settings: ServerSettings, about: ServerInfo) -> None:
-        super().__init__(wire)
-        self.settings = settings
+        # Shards have no checksums to compare.
+        is_one = about.tp_size * about.pp_size == 1
+        super().__init__(wire, settings, about.dtype, is_comparable=is_one)
         self.about = about
         self.reprefill = settings.on_update == "reprefill"
         self.tells_versions = release(about.version) >= TELLS_VERSIONS
         self.group: BroadcastGroup | None = None
         self.group_name = ""
-        self.num_loads = 0
         self.num_sent = 0
         self.rids: dict[str, str] = {}
         """Calls under way, and what the server knows each as. No name is used twice: two seconds
         after a stream has ended SGLang aborts whatever has its name."""
-        by_disk = settings.transport == "disk" and settings.weight_deltas
-        is_one = about.tp_size * about.pp_size == 1
-        self.changed = ChangedOnly(by_disk and is_one, self.version_label)
         self.ended_by: dict[str, int] = {}
         """Calls that ended at an id that ends no answer."""
-        can = {"pause", "abort"}
-        can |= {"sleep"} if about.enable_memory_saver else set()
-        can |= {"seeds"} if about.enable_deterministic_inference else set()
-        can |= set() if about.skip_tokenizer_init else {"stop_strings"}
-        can |= {"routes"} if settings.record_routes else set()
-        self.capabilities = frozenset(can)
+        can = {
+            "pause": True,
+            "abort": True,
+            "sleep": about.enable_memory_saver,
+            "seeds": about.enable_deterministic_inference,
+            "stop_strings": not about.skip_tokenizer_init,
+            "routes": settings.record_routes,
+        }
+        self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
 
     async def generate(self, call: Call) -> Generation:
         """With ids that end an answer SGLang ends it at the model's own end of text too: the rest
@@ -236,26 +236,18 @@ class Sglang(Dialect):
             await self._by_tensors(weights, last)
         # Afterwards, so that tensors which changed on the way are found.
         digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
-        if len(part) < len(weights) or is_due(self.num_loads, self.settings.check_weights_every):
-            await self._prove(weights)
-        self.num_loads += 1
+        await self._prove_if_due(weights, is_part=len(part) < len(weights))
         self.changed.keep(version)
-        sent = size_of(part)
-        return Installed(version, len(weights), digest, num_bytes=sent)
+        return Installed(version, len(weights), digest, num_bytes=size_of(part))
 
-    async def _prove(self, weights: Pairs) -> None:
-        """Compares the checksums of all tensors as they are held. Shards have none to compare."""
-        if self.about.tp_size * self.about.pp_size > 1:
-            return
+    async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
         path, body = "/weights_checker", {"action": "checksum"}
         answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
         found = self.wire.read(path, Checksums, answer)
         if not found.success or len(found.ranks) != 1:
             raise InfraFailure(f"{self.where}: {path} failed ({found.message})")
-        held, on_gpu = found.ranks[0].checksums, self.about.device != "cpu"
-        dtype = DTYPES.get(self.about.dtype, weights[0][1].dtype)
-        checksum = partial(sglang_checksum, on_gpu=on_gpu)
-        await asyncio.to_thread(prove, self.where, held, weights, dtype, checksum)
+        on_gpu = self.about.device != "cpu"
+        return found.ranks[0].checksums, partial(sglang_checksum, on_gpu=on_gpu)
 
     async def _by_disk(self, weights: Pairs, last: dict[str, Any]) -> None:
         folder = self.settings.transfer_folder / f"pentad-weights-{id(weights):x}"

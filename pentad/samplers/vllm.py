@@ -7,17 +7,15 @@ its prefix cache while requests that keep their cache are under way.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
-from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import Generation, SamplingParams
@@ -25,7 +23,7 @@ from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
     CUTS,
     Call,
-    Dialect,
+    LoadingDialect,
     Pairs,
     VersionSpan,
     check_context,
@@ -38,9 +36,8 @@ from pentad.samplers.dialect import (
 )
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
 from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
-from pentad.samplers.weight_proof import is_due, prove
 from pentad.samplers.wire import Wire
-from pentad.sync.deltas import ChangedOnly, size_of
+from pentad.sync.deltas import size_of
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 log = logging.getLogger(__name__)
@@ -111,34 +108,34 @@ def entry_of(tensor: Tensor) -> str:
     return digest_of([("", tensor)]).entries[""]
 
 
-class Vllm(Dialect):
+class Vllm(LoadingDialect):
     """The dialect of vLLM, spoken to one server."""
 
     def __init__(
         self, wire: Wire, transport: Transport, settings: ServerSettings, about: ServerAbout
     ) -> None:
-        super().__init__(wire)
+        dtype = about.model.dtype.removeprefix("torch.")
+        super().__init__(wire, settings, dtype, is_comparable=about.is_comparable)
         self.transport = transport
-        self.settings = settings
-        self.num_loads = 0
         self.about = about
-        by_disk = settings.transport == "disk" and settings.weight_deltas
-        self.changed = ChangedOnly(by_disk and about.is_comparable, self.version_label)
         self.tells_versions = about.tells_versions
         self.loses_requests_asleep = not about.tells_versions
-        can = {"pause", "abort", "seeds"}
-        can |= {"sleep"} if about.can_sleep else set()
-        can |= {"stop_strings"} if about.can_decode else set()
-        can |= {"routes"} if settings.record_routes else set()
-        self.capabilities = frozenset(can)
+        can = {
+            **dict.fromkeys(("pause", "abort", "seeds"), True),
+            "sleep": about.model.enable_sleep_mode and about.device.device != "cpu",
+            "stop_strings": not about.model.skip_tokenizer_init,
+            "routes": settings.record_routes,
+        }
+        self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
 
     def check(self, params: SamplingParams) -> None:
         if 0 < params.temperature < MIN_TEMPERATURE:
             rule = f"vLLM samples at no temperature between 0 and {MIN_TEMPERATURE}"
             raise UserError(Problem(f"temperature = {params.temperature}", rule))
-        if self.about.logprobs_mode != "processed_logprobs" and params.temperature not in (0, 1):
+        mode = self.about.model.logprobs_mode
+        if mode != "processed_logprobs" and params.temperature not in (0, 1):
             rule = (
-                f"{self.where} runs with --logprobs-mode {self.about.logprobs_mode}, and its "
+                f"{self.where} runs with --logprobs-mode {mode}, and its "
                 "log-probs are those at temperature 1"
             )
             where = f"temperature = {params.temperature}"
@@ -209,9 +206,7 @@ class Vllm(Dialect):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
         if is_part and first.digest != self.changed.digest_of_part(part):
             raise InfraFailure(f"{self.where}: other weights arrived than those that changed")
-        if is_part or is_due(self.num_loads, self.settings.check_weights_every):
-            await self._prove(weights)
-        self.num_loads += 1
+        await self._prove_if_due(weights, is_part=is_part)
         drop = "true" if self.settings.on_update == "reprefill" else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
         if self.tells_versions:
@@ -224,16 +219,9 @@ class Vllm(Dialect):
             return Installed(version, len(weights), self.changed.digest.hex(), num_bytes=sent)
         return Installed(version, first.num_tensors, first.digest, num_bytes=sent)
 
-    async def _prove(self, weights: Pairs) -> None:
-        """Compares all tensors as they are held. Shards, and what a CPU holds packed for its
-        kernels, are known only by the digest of what arrived."""
-        if not self.about.is_comparable:
-            return
-        held = self.wire.read(
-            "/collective_rpc", HeldTensors, (await self.call_workers("pentad_held"))[0]
-        )
-        dtype = DTYPES.get(self.about.dtype, weights[0][1].dtype)
-        await asyncio.to_thread(prove, self.where, held.held, weights, dtype, entry_of)
+    async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
+        (answer, *_) = await self.call_workers("pentad_held")
+        return self.wire.read("/collective_rpc", HeldTensors, answer).held, entry_of
 
     async def call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Calls a method of the extension in all workers."""
@@ -293,26 +281,20 @@ class DeviceAbout(BaseModel):
     device: str
 
 
-class ConfigAbout(BaseModel):
+class ServerAbout(BaseModel):
+    """What a server says of itself."""
+
     model_config = {"protected_namespaces": ()}
     model: ModelAbout
     parallel: ParallelAbout
     device: DeviceAbout
-
-
-class ServerAbout(BaseModel):
-    """What a server says of itself."""
-
-    logprobs_mode: str
-    max_context: int
-    num_workers: int
-    can_sleep: bool
-    can_decode: bool
     tells_versions: bool
-    tells_routes: bool
-    dtype: str
-    is_comparable: bool
-    """Whether its parameters can be compared with what is published."""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Shards, and what a CPU holds packed for its kernels, are known only by the digest of what
+        arrived."""
+        return self.device.device != "cpu" and self.parallel.world_size == 1
 
 
 async def probe(wire: Wire, where: str) -> ServerAbout:
@@ -333,22 +315,13 @@ async def probe(wire: Wire, where: str) -> ServerAbout:
         raise UserError(Problem(where, "its weights cannot be replaced", remedy)) from failure
     config = answer.get("vllm_config", {}) if isinstance(answer, dict) else {}
     parts = {name: config.get(f"{name}_config") for name in ("model", "parallel", "device")}
-    about = wire.read("/server_info", ConfigAbout, parts)
+    parts["tells_versions"] = number >= TELLS_VERSIONS
+    about = wire.read("/server_info", ServerAbout, parts)
     if about.parallel.worker_extension_cls != EXTENSION:
         rule = "its workers cannot receive weights"
         raise UserError(Problem(where, rule, f"start it with --worker-extension-cls {EXTENSION}"))
     await check_token_endpoint(wire, where)
-    return ServerAbout(
-        logprobs_mode=about.model.logprobs_mode,
-        max_context=about.model.max_model_len,
-        num_workers=about.parallel.world_size,
-        can_sleep=about.model.enable_sleep_mode and about.device.device != "cpu",
-        can_decode=not about.model.skip_tokenizer_init,
-        tells_versions=number >= TELLS_VERSIONS,
-        tells_routes=about.model.enable_return_routed_experts,
-        dtype=about.model.dtype.removeprefix("torch."),
-        is_comparable=about.device.device != "cpu" and about.parallel.world_size == 1,
-    )
+    return about
 
 
 async def check_token_endpoint(wire: Wire, where: str) -> None:
@@ -367,9 +340,9 @@ async def attach(
 ) -> ServerSampler:
     async def open_dialect(wire: Wire, where: str) -> Vllm:
         about = await probe(wire, where)
-        check_context(where, about.max_context, settings, "--max-model-len")
-        check_routes(where, settings, about.tells_routes)
-        transport = transport_of(settings, address, about.num_workers)
+        check_context(where, about.model.max_model_len, settings, "--max-model-len")
+        check_routes(where, settings, about.model.enable_return_routed_experts)
+        transport = transport_of(settings, address, about.parallel.world_size)
         dialect = Vllm(wire, transport, settings, about)
         (worker, *_) = await dialect.call_workers("pentad_about")
         if worker["protocol"] != PROTOCOL:

@@ -24,11 +24,6 @@ VOCAB_MULTIPLE = 64
 Pairs = Sequence[tuple[str, Tensor]]
 
 
-def is_due(num_loads: int, every: int) -> bool:
-    """Whether the install after `num_loads` others is proven: the first, and every n-th."""
-    return num_loads % every == 0 if every else num_loads == 0
-
-
 def prove(
     where: str,
     held: Mapping[str, str],

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -39,15 +39,16 @@ DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device."""
 
 
-class Transport(Protocol):
+class Transport:
     async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         """`is_part`: other modules keep the weights they have, which a file alone can say."""
-        ...
+        raise NotImplementedError
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Nothing is held open between two sends."""
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """One safetensors file in a folder that the server sees too, gone after the install."""
 
     def __init__(self, folder: Path) -> None:
@@ -61,9 +62,6 @@ class DiskTransport:
         finally:
             path.unlink(missing_ok=True)
 
-    async def close(self) -> None:
-        pass
-
 
 def write_weights(path: Path, weights: Pairs) -> None:
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights}
@@ -74,7 +72,7 @@ def write_weights(path: Path, weights: Pairs) -> None:
         raise InfraFailure(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-class Broadcast:
+class Broadcast(Transport):
     """A group of this process and all workers: gloo for tensors in memory, NCCL on GPUs.
 
     The sender is rank 0. The group is made at the first send and made anew after a failure.
@@ -139,7 +137,7 @@ def own_host(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class CudaIpc:
+class CudaIpc(Transport):
     """Handles of tensors on the GPU that the worker uses too, known by the GPU's UUID.
 
     The two processes may count GPUs differently (CUDA_VISIBLE_DEVICES). Tensors stay alive until
@@ -152,15 +150,11 @@ class CudaIpc:
         kept = []
         for name, tensor in weights:
             kept.append(tensor.detach().contiguous())
-            device = str(torch.cuda.get_device_properties(tensor.device).uuid)
             _, arguments = reduce_tensor(kept[-1])
             handle = base64.b64encode(pickle.dumps(arguments)).decode()
-            handles.setdefault(device, {})[name] = handle
+            handles.setdefault(gpu_uuid(tensor.device), {})[name] = handle
         torch.cuda.synchronize()
         return await ask("pentad_open", json.dumps(handles))
-
-    async def close(self) -> None:
-        pass
 
 
 # For SGLang, which takes pickles.
