@@ -12,8 +12,8 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pentad.rewards.confine import PR_SET_PDEATHSIG, Limits, prctl
 
@@ -36,39 +36,32 @@ AMOUNTS = {"threads", "total size of files"}
 """Without these a job reaches nothing that it should not: a pool warns, and goes on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bait:
-    """Things outside of a job that it must not reach."""
-
-    file: str
-    port: int
-
-
 @contextlib.contextmanager
-def bait(folder: str) -> Iterator[Bait]:
-    """A file that anybody may read and write, and a port that listens."""
+def bait(folder: str) -> Iterator[dict[str, Any]]:
+    """Things outside of a job that it must not reach, as arguments of `missing`: a file that
+    anybody may read and write, and a port that listens."""
     descriptor, file = tempfile.mkstemp(dir=folder)
     os.fchmod(descriptor, 0o666)
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            yield Bait(file, listener.getsockname()[1])
+            yield {"file": file, "port": listener.getsockname()[1]}
     finally:
         os.close(descriptor)
         Path(file).unlink()
 
 
-def missing(limits: Limits, target: Bait) -> list[str]:
+def missing(limits: Limits, file: str, port: int) -> list[str]:
     """The protections that do not hold in this process, as keys of MEANING."""
     if limits.allow_processes:
         return []
     attempts: dict[str, Callable[[], object]] = {"processes": _fork}
     if limits.isolate:
         attempts |= {
-            "network": lambda: socket.create_connection(("127.0.0.1", target.port), 1.0),
+            "network": lambda: socket.create_connection(("127.0.0.1", port), 1.0),
             "isolation from other processes": _signal_parent,
             "ending with its worker": lambda: prctl(PR_SET_PDEATHSIG, 0),
-            "reading files": Path(target.file).read_text,
-            "writing files": lambda: os.truncate(target.file, 0),
+            "reading files": Path(file).read_text,
+            "writing files": lambda: os.truncate(file, 0),
             "memory": lambda: os.memfd_create("more"),
             "threads": lambda: _start_threads(limits.max_threads + 1),
             "total size of files": lambda: _fill(limits.max_file_bytes),

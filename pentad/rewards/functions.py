@@ -21,7 +21,7 @@ from pentad.core.specs import absolute
 from pentad.core.types import Prompt, Sample
 from pentad.rewards import code_tests, verifiers
 from pentad.rewards.calls import BATCH, EACH
-from pentad.rewards.sandbox import JobFailed, Sandbox, Signature
+from pentad.rewards.sandbox import JobFailed, Sandbox
 
 PARAMETERS = {
     "completion": "the sampled text",
@@ -81,12 +81,13 @@ class Takes:
 COMPARES = Takes(frozenset({"completion", "answer"}), frozenset({"completion", "answer"}))
 
 
-def read_signature(fn: str, signature: Signature) -> Takes:
-    """What the function takes. Raises UserError if it can see no completion."""
-    names = {*signature.required, *signature.optional}
-    is_batched = "completions" in names
-    takes = Takes(frozenset(names), frozenset(signature.required), is_batched, signature.takes_any)
-    positional = [name for name in signature.required if name.endswith("(positional only)")]
+def read_signature(fn: str, signature: Mapping[str, Any]) -> Takes:
+    """What the function takes, from `core.specs.describe`. Raises UserError if it can see no
+    completion."""
+    required = frozenset(signature["required"])
+    names = required | {*signature["optional"]}
+    takes = Takes(names, required, "completions" in names, signature["takes_any"])
+    positional = [n for n in signature["required"] if n.endswith("(positional only)")]
     where = f"reward.fn = {fn}"
     if positional:
         remedy = "rewards are called by keyword"

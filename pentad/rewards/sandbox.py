@@ -54,16 +54,12 @@ class SandboxSettings(confine.Limits):
     """For starting a worker, the import of the reward's module included."""
 
     def __post_init__(self) -> None:
-        limits = (
-            ("num_workers", self.num_workers),
-            ("timeout_s", self.timeout_s),
-            ("start_timeout_s", self.start_timeout_s),
-            ("max_memory_bytes", self.max_memory_bytes),
-            ("max_file_bytes", self.max_file_bytes),
-            ("max_result_bytes", self.max_result_bytes),
-        )
+        sizes = ("max_memory_bytes", "max_file_bytes", "max_result_bytes")
+        limits = ("num_workers", "timeout_s", "start_timeout_s", *sizes)
         problems = [
-            Problem(f"{name} = {value}", "must be above 0") for name, value in limits if value <= 0
+            Problem(f"{name} = {getattr(self, name)}", "must be above 0")
+            for name in limits
+            if getattr(self, name) <= 0
         ]
         if self.isolate and self.allow_processes:
             rule = "isolated programs start none"
@@ -93,15 +89,6 @@ class JobFailed:
         return f"{self.kind}: {self.detail}"
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The parameters of a function, as read where it was imported."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
-    takes_any: bool
-
-
 class WorkerLost(Exception):
     """A worker that did not start, died, or answered what no worker answers."""
 
@@ -126,7 +113,7 @@ class Worker:
                 sys.executable,
                 "-c",
                 BOOT,
-                json.dumps({**config, "bait": dataclasses.asdict(bait)}),
+                json.dumps({**config, "bait": bait}),
                 json.dumps([path or str(Path.cwd()) for path in sys.path]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -254,8 +241,9 @@ class Sandbox:
         self.workers: list[Worker] = []
         self.chores: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> dict[str, Signature]:
-        """Starts one worker, to see that all is well; the others start when they are needed."""
+    async def start(self) -> dict[str, dict[str, Any]]:
+        """Starts one worker, to see that all is well; the others start when they are needed.
+        Returns what `core.specs.describe` says of each function, where it was imported."""
         check_platform()
         self.folder = str(self.cleaning.enter_context(scratch_folder(FOLDER_PREFIX)))
         for _ in range(self.settings.num_workers):
@@ -277,10 +265,7 @@ class Sandbox:
             raise
         for worker in reversed(self.workers):
             self.idle.put_nowait(worker)
-        return {
-            spec: Signature(tuple(d["required"]), tuple(d["optional"]), bool(d["takes_any"]))
-            for spec, d in said["described"].items()
-        }
+        return dict(said["described"])
 
     async def run(
         self,

@@ -94,7 +94,7 @@ def _prepare(job: dict[str, Any], limits: confine.Limits) -> None:
 
 def probe(limits: dict[str, Any], target: dict[str, Any]) -> list[str]:
     """A job that tries to break out; returns the protections that are missing."""
-    return breakout.missing(confine.Limits(**limits), breakout.Bait(**target))
+    return breakout.missing(confine.Limits(**limits), **target)
 
 
 def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> None:

@@ -42,22 +42,10 @@ class RankService(Protocol):
         ...
 
 
-class Channel:
-    """Calls from rank 0 to all others, in a process group of its own: there ranks wait for long."""
-
-    def __init__(self) -> None:
-        timeout = ANSWER if dist.get_rank() == 0 else PATIENCE
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def send(self, method: str, arguments: dict[str, Any]) -> None:
-        broadcast_value([method, arguments], self.group)
-
-    def receive(self) -> tuple[str, dict[str, Any]]:
-        try:
-            method, arguments = broadcast_value(None, self.group)
-        except RuntimeError as error:
-            raise RunError(f"connection closed: rank 0 is gone ({error})") from error
-        return method, arguments
+def group_of_calls() -> dist.ProcessGroup:
+    """Calls have a process group of their own: ranks wait long for the next one."""
+    timeout = ANSWER if dist.get_rank() == 0 else PATIENCE
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 class RankCalls:
@@ -74,21 +62,21 @@ class RankCalls:
         self.service = service
         self.is_leaving: Callable[[], bool] = bool
         self.rank = service.rank
-        self.channel = Channel() if self.rank.world > 1 else None
+        self.group = group_of_calls() if self.rank.world > 1 else None
         self.lock = threading.Lock()
         self.is_torn = False
         """Whether a call failed here: nobody knows then where the other ranks stand."""
 
     def call(self, method: str, **arguments: Any) -> Any:
         """Makes the call on all ranks, one at a time, from any thread; rank 0's answer."""
-        if self.channel is None:
+        if self.group is None:
             return getattr(self.service, method)(**arguments)
         with self.lock:
             if self.is_torn:
                 raise Transient("the ranks do not answer any more: a call failed before")
             with self.rank.calling():
                 try:
-                    self.channel.send(method, arguments)
+                    broadcast_value([method, arguments], self.group)
                     return getattr(self.service, method)(**arguments)
                 except BaseException as error:
                     is_mild = isinstance(error, OSError | RunError | UserError)
@@ -111,8 +99,8 @@ class RankCalls:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.channel is not None and not self.is_torn:
-            self.channel.send(STOP, {"is_whole": error is None})
+        if self.group is not None and not self.is_torn:
+            broadcast_value([STOP, {"is_whole": error is None}], self.group)
         self.service.close(is_failed=error is not None)
 
 
@@ -122,12 +110,15 @@ def serve(service: RankService) -> None:
     Signals that stop a run are rank 0's: one that reached all ranks would end some in mid call.
     """
     with handling_signals(signal.SIG_IGN):
-        _serve(Channel(), service)
+        _serve(group_of_calls(), service)
 
 
-def _serve(channel: Channel, service: RankService) -> None:
+def _serve(group: dist.ProcessGroup, service: RankService) -> None:
     while True:
-        method, arguments = channel.receive()
+        try:
+            method, arguments = broadcast_value(None, group)
+        except RuntimeError as error:
+            raise RunError(f"connection closed: rank 0 is gone ({error})") from error
         if method == STOP:
             is_whole = arguments["is_whole"]
             service.close(is_failed=not is_whole)

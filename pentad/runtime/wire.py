@@ -50,7 +50,8 @@ OnEvent = Callable[[str, Any], None]
 
 
 class Connection:
-    """One end of an open connection; both ends may call, if they serve.
+    """One end of an open connection: that which listens serves calls and emits events, the other
+    calls.
 
     Once it is lost, calls under way and later ones raise InfraFailure with the reason.
     """
@@ -303,7 +304,6 @@ async def connect(
     token: str,
     generation: int,
     *,
-    serve: Serve | None = None,
     on_event: OnEvent | None = None,
     patience_s: float | None = None,
     timeout_s: float = HANDSHAKE_S,
@@ -331,28 +331,18 @@ async def connect(
     except (OSError, EOFError) as error:
         why = str(error) if isinstance(error, OSError) else "it ended the connection"
         raise InfraFailure(f"{name}: no connection to {host}:{port} ({why})") from error
-    return Connection(
-        name, reader, writer, generation, serve=serve, on_event=on_event, patience_s=patience_s
-    )
+    return Connection(name, reader, writer, generation, on_event=on_event, patience_s=patience_s)
 
 
 class Listener:
     """The serving end: accepts who knows the token, and keeps the connections."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        token: str,
-        generation: int,
-        serve: Serve,
-        on_event: OnEvent | None = None,
-    ) -> None:
+    def __init__(self, sock: socket.socket, token: str, generation: int, serve: Serve) -> None:
         """`sock` is bound and listens."""
         self.sock = sock
         self.token = token
         self.generation = generation
         self.serve = serve
-        self.on_event = on_event
         self.num_strangers = 0
         self.connections: set[Connection] = set()
         self.had_any = asyncio.Event()
@@ -389,9 +379,7 @@ class Listener:
         finally:
             self.num_strangers -= 1
         name = f"the caller at {peer}"
-        connection = Connection(
-            name, reader, writer, self.generation, serve=self.serve, on_event=self.on_event
-        )
+        connection = Connection(name, reader, writer, self.generation, serve=self.serve)
         self.connections.add(connection)
         connection.lost.add_done_callback(lambda _: self.connections.discard(connection))
         self.had_any.set()

@@ -8,8 +8,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -21,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pentad.core.errors import Problem, RunError, UserError
+from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import RequestLimits
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.service import (
@@ -32,6 +32,7 @@ from pentad.serve.service import (
 )
 from pentad.serve.wire import (
     ApiError,
+    Body,
     ServeLimits,
     as_api_error,
     check_body,
@@ -43,6 +44,7 @@ from pentad.serve.wire import (
 
 log = logging.getLogger(__name__)
 
+B = TypeVar("B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
 # For those who have endpoints of their own and no web framework.
 HttpRequest = Request
@@ -89,26 +91,26 @@ class Endpoints:
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Response:
-        def job_of(raw: dict[str, Any]) -> Job:
-            body = read_completion(raw)
-            self._check_model(body.model)
-            return completion_job(body, self.service.tokenizer, self._engine_limits)
-
-        return await self._run(request, job_of)
+        return await self._run(request, read_completion, completion_job)
 
     async def chat(self, request: Request) -> Response:
-        def job_of(raw: dict[str, Any]) -> Job:
-            body = read_chat(raw)
-            self._check_model(body.model)
-            return chat_job(body, self.service.tokenizer, self._engine_limits)
-
-        return await self._run(request, job_of)
+        return await self._run(request, read_chat, chat_job)
 
     @property
     def _engine_limits(self) -> RequestLimits:
         return self.service.sampler.engine.limits
 
-    async def _run(self, request: Request, job_of: Callable[[dict[str, Any]], Job]) -> Response:
+    async def _run(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], B],
+        make_job: Callable[[B, Tokenizer, RequestLimits], Job],
+    ) -> Response:
+        def job_of(sent: bytes) -> Job:
+            body = read(read_object(sent, self.limits))
+            self._check_model(body.model)
+            return make_job(body, self.service.tokenizer, self._engine_limits)
+
         client = request.client.host if request.client else ""
         self._check_room(client)
         body = await read_body(request, self.limits)
@@ -116,8 +118,7 @@ class Endpoints:
         self.open[client] += 1  # from here on: a client that is slow to ask holds no place
         is_passed_on = False
         try:
-            read = partial(read_object, body, self.limits)
-            job = await self.service.text_work.run(len(body), lambda: job_of(read()))
+            job = await self.service.text_work.run(len(body), lambda: job_of(body))
             if job.is_streamed:
                 is_passed_on = True
                 return EventStream(self, job, client)
@@ -298,11 +299,6 @@ def refused(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=headers)
 
 
-async def refuse(error: ApiError, scope: Any, receive: Receive, send: Send) -> None:
-    """The answer where there is no request yet."""
-    await refused(error)(scope, receive, send)
-
-
 async def broken(request: Request, error: Exception) -> Response:
     """A fault of the server's own; its traceback goes to the log."""
     return refused(ApiError(f"the server failed: {error!r}", status=500, kind="server_error"))
@@ -345,7 +341,7 @@ class Guard:
         self.is_loopback = is_loopback
         self.hosts = frozenset(name_of(host) or host.lower() for host in hosts)
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers: dict[str, str] = {}
             for name, value in scope["headers"]:  # one that is given twice has both values
@@ -354,7 +350,7 @@ class Guard:
             try:
                 self.check(scope["path"], headers)
             except ApiError as error:
-                await refuse(error, scope, receive, send)
+                await refused(error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

@@ -111,7 +111,7 @@ class Handoff:
     def forget(self) -> None:
         """The process that made the tickets is gone, and the next one goes back to an earlier
         version: nobody may pull them any more."""
-        ended = [*self.expected.values(), *([self.newest] if self.newest else [])]
+        ended = self._valid()
         self.expected, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
         for offer in ended:
@@ -151,6 +151,10 @@ class Handoff:
             self.read.remove(offer)
             self._end(offer)
 
+    def _valid(self) -> list[Offer]:
+        """Offers that a receiver may still pull."""
+        return [*self.expected.values(), *([self.newest] if self.newest else [])]
+
     def _end(self, offer: Offer) -> None:
         if offer is self.newest or offer.num_readers:
             return
@@ -160,8 +164,7 @@ class Handoff:
         elif offer.ticket.kind == "ipc":
             torch.cuda.ipc_collect()
         else:
-            alive = [*self.expected.values(), *self.read, *([self.newest] if self.newest else [])]
-            kept = {file for one in alive for file in one.ticket.files}
+            kept = {file for one in [*self._valid(), *self.read] for file in one.ticket.files}
             remove_files(offer.ticket, kept)
 
     def _make(
