@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pentad.core.specs import absolute
 from pentad.core.types import Prompt, Sample
 from pentad.rewards import code_tests, verifiers
 from pentad.rewards.calls import BATCH, EACH
-from pentad.rewards.sandbox import JobFailed, Sandbox
+from pentad.rewards.sandbox import JobFailed, Sandbox, pickled
 
 PARAMETERS = {
     "completion": "the sampled text",
@@ -214,7 +213,7 @@ class RewardFunction:
     async def _judge_pooled(
         self, prompt: Prompt, samples: Sequence[Sample], retries: int
     ) -> list[Verdict]:
-        shared = self._pickled(self._shared(prompt))
+        shared = pickled(self.fn, self._shared(prompt))
         own = [self._own(sample) for sample in samples]
         size = self._calls_per_job(len(own))
         parts = [own[i : i + size] for i in range(0, len(own), size)]
@@ -269,13 +268,6 @@ class RewardFunction:
             self.waits_together = bool(answer["is_async"])
         return [read_result(result) for result in answer["results"]]
 
-    def _pickled(self, arguments: dict[str, Any]) -> bytes:
-        try:
-            return pickle.dumps(arguments)
-        except Exception as failure:  # pickle raises whatever the objects raise
-            rule = f"its arguments cannot be sent to another process ({failure})"
-            raise UserError(Problem(f"reward.fn = {self.fn}", rule)) from failure
-
     # --- in the pool, a group at once -----------------------------------------------------------
 
     async def _judge_batch(
@@ -293,7 +285,7 @@ class RewardFunction:
             arguments["prompts"] = [prompt.text] * num
         if self._wants("completion_ids"):
             arguments["completion_ids"] = [s.ids[s.mask].tolist() for s in samples]
-        self._pickled(arguments)
+        pickled(self.fn, arguments)  # or refused under its own name
         verdicts = await self._call_batch(arguments, num)
         while any(isinstance(verdict, JobFailed) for verdict in verdicts) and retries:
             verdicts, retries = await self._call_batch(arguments, num), retries - 1

@@ -281,11 +281,7 @@ class Sandbox:
         """
         timeout_s = timeout_s or self.settings.timeout_s
         job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
-        try:
-            body = pickle.dumps(dict(payload))
-        except Exception as failure:  # pickle raises whatever the objects raise
-            rule = f"its arguments cannot be sent to another process ({failure})"
-            raise UserError(Problem(f"reward.fn = {spec}", rule)) from failure
+        body = pickled(spec, dict(payload))
         worker = await self.idle.get()
         # A task of its own: a reply that is half read must be read to its end.
         task = asyncio.create_task(worker.run(job, body))
@@ -333,6 +329,15 @@ class Sandbox:
     async def _replace(self, worker: Worker) -> None:
         await worker.end(patience_s=0.0)
         self.idle.put_nowait(worker)
+
+
+def pickled(fn: str, arguments: dict[str, Any]) -> bytes:
+    """What a function is called with; UserError where it cannot travel."""
+    try:
+        return pickle.dumps(arguments)
+    except Exception as failure:  # pickle raises whatever the objects raise
+        rule = f"its arguments cannot be sent to another process ({failure})"
+        raise UserError(Problem(f"reward.fn = {fn}", rule)) from failure
 
 
 def _value_of(answer: bytes) -> Any | JobFailed:

@@ -178,34 +178,29 @@ class ReplicaSampler:
 
     async def abort(self, request_id: str) -> None:
         self._check_open()
-        if self.remote is not None:
-            await self._try(self.remote.abort(request_id))
+        await self._apply(lambda remote: remote.abort(request_id))
 
     async def pause(self) -> None:
         self._check_open()
         self.is_paused = True
-        if self.remote is not None:
-            await self._try(self.remote.pause())
+        await self._apply(lambda remote: remote.pause())
 
     async def resume(self) -> None:
         self._check_open()
         self.is_paused = False
-        if self.remote is not None:
-            await self._try(self.remote.resume())
+        await self._apply(lambda remote: remote.resume())
 
     async def sleep(self) -> None:
         """One that is away is started when it is woken, since another has the device now."""
         self._check_open()
         self.is_asleep = True
-        if self.remote is not None:
-            await self._try(self.remote.sleep())
+        await self._apply(lambda remote: remote.sleep())
 
     async def wake(self) -> None:
         self._check_open()
         self.is_asleep = False
         self._turn()
-        if self.remote is not None:
-            await self._try(self.remote.wake())
+        await self._apply(lambda remote: remote.wake())
 
     async def health(self) -> None:
         self._check_open()
@@ -232,14 +227,14 @@ class ReplicaSampler:
         self._end_open(RunError("the sampler was closed"))
         self._turn()
 
-    async def _try(self, doing: Awaitable[None]) -> None:
+    async def _apply(self, change: Callable[[OneProcess], Awaitable[None]]) -> None:
         """For a state that a new process is given too: a lost one needs it no more. One that is
         alive and did not take it is an error."""
-        remote = self.remote
+        if (remote := self.remote) is None:
+            return
         try:
-            await doing
+            await change(remote)
         except InfraFailure as failure:
-            assert remote is not None
             await asyncio.wait([remote.lost], timeout=END_PATIENCE_S)
             if not remote.lost.done():
                 raise
