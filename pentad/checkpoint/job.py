@@ -122,7 +122,7 @@ class FileSpec:
 @dataclass(frozen=True, slots=True)
 class WriteJob:
     """Files of one rank, durable, then the receipt: a small JSON file with sizes and digests, or
-    with the words of what failed; in that case the files are removed again."""
+    with the reason of a failure; in that case the files are removed again."""
 
     root: Path
     files: tuple[FileSpec, ...]
@@ -261,7 +261,7 @@ def _is_withdrawn(info: Path, disk: Disk) -> bool:
 
 
 def _collect(job: CommitJob, files: dict[str, Any]) -> None:
-    """Adds the files of all receipts; raises the words of one that failed."""
+    """Adds the files of all receipts; raises the reason of one that failed."""
     deadline = time.monotonic() + job.timeout_s
     waiting = list(job.receipts)
     failed = ""

@@ -23,8 +23,8 @@ from pentad.core.types import Row, StepResult
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.hf_weights import gather_whole
 from pentad.rl.losses import SftLoss
-from pentad.runtime.join import device_of
 from pentad.runtime.rank import Rank
+from pentad.runtime.rank_host import device_of
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, beta1=0.9, gradient_clipping=None)
 EXP_AVG = "optimizer.exp_avg."

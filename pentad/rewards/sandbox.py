@@ -105,7 +105,7 @@ class Worker:
         """Since when it gives no answers."""
 
     async def start(self) -> dict[str, Any]:
-        """Returns the warden's first words: what it imported and which protections hold."""
+        """Returns the warden's first message: what it imported and which protections hold."""
         limits = self.settings.limits()
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
         with breakout.bait(self.folder) as bait:
@@ -176,7 +176,7 @@ class Worker:
 
 
 def check_start(said: dict[str, Any], settings: SandboxSettings) -> None:
-    """Raises UserError if a worker's first words are not what jobs can rely on."""
+    """Raises UserError if a worker's first message is not what jobs can rely on."""
     problems = [
         Problem(f"reward.fn = {spec}", f"it cannot be imported ({one_line(error, MAX_DETAIL)})")
         for spec, error in said["errors"].items()

@@ -1,4 +1,4 @@
-"""Environments of multi-turn samples, and how their words become tokens."""
+"""Environments of multi-turn samples, and how their texts become tokens."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Episode:
         return max(fitting, key=lambda i: len(self.transcripts[i].ids), default=None)
 
     def samples(self) -> list[Sample]:
-        """One a sequence. All have the words of the whole episode, which is what is judged."""
+        """One a sequence. All have the text of the whole episode, which is what is judged."""
         text = "\n".join(self.texts)
         samples = []
         for transcript, finish in zip(self.transcripts, self.finishes, strict=True):

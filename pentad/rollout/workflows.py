@@ -84,7 +84,7 @@ class Workflow(Protocol):
 
 
 class OwnPrompts:
-    """A workflow that asks in its own words: its samples need not begin with the prompt's ids, and
+    """A workflow that makes its own prompts: its samples need not begin with the prompt's ids, and
     may be more than the settings say. Every trained token is still held against what was drawn."""
 
 

@@ -1,4 +1,4 @@
-"""What a rank says when it fails, and which of several failures came first.
+"""What a rank reports when it fails, and which of several failures came first.
 
 One failing rank makes others fail: they lose their connection or wait in vain. Of all that was
 seen the cause is named, and what merely followed is not.
@@ -24,7 +24,7 @@ CONSEQUENCE = re.compile(
     r"|DistBackendError|DistNetworkError|DistStoreError|TCPStore",
     re.IGNORECASE,
 )
-"""How a rank speaks that lost another one."""
+"""What an error says of a rank that lost another one."""
 NUM_LINES = 12
 """Last lines of a rank's log that an error shows."""
 
@@ -37,7 +37,7 @@ class Failure:
     step: int | None
     kind: Literal["user", "run", "bug", "died", "stuck", "away"]
     """user and run: the two errors for people; bug: any other exception; died: ended by a signal
-    or without a word; stuck: did not answer; away: its place was taken."""
+    or without a report; stuck: did not answer; away: its place was taken."""
     message: str
     at: float
     """Monotonic seconds."""
@@ -47,7 +47,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it speaks of other ranks that were lost; NCCL ends a process that waits long."""
+        """Whether it is about other ranks that were lost; NCCL ends a process that waits long."""
         if self.kind == "died":
             words = "\n".join(self.lines) if "SIGABRT" in self.message else ""
         else:
@@ -77,8 +77,8 @@ def failure_of(value: Mapping[str, Any], **more: Any) -> Failure:
 def first_failure(failures: list[Failure]) -> Failure:
     """What made the others fail.
 
-    A death without a word outweighs what it left behind; then the earliest exception that does
-    not speak of lost peers; then a rank that others waited for; then the earliest of all.
+    A process that died without a report outweighs what followed; then the earliest exception that
+    does not concern lost peers; then a rank that others waited for; then the earliest of all.
     """
     assert failures, "a group fails with a reason"
 
@@ -131,7 +131,7 @@ def save_stacks(logs: Sequence[tuple[str, Path]], sizes: Sequence[int]) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """What an exit code of a process that said nothing tells."""
+    """How a process ended that reported nothing, from its exit code."""
     if code >= 0:
         return f"ended with exit code {code} and without a word"
     try:

@@ -23,8 +23,8 @@ PATIENCE_S = 30.0
 """Silence after which a role process counts as hanging."""
 CONNECT_S = 120.0
 """How long a process may take to start before it answers."""
-LAST_WORDS_S = 2.0
-"""A process that does not answer any more is given so long to end, and to say why."""
+EXIT_WAIT_S = 2.0
+"""A process that does not answer any more is waited for so long: how it ended says more."""
 POLL_S = 0.05
 LOG_LINES = 6
 
@@ -137,7 +137,7 @@ async def connect(
     try:
         await asyncio.wait([joining, ending], return_when=asyncio.FIRST_COMPLETED)
         if joining.done() and joining.exception() is not None:
-            await asyncio.wait([ending], timeout=LAST_WORDS_S)  # its end says more
+            await asyncio.wait([ending], timeout=EXIT_WAIT_S)
         if ending.done():
             raise InfraFailure(f"{process.name} {ending.result()}")
         return joining.result()

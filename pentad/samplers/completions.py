@@ -11,8 +11,8 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.types import Generation
 from pentad.samplers.dialect import Call, Dialect, finish_of, sampling_params
+from pentad.samplers.http import Wire
 from pentad.samplers.server_sampler import ServerSampler, closed_on_failure
-from pentad.samplers.wire import Wire
 
 PATH = "/v1/completions"
 

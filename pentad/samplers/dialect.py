@@ -24,9 +24,9 @@ from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Installed
 from pentad.core.types import FinishReason, Generation, SamplingParams
 from pentad.infer.sequence import filled
+from pentad.samplers.http import Wire
 from pentad.samplers.process import ROUTES_FLAG, ServerSettings
 from pentad.samplers.weight_proof import prove
-from pentad.samplers.wire import Wire
 from pentad.sync.deltas import ChangedOnly
 
 LOGPROB_ROUNDING = 1e-3

@@ -22,7 +22,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.report import tail
-from pentad.samplers.wire import Wire
+from pentad.samplers.http import Wire
 
 ROUTES_FLAG = "--enable-return-routed-experts"
 """Of vLLM and SGLang alike."""
@@ -104,7 +104,7 @@ class ServerProcess:
             )
 
     def check(self) -> None:
-        """Raises RunError if it ended, with its last words."""
+        """Raises RunError if it ended, with the end of its log."""
         ended = self.poll()
         if ended is not None:
             raise RunError(f"{self.name} {ended}; the last lines of {self.log_file}: {self.tail()}")

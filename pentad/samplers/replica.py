@@ -39,7 +39,7 @@ OneProcess = RemoteSampler | ServerRemote
 """A sampler in one process of the replica; once that is lost the object is done."""
 Start = Callable[[int], Awaitable[OneProcess]]
 """Starts the process of a generation and connects to it."""
-LAST_WORDS_S = 0.1
+EXIT_WAIT_S = 0.1
 """Between a lost connection and the end of its process."""
 NO_STATS = ("tokens_drawn", "running", "waiting")
 
@@ -285,7 +285,7 @@ class ReplicaSampler:
         began = time.monotonic()
         self.num_drawn += remote.stats().get("tokens_drawn", 0.0)
         remote.process.stacks()  # of one that hangs, into its log
-        await asyncio.sleep(LAST_WORDS_S)
+        await asyncio.sleep(EXIT_WAIT_S)
         ended = remote.process.poll()
         await remote.close()
         self.remote, self.lost_because = None, f"it {ended}" if ended else why

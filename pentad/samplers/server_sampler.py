@@ -36,6 +36,7 @@ from pentad.samplers.dialect import (
     flaw_of,
     joined,
 )
+from pentad.samplers.http import Wire
 from pentad.samplers.process import (
     ServerProcess,
     ServerSettings,
@@ -43,7 +44,6 @@ from pentad.samplers.process import (
     free_port,
     server_python,
 )
-from pentad.samplers.wire import Wire
 from pentad.weights import transfer
 
 log = logging.getLogger(__name__)

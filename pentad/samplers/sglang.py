@@ -43,10 +43,10 @@ from pentad.samplers.dialect import (
     joined,
     release,
 )
+from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
 from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
 from pentad.samplers.weight_proof import sglang_checksum
-from pentad.samplers.wire import Wire
 from pentad.sync.deltas import size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.transport import in_buckets, own_host, packed, together, write_weights

@@ -34,9 +34,9 @@ from pentad.samplers.dialect import (
     release,
     sampling_params,
 )
+from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
 from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
-from pentad.samplers.wire import Wire
 from pentad.sync.deltas import size_of
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 

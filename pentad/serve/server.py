@@ -110,7 +110,7 @@ def raise_file_limit() -> None:
 
 
 BACKLOG = 2048
-LAST_WORDS_S = 1.0
+CANCEL_WAIT_S = 1.0
 SEND_BUFFER = 256 << 10
 
 
@@ -247,7 +247,7 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         if tasks := list(server.server_state.tasks):  # cancelled: they say so to their clients
-            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+            await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
         for connection in connections:
             connection.cut_off()
         for helper in helpers:

@@ -36,10 +36,16 @@ from pentad.core.specs import load
 from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
 from pentad.runtime.group_calls import GroupSettings, RankGroup
-from pentad.runtime.join import device_of, join_group, leave_group, shares_store
 from pentad.runtime.local_roles import COMMAND, OF_A_RANK, LocalRuntime, environment_of
 from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
-from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
+from pentad.runtime.rank_host import (
+    JOIN_S,
+    device_of,
+    join_group,
+    leave_group,
+    shares_store,
+    specs_of_ranks,
+)
 from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
 from pentad.runtime.standby import IMPORTED_LATE, StandbyPool

@@ -6,7 +6,7 @@ import pytest
 
 from pentad.core.errors import InfraFailure
 from pentad.samplers import http
-from pentad.samplers.wire import Wire, lines_of
+from pentad.samplers.http import Wire, lines_of
 
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n"
