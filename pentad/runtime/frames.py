@@ -87,12 +87,10 @@ def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, 
     return generation, items
 
 
-async def read_frame(
-    reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES
-) -> tuple[int, list[dict[str, Any]]]:
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, list[dict[str, Any]]]:
     sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
-    if sum(sizes) > max_bytes:
-        raise BadFrame(f"has {sum(sizes)} bytes, and {max_bytes} are allowed")
+    if sum(sizes) > MAX_FRAME_BYTES:
+        raise BadFrame(f"has {sum(sizes)} bytes, and {MAX_FRAME_BYTES} are allowed")
     return unpack(*[await reader.readexactly(size) for size in sizes])
 
 

@@ -82,10 +82,10 @@ def name_rank(rank: int, world: int, step: int | None) -> str:
     return f"rank {rank} of {world}, {when}"
 
 
-def is_one_machine(environment: Mapping[str, str] = os.environ) -> bool:
+def is_one_machine() -> bool:
     """Whether all ranks are on this machine, as far as torchrun, or who else started them, says."""
-    world = environment.get("WORLD_SIZE", "1")
-    return environment.get("LOCAL_WORLD_SIZE", world) == world
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Rank | None:

@@ -199,14 +199,10 @@ class RemoteSampler:
         self.connection: Connection | None = None
 
     @classmethod
-    async def open(
-        cls, process: RoleProcess, handoff: Handoff, *, patience_s: float | None = None
-    ) -> RemoteSampler:
+    async def open(cls, process: RoleProcess, handoff: Handoff) -> RemoteSampler:
         """Once the sampler is made there. Raises what kept it from being made."""
         sampler = cls(process, handoff)
-        sampler.connection = await roles.connect(
-            process, sampler._hear, patience_s=patience_s or roles.PATIENCE_S
-        )
+        sampler.connection = await roles.connect(process, sampler._on_event)
         try:
             hello = await sampler._call("hello")
         except BaseException:
@@ -303,7 +299,7 @@ class RemoteSampler:
         if self.is_closed:
             raise RunError("the sampler is closed")
 
-    def _hear(self, event: str, value: Any) -> None:
+    def _on_event(self, event: str, value: Any) -> None:
         if event == "beat":
             self.seen = value or self.seen
             return

@@ -49,7 +49,14 @@ from pentad.samplers.server_sampler import ServerSampler, attach_server, start_s
 from pentad.samplers.weight_proof import sglang_checksum
 from pentad.sync.deltas import size_of
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
-from pentad.sync.transport import in_buckets, own_host, packed, together, write_weights
+from pentad.sync.transport import (
+    JOIN_TIMEOUT_S,
+    in_buckets,
+    own_host,
+    packed,
+    together,
+    write_weights,
+)
 
 log = logging.getLogger(__name__)
 
@@ -342,12 +349,10 @@ def sampling_params(call: Call) -> dict[str, Any]:
     }
 
 
-def update_group(
-    host: str, port: int, world: int, backend: str, name: str, timeout_s: float = 300.0
-) -> BroadcastGroup:
+def update_group(host: str, port: int, world: int, backend: str, name: str) -> BroadcastGroup:
     """Rank 0 of the group whose other ranks SGLang makes with torch's own helper: the keys in the
     store are those that the helper derives from the group's name and device."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     store: dist.Store = dist.TCPStore(host, port, world, True, timeout, wait_for_workers=False)
     for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)

@@ -35,6 +35,8 @@ Pairs = Sequence[tuple[str, Tensor]]
 Receipts = list[dict[str, Any]]
 Ask = Callable[..., Awaitable[Receipts]]
 """`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
+JOIN_TIMEOUT_S = 300.0
+"""For all workers to join a group."""
 DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device."""
 
@@ -78,10 +80,9 @@ class Broadcast(Transport):
     The sender is rank 0. The group is made at the first send and made anew after a failure.
     """
 
-    def __init__(self, address: str, num_workers: int, timeout_s: float = 300.0) -> None:
+    def __init__(self, address: str, num_workers: int) -> None:
         self.host = own_host(address)
         self.world = num_workers + 1
-        self.timeout_s = timeout_s
         self.group: BroadcastGroup | None = None
 
     async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
@@ -99,14 +100,14 @@ class Broadcast(Transport):
         return receiving.result()
 
     async def _meet(self, ask: Ask, backend: str) -> BroadcastGroup:
-        timeout = timedelta(seconds=self.timeout_s)
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S)
         store = dist.TCPStore(self.host, 0, self.world, True, timeout, wait_for_workers=False)
         spec = {
             "host": self.host,
             "port": store.port,
             "world": self.world,
             "backend": backend,
-            "timeout_s": self.timeout_s,
+            "timeout_s": JOIN_TIMEOUT_S,
         }
         joining = asyncio.ensure_future(ask("pentad_join", json.dumps(spec)))
         make = asyncio.to_thread(weight_group, store, 0, self.world, backend, timeout)
