@@ -41,14 +41,16 @@ BATCHED = {
 LEFT_OUT = {"prompt", "completion"}
 """Columns that a batched function of any keywords is not given: it has them by another name."""
 
-INLINE: dict[str, Callable[[str, object], Scored]] = {
-    "exact_match": verifiers.exact_match,
-    "numeric": verifiers.numeric,
-    "gsm8k": verifiers.gsm8k,
-    "sort_digits": verifiers.sort_digits,
+INLINE: dict[str, tuple[Callable[[str, object], Scored], Callable[[str], object]]] = {
+    "exact_match": (verifiers.exact_match, str.strip),
+    "numeric": (verifiers.numeric, verifiers.numeric_result),
+    "gsm8k": (verifiers.gsm8k, verifiers.gsm8k_result),
+    "sort_digits": (verifiers.sort_digits, str.strip),
 }
-"""Trusted, linear in time, and so run where they are called."""
-POOLED = {"math": "pentad.rewards.mathematics:math"}
+"""Trusted, linear in time, and so run where they are called: what judges a completion, and what it
+comes to. Completions that come to the same are judged alike."""
+POOLED = {"math": ("pentad.rewards.mathematics:math", "pentad.rewards.mathematics:result_of")}
+"""The same, by name, for functions that run in the pool."""
 BUILT_IN = (*INLINE, *POOLED, "code")
 
 JOB_S = 0.1
@@ -114,7 +116,7 @@ class RewardFunction:
 
     def __init__(self, fn: str, answer_field: str, max_retries: int) -> None:
         self.fn = fn
-        self.spec = absolute(POOLED.get(fn, fn))
+        self.spec = absolute(POOLED[fn][0] if fn in POOLED else fn)
         self.answer_field = answer_field
         self.max_retries = max_retries
         self.takes = COMPARES
@@ -201,7 +203,7 @@ class RewardFunction:
     async def _compare_once(self, completion: str, answer: object) -> Scored | JobFailed:
         try:
             if self.fn in INLINE:
-                return INLINE[self.fn](completion, answer)
+                return INLINE[self.fn][0](completion, answer)
             assert self.pool is not None, "start() comes first"
             return await code_tests.judge(self.pool, completion, answer)
         except (ValueError, KeyError, TypeError, RecursionError) as failure:

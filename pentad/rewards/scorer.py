@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.core.roles import Scored
 from pentad.core.types import Group, Prompt, Sample
-from pentad.rewards import code_tests, verifiers
+from pentad.rewards import code_tests
 from pentad.rewards.calls import EACH
 from pentad.rewards.functions import (
     BUILT_IN,
+    INLINE,
     POOLED,
     RewardFunction,
     Verdict,
@@ -30,14 +31,6 @@ from pentad.rewards.functions import (
 )
 from pentad.rewards.sandbox import JobFailed, Sandbox, SandboxSettings
 
-RESULTS: dict[str, Callable[[str], object]] = {
-    "exact_match": str.strip,
-    "numeric": verifiers.numeric_result,
-    "gsm8k": verifiers.gsm8k_result,
-    "sort_digits": str.strip,
-}
-"""What a completion comes to under these rewards: equal results are judged alike."""
-POOLED_RESULTS = {"math": "pentad.rewards.mathematics:result_of"}
 CORRECT = "correct"
 """The part that evaluation counts as accuracy."""
 
@@ -88,7 +81,7 @@ class RewardScorer:
             limits = replace(self.settings.sandbox, isolate=True)
             await self._open_pool(programs, limits, [code_tests.CALL])
         if pooled:
-            results = [POOLED_RESULTS[f.fn] for f in pooled if f.fn in POOLED_RESULTS]
+            results = [POOLED[f.fn][1] for f in pooled if f.fn in POOLED]
             specs = [function.spec for function in pooled]
             await self._open_pool(pooled, self.settings.sandbox, [*specs, *results, EACH])
 
@@ -171,7 +164,7 @@ class RewardScorer:
     @property
     def _voting(self) -> RewardFunction | None:
         """The function whose results are counted; None where there is none, or several."""
-        found = [f for f in self.functions if f.fn in RESULTS or f.fn in POOLED_RESULTS]
+        found = [f for f in self.functions if f.fn in INLINE or f.fn in POOLED]
         return found[0] if len(found) == 1 else None
 
     async def results(self, group: Group) -> list[str | None]:
@@ -181,11 +174,11 @@ class RewardScorer:
     async def _result(self, completion: str) -> str | None:
         function = self._voting
         assert function is not None, "has_results comes first"
-        if function.fn in RESULTS:
-            found = RESULTS[function.fn](completion)
+        if function.fn in INLINE:
+            found = INLINE[function.fn][1](completion)
             return None if found is None else str(found)
         assert function.pool is not None, "start() comes first"
-        answer = await function.pool.run(POOLED_RESULTS[function.fn], {"completion": completion})
+        answer = await function.pool.run(POOLED[function.fn][1], {"completion": completion})
         if isinstance(answer, JobFailed):
             if answer.kind == "lost":
                 raise InfraFailure(f"the reward pool lost a worker: {answer.detail}")
