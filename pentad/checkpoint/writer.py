@@ -8,7 +8,6 @@ signals that a terminal or a scheduler sends to all processes of a run.
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import queue
@@ -181,15 +180,15 @@ class _Process:
                 return
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as lines:
+        with self._socket.makefile("rb") as answers:
             try:
-                for line in lines:
-                    answer = json.loads(line)
+                while True:
+                    result, error = pickle.load(answers)
                     with self._guard:
                         pending, _ = self._waiting.pop(0)
-                    pending.settle(answer.get("result", {}), _error_from(answer.get("error")))
-            except (OSError, ValueError):
-                pass  # its last line was cut short
+                    pending.settle(result, error)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                pass  # it ended, perhaps within an answer
         self._fail()
         self._socket.close()
 
@@ -215,14 +214,6 @@ def io_of(pid: int) -> str:
         return Path(f"/proc/{pid}/io").read_text()
     except OSError:
         return ""
-
-
-def _error_from(value: dict[str, Any] | None) -> OSError | RunError | None:
-    if value is None:
-        return None
-    if value["errno"] is None:
-        return RunError(value["text"])
-    return OSError(value["errno"], value["text"], value["path"])
 
 
 def encode(job: Job) -> tuple[Memory, list[Memory]]:
@@ -264,7 +255,7 @@ def main(fd: int, parent: int) -> None:
     connection = socket.socket(fileno=fd)
     threading.Thread(target=_receive, args=(connection, parent, jobs), daemon=True).start()
     while (fds := jobs.get()) is not None:
-        connection.sendall(json.dumps(_answer(fds)).encode() + b"\n")
+        connection.sendall(pickle.dumps(_answer(fds)))
 
 
 def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any]) -> None:
@@ -283,16 +274,16 @@ def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any
         os._exit(1)
 
 
-def _answer(fds: list[int]) -> dict[str, Any]:
+def _answer(fds: list[int]) -> tuple[dict[str, Any], OSError | RunError | None]:
+    """The result of the job, or what it failed with."""
     memories = [Memory.received(fd) for fd in fds]
     try:
-        return {"result": run_job(decode(memories[0], memories[1:]))}
-    except OSError as error:
-        text = error.strerror or str(error)
-        return {"error": {"errno": error.errno, "text": text, "path": error.filename}}
+        return run_job(decode(memories[0], memories[1:])), None
     except Exception as error:
-        text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-        return {"error": {"errno": None, "text": text, "path": None}}
+        if isinstance(error, OSError) and error.errno is not None:
+            return {}, OSError(error.errno, error.strerror or str(error), error.filename)
+        is_known = isinstance(error, RunError | OSError)
+        return {}, RunError(str(error) if is_known else f"{type(error).__name__}: {error}")
     finally:
         for memory in memories:
             memory.close()
