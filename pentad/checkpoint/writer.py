@@ -220,7 +220,7 @@ def encode(job: Job) -> tuple[Memory, list[Memory]]:
     """The pickled job, and the memories that its spans lie in: those go by file descriptor."""
     memories: list[Memory] = []
 
-    class Encoder(pickle.Pickler):
+    class JobPickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> int | None:
             if not isinstance(value, Memory):
                 return None
@@ -229,18 +229,18 @@ def encode(job: Job) -> tuple[Memory, list[Memory]]:
             return memories.index(value)
 
     data = io.BytesIO()
-    Encoder(data).dump(job)
+    JobPickler(data).dump(job)
     letter = Memory(data.tell())
     letter.view[:] = data.getbuffer()
     return letter, memories
 
 
 def decode(letter: Memory, memories: list[Memory]) -> Job:
-    class Decoder(pickle.Unpickler):
+    class JobUnpickler(pickle.Unpickler):
         def persistent_load(self, number: Any) -> Memory:
             return memories[number]
 
-    job: Job = Decoder(io.BytesIO(letter.view)).load()
+    job: Job = JobUnpickler(io.BytesIO(letter.view)).load()
     return job
 
 
