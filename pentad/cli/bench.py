@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import pentad
 from pentad.cli import bench_kernels, bench_rl, bench_train, bench_trl
 from pentad.cli.bench_kernels import Figure, Line
 from pentad.cli.bench_rl import RlCase
 from pentad.cli.bench_train import TrainCase, TrainMeasurement
+from pentad.cli.output import make_table, print_parts
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, UserError
 from pentad.telemetry import host
@@ -30,10 +29,7 @@ NEEDS_GPU = ("router", "mixture")
 MORE_IS_BETTER = {"tok/s": True, "us": False, "ms": False, "GiB": False}
 """By unit."""
 WIDTH = 150
-HEAD = (
-    "Log-probs with the head, forward and backward",
-    ["ms", "peak GiB", "float32 logits GiB"],
-)
+HEAD = ("Log-probs with the head, forward and backward", ["ms", "peak GiB", "float32 logits GiB"])
 """Of the head's table."""
 
 
@@ -87,16 +83,11 @@ class BenchReport:
             print(text, flush=True)
 
     def show(self, title: str, names: list[str], rows: list[list[str]]) -> None:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in names:
-            table.add_column(name, justify="left" if name in ("what", "weights") else "right")
-        for row in rows:
-            table.add_row(*row)
-        console = Console(width=WIDTH, highlight=False, color_system=None)
-        with console.capture() as captured:
-            console.print(table)
-        self.say(f"\n{title}")
-        self.say("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        if self.is_json:
+            return
+        print(f"\n{title}")
+        numbers = [name for name in names if name not in ("what", "weights")]
+        print_parts(make_table(names, rows, right=numbers), min_width=WIDTH)
 
 
 def run_bench(

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.table import Table
 
 from pentad.chaos.scenarios import Scenario
 from pentad.chaos.suite import SCENARIOS, Result, Suite, fitting, soak
 from pentad.chaos.workloads import Command, Kind, Workload, built_in, of_recipe
-from pentad.cli.plan import make_console
+from pentad.cli.output import make_table, print_parts
 from pentad.cli.recipe import Recipe
 from pentad.config.derived import component_of
 from pentad.core.errors import Problem, UserError
@@ -99,18 +98,15 @@ def show(result: Result) -> None:
 
 
 def show_table(results: list[Result]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("scenario", "what was done", "outcome", "recovery s", "invariants"):
-        is_number = title == "recovery s"
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
+    rows = []
     for one in results:
         outcome = "FAILED" if one.broken else one.scenario.outcome
         took = "" if one.recovery_s is None else f"{one.recovery_s:.1f}"
-        table.add_row(one.scenario.name, one.done, outcome, took, " ".join(one.held))
-    console = make_console()
-    console.width = max(console.width, MIN_WIDTH)
+        rows.append((one.scenario.name, one.done, outcome, took, " ".join(one.held)))
+    titles = ("scenario", "what was done", "outcome", "recovery s", "invariants")
     typer.echo("")
-    console.print(table)
+    table = make_table(titles, rows, right=("recovery s",), no_wrap=True)
+    print_parts(table, min_width=MIN_WIDTH)
 
 
 def list_scenarios() -> None:

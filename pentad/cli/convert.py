@@ -26,7 +26,8 @@ from pentad.models.conversion_files import Progress as Report
 from pentad.models.conversion_files import check_target
 from pentad.weights.megatron.layout import RELEASE, Kind, checkpoint_name, find_weights
 
-UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, "vocab_divisor": 128}
+VOCAB = "make_vocab_size_divisible_by"
+UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, VOCAB: 128}
 """What the options of Megatron's formats are where nobody gives them; the others are None."""
 FORMATS: dict[str, Kind] = {
     "hf": "hf",
@@ -80,6 +81,7 @@ def run_convert(
         checkpoint=name,
         iteration=iteration,
         spec="local" if spec == "local" else "te",
+        vocab_divisor=settings.pop(VOCAB),
         **settings,
     )
     console = Console(stderr=True)
@@ -109,7 +111,9 @@ def _convert_recovery(
     from pentad.checkpoint.restore import ACTOR, export_hf, find_recovery
 
     unknown = [name for name, is_given in options.items() if is_given]
-    unknown += [f"--{key}" for key, value in settings.items() if value != UNSET.get(key)]
+    unknown += [
+        f"--{key.replace('_', '-')}" for key, value in settings.items() if value != UNSET.get(key)
+    ]
     if to not in (None, "hf") or unknown:
         where = f"--to {to}" if to not in (None, "hf") else unknown[0]
         rule = "a recovery checkpoint becomes a HF folder"

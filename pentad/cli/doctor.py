@@ -6,10 +6,9 @@ import asyncio
 import json as jsonlib
 from dataclasses import asdict
 
-from rich.table import Table
 from rich.text import Text
 
-from pentad.cli.plan import make_console
+from pentad.cli.output import make_table, print_parts
 from pentad.core.errors import UserError
 from pentad.planner.doctor import Finding, examine, is_healthy
 from pentad.rewards.sandbox import SandboxSettings, WorkerLost, what_is_missing
@@ -46,19 +45,14 @@ def check_isolation() -> Finding:
 
 
 def show(findings: list[Finding]) -> None:
-    console = make_console()
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(overflow="fold")
+    rows = []
     for finding in findings:
         mark, style = MARKS[finding.status]
         text = Text(finding.text)
         if finding.remedy:
             text.append(f"\n-> {finding.remedy}", style="italic")
-        table.add_row(Text(mark, style=style), finding.name, text)
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        rows.append((Text(mark, style=style), finding.name, text))
+    print_parts(make_table(("", "", ""), rows, show_header=False))
     bad = [finding.name for finding in findings if finding.status == "fail"]
     warned = [finding.name for finding in findings if finding.status == "warn"]
     if bad:

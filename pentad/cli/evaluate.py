@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import transformers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pentad.cli.plan import make_console
+from pentad.cli.output import make_table, print_parts, quiet_transformers
 from pentad.config.derived import chosen
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
@@ -26,8 +25,7 @@ from pentad.trainer.translate import eval_params
 def run_eval_command(
     config: Config, *, out: Path | None, as_json: bool, device: str = "auto"
 ) -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_transformers()
     subject = check_eval(config)
     answer_key = chosen(config.valid_dataset, "valid_dataset").answer_key
     with kept_answers(out) as file, progress(len(subject.stream)) as bar:
@@ -42,11 +40,7 @@ def run_eval_command(
         print(json.dumps({**about(config), **evaluation.as_record()}, indent=2))
         return
     params = eval_params(config, subject.tokenizer)
-    console = make_console()
-    with console.capture() as captured:
-        console.print(table_of(config, evaluation, params.max_new_tokens))
-    # Tables pad their last column.
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print_parts(table_of(config, evaluation, params.max_new_tokens))
     for warning in subject.stream.warnings:
         print(f"note: {warning}.")
     for note in notes_on(evaluation, params.max_new_tokens):
@@ -119,31 +113,32 @@ def about(config: Config) -> dict[str, Any]:
 
 
 def table_of(config: Config, evaluation: Evaluation, max_new_tokens: int) -> Table:
-    result, told = evaluation.result, about(config)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_row("model", str(told["model"]))
-    table.add_row("data", f"{told['data']}, {result.num_prompts} prompts")
-    how = "greedy" if told["temperature"] == 0 else f"temperature {told['temperature']:g}"
-    table.add_row("answers", f"{told['samples_per_prompt']} a prompt, {how}, seed {told['seed']}")
+    result, facts = evaluation.result, about(config)
+    how = "greedy" if facts["temperature"] == 0 else f"temperature {facts['temperature']:g}"
+    rows = [
+        ("model", str(facts["model"])),
+        ("data", f"{facts['data']}, {result.num_prompts} prompts"),
+        ("answers", f"{facts['samples_per_prompt']} a prompt, {how}, seed {facts['seed']}"),
+    ]
     if result.accuracy is None:
-        table.add_row("accuracy", 'none: the reward has no part "correct"')
+        rows.append(("accuracy", 'none: the reward has no part "correct"'))
     else:
         interval = f"95% interval {result.accuracy_low:.4f} to {result.accuracy_high:.4f}"
-        table.add_row("accuracy", f"{result.accuracy:.4f}  ({interval}, over prompts)")
+        rows.append(("accuracy", f"{result.accuracy:.4f}  ({interval}, over prompts)"))
     for k, value in (result.pass_at or {}).items():
         if result.num_samples > result.num_prompts:
-            table.add_row(f"pass@{k}", f"{value:.4f}")
+            rows.append((f"pass@{k}", f"{value:.4f}"))
     if result.majority is not None:
-        table.add_row(f"maj@{told['samples_per_prompt']}", f"{result.majority:.4f}")
-    elif told["samples_per_prompt"] > 1:
+        rows.append((f"maj@{facts['samples_per_prompt']}", f"{result.majority:.4f}"))
+    elif facts["samples_per_prompt"] > 1:
         why = evaluation.no_majority or 'not every answer has the part "correct"'
-        table.add_row(f"maj@{told['samples_per_prompt']}", f"does not apply: {why}")
-    table.add_row("reward", f"{result.reward_mean:.4f}")
-    table.add_row("tokens", f"mean {result.length_mean:.1f}, most {result.length_max}")
-    table.add_row("truncated", f"{result.truncated_share:.1%} (at {max_new_tokens} tokens)")
+        rows.append((f"maj@{facts['samples_per_prompt']}", f"does not apply: {why}"))
+    rows.append(("reward", f"{result.reward_mean:.4f}"))
+    rows.append(("tokens", f"mean {result.length_mean:.1f}, most {result.length_max}"))
+    rows.append(("truncated", f"{result.truncated_share:.1%} (at {max_new_tokens} tokens)"))
     rate = result.length_mean * result.num_samples / max(result.seconds, 1e-9)
-    table.add_row("time", f"{result.seconds:.1f} s, {rate:.0f} tokens/s")
-    return table
+    rows.append(("time", f"{result.seconds:.1f} s, {rate:.0f} tokens/s"))
+    return make_table(("", ""), rows, show_header=False)
 
 
 def notes_on(evaluation: Evaluation, max_new_tokens: int) -> Iterator[str]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Exit, Option
 
 from pentad.cli.errors import leaving, reporting
-from pentad.cli.recipe import Recipe, read_recipe, read_subject, takes_recipe
+from pentad.cli.recipe import EVAL_OPTIONS, Recipe, read_recipe, read_subject, takes_recipe
 from pentad.cli.runs import run_command
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # boxes would cut the names of long options short
 )
 
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew in a folder that has a run.")]
+Fresh = Annotated[bool, Option("--fresh", help="Start anew in a folder that has a run.")]
 
 
 def show_version(wanted: bool) -> None:
@@ -33,13 +34,13 @@ def show_version(wanted: bool) -> None:
         from pentad import __version__
 
         typer.echo(f"pentad {__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print it.")
+        bool, Option("--version", callback=show_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
     pass
@@ -70,7 +71,7 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
 def pretrain(
     recipe: Recipe,
     fresh: Fresh = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Stop after 5 steps.")] = False,
+    smoke: Annotated[bool, Option("--smoke", help="Stop after 5 steps.")] = False,
 ) -> None:
     """Train a model on token shards or texts.
 
@@ -88,14 +89,13 @@ def plan(
     recipe: Recipe,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=1, max=1e6, help="GiB of each GPU, instead of what is found here.", metavar="GIB"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
     world: Annotated[
-        int | None,
-        typer.Option(min=1, help="Plan for so many ranks that train, when others are lost."),
+        int | None, Option(min=1, help="Plan for so many ranks that train, when others are lost.")
     ] = None,
 ) -> None:
     """Check a recipe, draw its layout, estimate its memory.
@@ -105,29 +105,29 @@ def plan(
     config, notes = recipe.prepare("plan", gpu_memory)
     from pentad.cli.plan import run_plan
 
-    raise typer.Exit(run_plan(config, notes, gpu_memory, json, world))
+    raise Exit(run_plan(config, notes, gpu_memory, json, world))
 
 
 @app.command()
 @reporting
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say what this machine can run and what is missing."""
     from pentad.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(json))
+    raise Exit(run_doctor(json))
 
 
 @app.command()
 @reporting
 def slots(
-    folder: Annotated[str, typer.Argument(help="Folder of the records of an elastic run.")],
+    folder: Annotated[str, Argument(help="Folder of the records of an elastic run.")],
     drop: Annotated[
-        list[int] | None, typer.Option(help="Take this slot away; the run goes on without it.")
+        list[int] | None, Option(help="Take this slot away; the run goes on without it.")
     ] = None,
     join: Annotated[
-        list[int] | None, typer.Option(help="Give it back; it joins at the next checkpoint.")
+        list[int] | None, Option(help="Give it back; it joins at the next checkpoint.")
     ] = None,
 ) -> None:
     """Show the slots of an elastic run; take one away, or give it back."""
@@ -139,9 +139,9 @@ def slots(
 @app.command()
 @reporting
 def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 1,
-    fileroot: Annotated[str, typer.Option(help="Folder for records and the model.")] = "runs",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
+    fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Teach a tiny model to sort, here and now, in minutes."""
     from pentad.cli.demo import run_demo
@@ -154,9 +154,9 @@ def demo(
 @functools.partial(takes_recipe, switches=False)
 def reward(
     recipe: Recipe,
-    row: Annotated[int, typer.Option(min=0, help="Row of train_dataset, counted from 0.")] = 0,
+    row: Annotated[int, Option(min=0, help="Row of train_dataset, counted from 0.")] = 0,
     completion: Annotated[
-        str | None, typer.Option(help="What to score (the row's own answer, and nothing).")
+        str | None, Option(help="What to score (the row's own answer, and nothing).")
     ] = None,
 ) -> None:
     """Try the reward of a recipe on a row of its data.
@@ -174,50 +174,38 @@ def reward(
 def evaluate(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL|RECIPE KEY=VALUE",
             help="A model's folder or a YAML file, then overrides.",
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
-    reward: Annotated[str | None, typer.Option(help="gsm8k, math, ..., or your own.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Answers a prompt (1).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy (0).")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer (256).")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
-    format: Annotated[str | None, typer.Option(help="auto, jsonl, parquet or hf.")] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
-    messages_key: Annotated[str | None, typer.Option(help="Column with chat messages.")] = None,
-    answer_key: Annotated[str | None, typer.Option(help="Column with the right answer.")] = None,
+    data: Annotated[str | None, Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
+    reward: Annotated[str | None, Option(help="gsm8k, math, ..., or your own.")] = None,
+    samples: Annotated[int | None, Option(help="Answers a prompt (1).")] = None,
+    temperature: Annotated[float | None, Option(help="0 is greedy (0).")] = None,
+    max_new_tokens: Annotated[int | None, Option(help="Longest answer (256).")] = None,
+    limit: Annotated[int | None, Option(help="Only the first so many rows.")] = None,
+    format: Annotated[str | None, Option(help="auto, jsonl, parquet or hf.")] = None,
+    prompt_key: Annotated[str | None, Option(help="Column with the prompt.")] = None,
+    messages_key: Annotated[str | None, Option(help="Column with chat messages.")] = None,
+    answer_key: Annotated[str | None, Option(help="Column with the right answer.")] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Put prompts in the chat template.")
+        bool | None, Option("--chat/--no-chat", help="Put prompts in the chat template.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="A server that serves the model, OpenAI-compatible.")
+        str | None, Option(help="A server that serves the model, OpenAI-compatible.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="JSONL file for every answer.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
+    out: Annotated[Path | None, Option(help="JSONL file for every answer.")] = None,
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Judge a model's answers: accuracy, pass@k, maj@k.
 
     For example: pentad eval models/m --data test.jsonl --reward gsm8k --prompt-key question
     """
-    options = {
-        "data": data,
-        "format": format,
-        "prompt_key": prompt_key,
-        "messages_key": messages_key,
-        "answer_key": answer_key,
-        "chat": chat,
-        "limit": limit,
-        "reward": reward,
-        "samples": samples,
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "address": None if address is None else [address],
-    }
-    config, _ = read_subject(words or [], options).prepare("eval")
+    given = {name: value for name, value in locals().items() if name in EVAL_OPTIONS}
+    given["address"] = None if address is None else [address]
+    config, _ = read_subject(words or [], given).prepare("eval")
     from pentad.cli.evaluate import run_eval_command
 
     run_eval_command(config, out=out, as_json=json, device=device)
@@ -227,113 +215,80 @@ def evaluate(
 @reporting
 def convert(
     source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="HF or Megatron folder, or a run's checkpoint."),
+        str, Argument(metavar="SRC", help="HF or Megatron folder, or a run's checkpoint.")
     ],
-    target: Annotated[str, typer.Argument(metavar="DST", help="The folder to write.")],
+    target: Annotated[str, Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[
-        str | None, typer.Option(help="hf, megatron (which is torch_dist), torch_dist or legacy.")
+        str | None, Option(help="hf, megatron (which is torch_dist), torch_dist or legacy.")
     ] = None,
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
-    vpp: Annotated[int, typer.Option(help="Model chunks on each pipeline rank.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
-    etp: Annotated[int | None, typer.Option(help="Tensor parallel size of experts (tp).")] = None,
-    processes: Annotated[int, typer.Option(max=1024, help="Processes that share the files.")] = 1,
-    iteration: Annotated[int | None, typer.Option(min=0, help="Which Megatron checkpoint.")] = None,
-    release: Annotated[bool, typer.Option("--release", help="The one named release.")] = False,
+    tp: Annotated[int, Option(help="Tensor parallel size.")] = 1,
+    pp: Annotated[int, Option(help="Pipeline parallel size.")] = 1,
+    vpp: Annotated[int, Option(help="Model chunks on each pipeline rank.")] = 1,
+    ep: Annotated[int, Option(help="Expert parallel size.")] = 1,
+    etp: Annotated[int | None, Option(help="Tensor parallel size of experts (tp).")] = None,
+    processes: Annotated[int, Option(max=1024, help="Processes that share the files.")] = 1,
+    iteration: Annotated[int | None, Option(min=0, help="Which Megatron checkpoint.")] = None,
+    release: Annotated[bool, Option("--release", help="The one named release.")] = False,
     config: Annotated[
-        str | None, typer.Option(help="HF folder of the model, if SRC has no config.json.")
+        str | None, Option(help="HF folder of the model, if SRC has no config.json.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Family, instead of the config's model_type.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    spec: Annotated[
-        str, typer.Option(help="Megatron layer spec of the names: te or local.")
-    ] = "te",
+    model: Annotated[str | None, Option(help="Family, instead of the config's model_type.")] = None,
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None,
+    spec: Annotated[str, Option(help="Megatron layer spec of the names: te or local.")] = "te",
     separate_layers: Annotated[
-        bool, typer.Option("--separate-layers", help="torch_dist with a key for each layer.")
+        bool, Option("--separate-layers", help="torch_dist with a key for each layer.")
     ] = False,
     make_vocab_size_divisible_by: Annotated[
-        int, typer.Option(min=1, help="As in Megatron: the vocabulary is padded to tp times this.")
+        int, Option(min=1, help="As in Megatron: the vocabulary is padded to tp times this.")
     ] = 128,
     role: Annotated[
-        str | None, typer.Option(help="Of a run's checkpoint: actor (default) or critic.")
+        str | None, Option(help="Of a run's checkpoint: actor (default) or critic.")
     ] = None,
     tag: Annotated[
-        str, typer.Option(help="Of a run's checkpoint: actor, or a tag such as ref.")
+        str, Option(help="Of a run's checkpoint: actor, or a tag such as ref.")
     ] = "actor",
-    force: Annotated[bool, typer.Option("--force", help="Replace what DST holds.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace what DST holds.")] = False,
 ) -> None:
     """Convert weights between HF and Megatron, or a run's recovery checkpoint to HF.
 
     For example: pentad convert models/qwen3 megatron/qwen3 --to legacy --tp 2 --pp 2
     """
+    given = locals()
     from pentad.cli.convert import run_convert
 
-    run_convert(
-        source,
-        target,
-        to=to,
-        iteration=iteration,
-        release=release,
-        processes=processes,
-        force=force,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        ep=ep,
-        etp=etp,
-        config=config,
-        model=model,
-        dtype=dtype,
-        spec=spec,
-        separate_layers=separate_layers,
-        vocab_divisor=make_vocab_size_divisible_by,
-        role=role,
-        tag=tag,
-    )
+    run_convert(**given)
 
 
 @app.command()
 @reporting
 def serve(
-    model: Annotated[str, typer.Argument(help="A model's folder.")],
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name (the folder's).")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
-    max_running: Annotated[
-        int, typer.Option(min=1, max=10**6, help="Answers written together.")
-    ] = 256,
-    max_context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer.")
-    ] = None,
+    model: Annotated[str, Argument(help="A model's folder.")],
+    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[str | None, Option(help="The model's name (the folder's).")] = None,
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    dtype: Annotated[str, Option(help="float32, bfloat16 or auto.")] = "auto",
+    max_running: Annotated[int, Option(min=1, max=10**6, help="Answers written together.")] = 256,
+    max_context: Annotated[int | None, Option(min=2, help="Tokens of prompt and answer.")] = None,
     kv_cache_gb: Annotated[
-        float | None, typer.Option(min=1e-9, max=1e6, help="Memory of the cache.")
+        float | None, Option(min=1e-9, max=1e6, help="Memory of the cache.")
     ] = None,
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="Under way; further ones get 429.")
-    ] = 256,
-    max_body_mb: Annotated[float, typer.Option(min=1e-3, max=1e4, help="Largest request.")] = 4.0,
+    max_requests: Annotated[int, Option(min=1, help="Under way; further ones get 429.")] = 256,
+    max_body_mb: Annotated[float, Option(min=1e-3, max=1e4, help="Largest request.")] = 4.0,
     max_chars: Annotated[
-        int, typer.Option(min=1, help="Characters of a request, over all its texts.")
+        int, Option(min=1, help="Characters of a request, over all its texts.")
     ] = 1_000_000,
-    max_connections: Annotated[int, typer.Option(min=1, help="Of one client's address.")] = 512,
+    max_connections: Annotated[int, Option(min=1, help="Of one client's address.")] = 512,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="PENTAD_API_KEY", help="Requests must have it; the variable hides it."),
+        Option(envvar="PENTAD_API_KEY", help="Requests must have it; the variable hides it."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Further names to answer to at loopback.")
+        list[str] | None, Option(help="Further names to answer to at loopback.")
     ] = None,
-    drain_s: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Time to finish after SIGTERM.")
-    ] = 30.0,
+    drain_s: Annotated[float, Option(min=0, max=1e6, help="Time to finish after SIGTERM.")] = 30.0,
     model_files: Annotated[
-        list[str] | None, typer.Option(help="Model files of your own: path/to/file.py:SPEC.")
+        list[str] | None, Option(help="Model files of your own: path/to/file.py:SPEC.")
     ] = None,
 ) -> None:
     """Serve a model at an OpenAI-compatible address."""
@@ -373,22 +328,19 @@ def serve(
 def verify_parallel(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL|RECIPE KEY=VALUE",
             help="A model's folder, a public name, a family or a YAML file, then overrides.",
         ),
     ] = None,
-    world: Annotated[int | None, typer.Option(min=2, help="Number of ranks.")] = None,
+    world: Annotated[int | None, Option(min=2, help="Number of ranks.")] = None,
     layouts: Annotated[
-        list[str] | None,
-        typer.Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".'),
+        list[str] | None, Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".')
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="The model as it is, not made small.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and rows.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    full: Annotated[bool, Option("--full", help="The model as it is, not made small.")] = False,
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    seed: Annotated[int, Option(min=0, help="Of weights and rows.")] = 1,
+    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Run layouts here and compare each with one rank.
 
@@ -397,29 +349,21 @@ def verify_parallel(
     from pentad.cli.verify_parallel import run_verify_parallel
 
     code = run_verify_parallel(
-        words or [],
-        world=world,
-        layouts=layouts,
-        full=full,
-        device=device,
-        seed=seed,
-        json=json,
+        words or [], world=world, layouts=layouts, full=full, device=device, seed=seed, json=json
     )
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @app.command()
 @reporting
 def replay(
-    run: Annotated[str, typer.Argument(help="The folder of a run's records.")],
-    step: Annotated[int, typer.Option(min=1, help="Which step, as steps.jsonl counts.")],
+    run: Annotated[str, Argument(help="The folder of a run's records.")],
+    step: Annotated[int, Option(min=1, help="Which step, as steps.jsonl counts.")],
     layout: Annotated[
-        str | None, typer.Option(help="Another allocation, such as archon:d1 (the run's).")
+        str | None, Option(help="Another allocation, such as archon:d1 (the run's).")
     ] = None,
-    dump: Annotated[
-        str | None, typer.Option(help="JSONL file for the log-probs of its tokens.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    dump: Annotated[str | None, Option(help="JSONL file for the log-probs of its tokens.")] = None,
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Train a recorded step again, without a sampler, and compare with its record.
 
@@ -427,25 +371,25 @@ def replay(
     """
     from pentad.cli.replay import run_replay_command
 
-    raise typer.Exit(run_replay_command(run, step, layout=layout, device=device, dump=dump))
+    raise Exit(run_replay_command(run, step, layout=layout, device=device, dump=dump))
 
 
 @app.command()
 @reporting
 def bench(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="train, router, mixture, head, rl; all if none.")
+        list[str] | None, Argument(help="train, router, mixture, head, rl; all if none.")
     ] = None,
     models: Annotated[
-        list[str] | None, typer.Option(help="Of the training cases, those with this in the name.")
+        list[str] | None, Option(help="Of the training cases, those with this in the name.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each training case.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    steps: Annotated[int, Option(min=1, help="Timed steps of each training case.")] = 5,
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
     baselines: Annotated[
-        str, typer.Option(help="Folder of earlier figures, one file per kind of machine.")
+        str, Option(help="Folder of earlier figures, one file per kind of machine.")
     ] = "benchmarks/baselines",
-    save: Annotated[bool, typer.Option("--save", help="Make these figures the baseline.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    save: Annotated[bool, Option("--save", help="Make these figures the baseline.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Measure speed and memory here, beside transformers and earlier figures.
 
@@ -463,7 +407,7 @@ def bench(
         save=save,
         json=json,
     )
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @app.command()
@@ -471,20 +415,20 @@ def bench(
 def chaos(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="RECIPE KEY=VALUE", help="A YAML file, then overrides (small runs of its own)."
         ),
     ] = None,
-    scenario: Annotated[list[str] | None, typer.Option(help="Those of this name (all).")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Name them and do nothing.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses ranks and steps.")] = 1,
+    scenario: Annotated[list[str] | None, Option(help="Those of this name (all).")] = None,
+    list_: Annotated[bool, Option("--list", help="Name them and do nothing.")] = False,
+    seed: Annotated[int, Option(min=0, help="Chooses ranks and steps.")] = 1,
     command: Annotated[
-        Literal["train", "sft", "pretrain"], typer.Option(help="What runs the recipe.")
+        Literal["train", "sft", "pretrain"], Option(help="What runs the recipe.")
     ] = "pretrain",
     soak: Annotated[
-        int, typer.Option(min=0, help="Instead, so many faults drawn at random.", metavar="N")
+        int, Option(min=0, help="Instead, so many faults drawn at random.", metavar="N")
     ] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs.")] = False,
+    keep: Annotated[bool, Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
     """Break real runs on purpose and check that they end as they should.
 
@@ -497,36 +441,33 @@ def chaos(
         return
     recipe = read_recipe(words, None, {}) if words else None
     code = run_chaos(recipe, scenario or [], command=command, seed=seed, num_soak=soak, keep=keep)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @app.command(name="verify-model")
 @reporting
 def verify_model(
-    model: Annotated[str, typer.Argument(help="A family, a model file, or a HF folder.")],
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    model: Annotated[str, Argument(help="A family, a model file, or a HF folder.")],
+    json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Prove a model file against transformers, on the CPU."""
     from pentad.cli.model_commands import run_verify_model
 
-    raise typer.Exit(run_verify_model(model, json))
+    raise Exit(run_verify_model(model, json))
 
 
 @app.command(name="verify-checkpoint")
 @reporting
 def verify_checkpoint(
     place: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="A trial's or a checkpoint's folder, or s3://..."),
+        str, Argument(metavar="PATH", help="A trial's or a checkpoint's folder, or s3://...")
     ],
     other: Annotated[
-        str | None, typer.Argument(metavar="PATH2", help="Another one, to compare with.")
+        str | None, Argument(metavar="PATH2", help="Another one, to compare with.")
     ] = None,
-    endpoint_url: Annotated[
-        str | None, typer.Option(help="Of a store that is not Amazon's.")
-    ] = None,
-    region: Annotated[str | None, typer.Option(help="Of the store.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    endpoint_url: Annotated[str | None, Option(help="Of a store that is not Amazon's.")] = None,
+    region: Annotated[str | None, Option(help="Of the store.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Verify every byte of recovery checkpoints, and say what they hold.
 
@@ -536,14 +477,14 @@ def verify_checkpoint(
 
     places = [place] if other is None else [place, other]
     code = run_verify_checkpoint(places, as_json=json, endpoint_url=endpoint_url, region=region)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @app.command(name="new-model")
 @reporting
 def new_model(
-    config: Annotated[str, typer.Argument(help="A HF folder, a config.json, or a model_type.")],
-    out: Annotated[str | None, typer.Option(help="The file to write.")] = None,
+    config: Annotated[str, Argument(help="A HF folder, a config.json, or a model_type.")],
+    out: Annotated[str | None, Option(help="The file to write.")] = None,
 ) -> None:
     """Draft the file of a new model family from its HF config."""
     from pentad.cli.model_commands import run_new_model

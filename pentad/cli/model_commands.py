@@ -11,18 +11,17 @@ import torch
 import transformers
 from rich.table import Table
 
-from pentad.cli.plan import make_console
+from pentad.cli.output import make_table, print_parts, quiet_transformers
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import read_config
-from pentad.models.proof.verify import CheckResult, FamilyReport, verify
+from pentad.models.proof.verify import FamilyReport, verify
 from pentad.models.skeleton import draft, full_config
 
 
 def run_verify_model(name_or_path: str, as_json: bool) -> int:
     """0 when every check passed, 1 otherwise."""
     torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_transformers()
     start = time.perf_counter()
     report = verify(name_or_path)
     seconds = time.perf_counter() - start
@@ -36,13 +35,7 @@ def run_verify_model(name_or_path: str, as_json: bool) -> int:
 
 
 def show(report: FamilyReport, seconds: float) -> None:
-    console = make_console()
-    with console.capture() as captured:
-        console.print(rules_table(report))
-        console.print()
-        console.print(checks_table(report))
-    # Tables pad their last column.
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print_parts(rules_table(report), "", checks_table(report))
     if report.skipped:
         print(f"\nNot tried, as transformers' {report.family} has no such variant: ", end="")
         print(", ".join(sorted(report.skipped)))
@@ -56,41 +49,26 @@ def show(report: FamilyReport, seconds: float) -> None:
 
 
 def rules_table(report: FamilyReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("rule", "shape"):
-        table.add_column(title)
-    for title in ("tensors", "bytes"):
-        table.add_column(title, justify="right")
-    for row in report.rules:
-        table.add_row(row.target, row.shape, str(row.num_tensors), str(row.size_bytes))
-    return table
+    titles = ("rule", "shape", "tensors", "bytes")
+    rows = [(r.target, r.shape, str(r.num_tensors), str(r.size_bytes)) for r in report.rules]
+    return make_table(titles, rows, right=("tensors", "bytes"))
 
 
 def checks_table(report: FamilyReport) -> Table:
-    """One row per check: how many cases, the slowest's words, and the time of all."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("check", "result", "what was seen"):
-        table.add_column(title, overflow="fold")
-    table.add_column("seconds", justify="right")
+    """One row per check: how many cases, what the first good one saw, and the time of all."""
+    rows = []
     for check in dict.fromkeys(outcome.check for outcome in report.outcomes):
         own = [outcome for outcome in report.outcomes if outcome.check == check]
-        table.add_row(check, _result(own), _seen(own), f"{sum(o.seconds for o in own):.2f}")
-    return table
-
-
-def _result(own: list[CheckResult]) -> str:
-    failed = sum(not outcome.passed for outcome in own)
-    return f"{failed} of {len(own)} FAILED" if failed else f"{len(own)} passed"
-
-
-def _seen(own: list[CheckResult]) -> str:
-    return next((o.detail for o in own if o.passed), "")
+        failed = sum(not outcome.passed for outcome in own)
+        result = f"{failed} of {len(own)} FAILED" if failed else f"{len(own)} passed"
+        seen = next((outcome.detail for outcome in own if outcome.passed), "")
+        rows.append((check, result, seen, f"{sum(o.seconds for o in own):.2f}"))
+    return make_table(("check", "result", "what was seen", "seconds"), rows, right=("seconds",))
 
 
 def run_new_model(config: str, out: str | None) -> None:
     """`config` is a folder, a config.json, or a model_type that transformers knows."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_transformers()
     text = draft(_read(config))
     family = _read(config)["model_type"]
     file = Path(out or f"{family}.py")

@@ -103,12 +103,7 @@ class LayoutService:
             differ = _share_of_other(engine.routes(rows), self.truth["routes"])
         found, gradients = _step(engine, rows, self.truth["routes"])
         error, worst = _worst_error(gradients, self.truth["gradients"])
-        return {
-            **asdict(found),
-            "gradient_error": error,
-            "worst": worst,
-            "routes_differ": differ,
-        }
+        return {**asdict(found), "gradient_error": error, "worst": worst, "routes_differ": differ}
 
     def close(self, *, is_failed: bool) -> None:
         """Nothing is under way between calls."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from pentad.cli.output import make_console, make_table
 from pentad.config.derived import (
     allocation_of,
     as_run,
@@ -40,8 +38,6 @@ from pentad.planner.memory import RULE_OMITS
 from pentad.planner.plan import build_plan, choose_device, thumb_of
 from pentad.planner.remedies import Remedy, propose
 
-MAX_WIDTH = 120
-PLAIN_WIDTH = 100
 MAX_DATA_BYTES = 512 << 20
 """A larger dataset is not counted: a plan must stay quick."""
 MAX_STAGE_ROWS = 32
@@ -126,16 +122,6 @@ def show_places(config: Config, notes: list[str], as_json: bool) -> None:
         print(f"note: {note}")
 
 
-def make_console() -> Console:
-    """As wide as the terminal up to a limit; without one plain text of a fixed width."""
-    if sys.stdout.isatty():
-        console = Console(highlight=False)
-        return Console(highlight=False, width=min(console.width, MAX_WIDTH))
-    columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdigit() and int(columns) >= 40 else PLAIN_WIDTH
-    return Console(highlight=False, width=min(width, MAX_WIDTH), color_system=None)
-
-
 def count_rows(data: DatasetConfig) -> tuple[int | None, list[str]]:
     """Rows of the training data where it can be read here, and a note where it cannot."""
     if data.path is None:
@@ -209,15 +195,9 @@ class Page:
         for line in lines:
             self.say(line)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
-        """`right`: the columns of numbers, parted by |."""
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for column in columns:
-            justify = "right" if column in right.split("|") and column else "left"
-            table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(table)
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *right: str) -> None:
+        """`right`: the columns of numbers."""
+        self.console.print(make_table(columns, rows, right=right))
 
     def heading_line(self) -> None:
         plan, dims = self.plan, self.plan.dims
@@ -273,7 +253,7 @@ class Page:
             (*words, billions(held), billions(stored), gib(peak))
             for *words, held, stored, peak in stage_rows(trainer)[:MAX_STAGE_ROWS]
         ]
-        self.table(columns, rows, "parameters|stored|peak GiB")
+        self.table(columns, rows, "parameters", "stored", "peak GiB")
         if layout.world == layout.pp:
             return
         self.say(f"inside each pipeline rank ({layout.world // layout.pp} devices):", "bold")
@@ -298,7 +278,7 @@ class Page:
             text += " <- peak" if phase is peak else ""
             rows.append((name, gib(phase.device_bytes), text, gib(self.plan.host_bytes[name])))
         columns = ("phase", word, "of which", "host, a node")[: 3 + has_host]
-        self.table(columns, [row[: 3 + has_host] for row in rows], f"{word}|host, a node")
+        self.table(columns, [row[: 3 + has_host] for row in rows], word, "host, a node")
         thumb = thumb_of(trainer)
         terms = " + ".join(f"{name} {gib(size)}" for name, size in thumb.items())
         total = gib(sum(thumb.values()))

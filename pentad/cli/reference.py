@@ -53,11 +53,7 @@ def _line(path: Path) -> str:
     return f"- `{path.relative_to(PACKAGE).as_posix()}`: {sentence}"
 
 
-PAGES = {
-    "configuration.md": configuration_page,
-    "map.md": map_page,
-    "telemetry.md": telemetry_page,
-}
+PAGES = {"configuration.md": configuration_page, "map.md": map_page, "telemetry.md": telemetry_page}
 
 
 def main() -> None:

@@ -106,11 +106,7 @@ def run_serve(
 
 
 def load_sampler(
-    model: str,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    dtype: str,
-    settings: SamplerSettings,
+    model: str, tokenizer: Tokenizer, device: torch.device, dtype: str, settings: SamplerSettings
 ) -> EmbeddedSampler:
     problems = vocabulary_problems(model, dims_of(model), tokenizer, key="model")
     if dtype == "auto":

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from pentad.checkpoint.folders import (
     INFO,
     STATE,
@@ -24,7 +22,7 @@ from pentad.checkpoint.folders import (
     state_folder,
     step_of,
 )
-from pentad.cli.plan import make_console
+from pentad.cli.output import make_table, print_parts
 from pentad.config.rules.checkpoint import changed_keys
 from pentad.core.errors import Problem, RunError, UserError, one_line, visible
 from pentad.core.machine import GIB
@@ -225,22 +223,16 @@ def tensors_of(manifest: Manifest) -> dict[str, dict[str, list[tuple[str, str]]]
 
 
 def show(found: list[Found], faults: dict[str, list[str]], notes: list[str]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("step", "saved", "every byte", "part", "ranks", "tensors", "size"):
-        is_number = title in ("step", "ranks", "tensors", "size")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
+    rows = []
     for one in found:
+        verdict = f"{len(faults[one.place])} damaged" if faults[one.place] else "whole"
+        saved = visible(str(one.manifest.facts.get("time", ""))).replace("+00:00", "Z")
         for number, row in enumerate(_rows(one.manifest)):
-            verdict = f"{len(faults[one.place])} damaged" if faults[one.place] else "whole"
-            saved = visible(str(one.manifest.facts.get("time", ""))).replace("+00:00", "Z")
-            table.add_row(
-                *((str(one.manifest.step), saved, verdict) if not number else ("",) * 3), *row
-            )
-    console = make_console()
-    console.width = max(console.width, MIN_WIDTH)
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+            head = ("", "", "") if number else (str(one.manifest.step), saved, verdict)
+            rows.append((*head, *row))
+    titles = ("step", "saved", "every byte", "part", "ranks", "tensors", "size")
+    numbers = ("step", "ranks", "tensors", "size")
+    print_parts(make_table(titles, rows, right=numbers, no_wrap=True), min_width=MIN_WIDTH)
     layouts = dict.fromkeys(str(one.manifest.facts.get("allocation_mode", "")) for one in found)
     if any(layouts):
         print(f"\nallocation_mode: {visible(', then '.join(reversed(layouts)))}")

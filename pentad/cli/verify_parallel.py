@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
+from pentad.cli.output import make_table, print_parts
 from pentad.cli.parallel_cases import (
     LayoutCase,
     ParallelSubject,
@@ -26,7 +26,6 @@ from pentad.cli.parallel_cases import (
     read_subject,
     shrink,
 )
-from pentad.cli.plan import make_console
 from pentad.config.rules.start import too_many_ranks
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.fit import default_stages_per_rank, splits_backward
@@ -219,11 +218,7 @@ def run_cases(
 def judge(text: str, measured: dict[str, Any], alone: dict[str, Any]) -> LayoutResult:
     """Every number that is not one rank's, with both values."""
     faults = []
-    limits = {
-        "loss": VALUE_TOLERANCE,
-        "grad_norm": VALUE_TOLERANCE,
-        "next_loss": NEXT_TOLERANCE,
-    }
+    limits = {"loss": VALUE_TOLERANCE, "grad_norm": VALUE_TOLERANCE, "next_loss": NEXT_TOLERANCE}
     for name, limit in limits.items():
         mine, wanted = measured[name], alone[name]
         if not abs(mine - wanted) <= limit * abs(wanted):
@@ -256,27 +251,20 @@ def describe(subject: ParallelSubject, payload: dict[str, Any]) -> str:
 def show(
     subject: ParallelSubject, alone: dict[str, Any], outcomes: list[LayoutResult], *, is_cuda: bool
 ) -> None:
-    has_experts = bool(subject.dims.num_experts)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("layout", no_wrap=True, min_width=max(len(o.text) for o in outcomes))
-    memory = "peak MiB" if is_cuda else "held MiB"
-    titles = ["loss", "grad norm", "gradient error", memory, "seconds"]
-    for title in [*titles, *(["routes differ"] if has_experts else [])]:
-        table.add_column(title, justify="right")
-    table.add_column("")
-    table.add_row(*_row("one rank", alone, has_experts, is_alone=True), "")
+    titles = ["loss", "grad norm", "gradient error", "peak MiB" if is_cuda else "held MiB"]
+    titles += ["seconds", *(["routes differ"] if subject.dims.num_experts else [])]
+    rows: list[list[str | Text]] = [
+        ["one rank", *_cells(alone, len(titles), is_alone=True), Text("")]
+    ]
     for outcome in outcomes:
         verdict = Text("DIFFERS", "bold red") if outcome.faults else Text("same", "green")
         if not outcome.measured:
             verdict = Text("FAILED", "bold red")
-            blanks = [""] * (6 if has_experts else 5)
-            table.add_row(outcome.text, *blanks, verdict)
-        else:
-            table.add_row(*_row(outcome.text, outcome.measured, has_experts), verdict)
-    console = make_console()
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        rows.append([outcome.text, *_cells(outcome.measured, len(titles)), verdict])
+    table = make_table(["layout", *titles, ""], rows, right=titles)
+    table.columns[0].no_wrap = True
+    table.columns[0].min_width = max(len(outcome.text) for outcome in outcomes)
+    print_parts(table)
     failed = [outcome for outcome in outcomes if outcome.faults]
     for outcome in failed:
         print(f"\n{outcome.text}: " + "; ".join(outcome.faults))
@@ -287,17 +275,16 @@ def show(
         print(f"\n{count} one rank's numbers.")
 
 
-def _row(
-    text: str, found: dict[str, Any], has_experts: bool, *, is_alone: bool = False
-) -> list[str]:
-    row = [
-        text,
+def _cells(found: dict[str, Any], number: int, *, is_alone: bool = False) -> list[str | Text]:
+    """The figures of a layout; blanks where it failed."""
+    if not found:
+        return [""] * number
+    cells: list[str | Text] = [
         f"{found['loss']:.6f}",
         f"{found['grad_norm']:.6f}",
         "" if is_alone else f"{found['gradient_error']:.1e}",
         f"{found['size_bytes'] / 2**20:.2f}",
         f"{found['seconds']:.2f}",
+        "" if is_alone else f"{found['routes_differ']:.2%}",
     ]
-    if has_experts:
-        row.append("" if is_alone else f"{found['routes_differ']:.2%}")
-    return row
+    return cells[:number]

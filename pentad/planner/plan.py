@@ -98,11 +98,7 @@ def build_plan(
 
 
 def _build(
-    config: Config,
-    device: Device,
-    num_rows: int | None,
-    in_use_bytes: float,
-    handoff: HandoffKind,
+    config: Config, device: Device, num_rows: int | None, in_use_bytes: float, handoff: HandoffKind
 ) -> RunPlan:
     dims = dims_of(model_folder(config))
     allocation = as_run(config, allocation_of(config), count_devices(config))

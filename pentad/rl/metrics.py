@@ -134,10 +134,7 @@ def effective_sample_size(log_ratio: np.ndarray) -> float | None:
 
 
 def _outside_clip(
-    log_ratio: np.ndarray,
-    mask: np.ndarray,
-    lengths: Sequence[int],
-    settings: AlgorithmSettings,
+    log_ratio: np.ndarray, mask: np.ndarray, lengths: Sequence[int], settings: AlgorithmSettings
 ) -> float | None:
     """Share of trained tokens whose ratio against the sampler leaves the clip band."""
     if settings.ratio_level == "none":

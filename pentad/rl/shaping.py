@@ -88,12 +88,7 @@ class Normalisation:
 
 
 def normalise(
-    loss_norm: LossNorm,
-    mask_T: Tensor,
-    samples_T: Tensor,
-    groups_S: Tensor,
-    *,
-    max_new_tokens: int,
+    loss_norm: LossNorm, mask_T: Tensor, samples_T: Tensor, groups_S: Tensor, *, max_new_tokens: int
 ) -> Normalisation:
     mask = mask_T.double()
     num_S = mask.new_zeros(groups_S.numel()).index_add(0, samples_T, mask)

@@ -14,10 +14,7 @@ from typing import Any, Literal
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import (
-    scorers,
-    snapshot_on_host,
-)
+from pentad.config.derived import scorers, snapshot_on_host
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.sizes import RunSize
@@ -49,11 +46,7 @@ from pentad.trainer.sft import run_sft
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
 from pentad.trainer.train_pump import PublishPump, TrainedBatch, TrainPump
-from pentad.trainer.translate import (
-    bounds_of,
-    compute_dtype,
-    sampling_params,
-)
+from pentad.trainer.translate import bounds_of, compute_dtype, sampling_params
 
 __all__ = ["run_sft", "run_train"]
 
@@ -98,13 +91,7 @@ def lead_train(
 class Assembly:
     """The parts of one RL run over one life of its learners."""
 
-    def __init__(
-        self,
-        checked: Checked,
-        run: OpenRun,
-        calls: Calls,
-        crew: Crew,
-    ) -> None:
+    def __init__(self, checked: Checked, run: OpenRun, calls: Calls, crew: Crew) -> None:
         self.config = config = run.config
         self.checked = checked
         self.open = run
@@ -272,11 +259,7 @@ class Assembly:
                 seed=self.config.seed,
             )
         log.info("self-test passed: %s", found)
-        self.open.started(
-            trained,
-            selftest=asdict(found),
-            layout=str(self.open.layout),
-        )
+        self.open.started(trained, selftest=asdict(found), layout=str(self.open.layout))
         if evaluator is not None:
             done = self.open.recorder.evaluated()
             evaluator.seen = max(done, default=0)

@@ -97,10 +97,7 @@ class Crew:
         """The learners have the state they go on from."""
         self.is_loaded = True
         if self.recovery is not None and self.group is not None:
-            self.recovery.joined_at, self.recovery.loaded_at = (
-                self.group.joined_at,
-                awake_s(),
-            )
+            self.recovery.joined_at, self.recovery.loaded_at = (self.group.joined_at, awake_s())
 
     def regroup_if_due(self, recover: RecoverHandler, step: int) -> None:
         """Raises Regroup where ranks have returned and this step is committed."""

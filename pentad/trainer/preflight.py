@@ -182,10 +182,7 @@ def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
     new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
     data = config.valid_dataset.model_copy(update={"shuffle": False})
     settings = data_settings(
-        data,
-        "valid_dataset",
-        seed=config.seed,
-        max_tokens=room_for_prompt(dims, new_tokens, key),
+        data, "valid_dataset", seed=config.seed, max_tokens=room_for_prompt(dims, new_tokens, key)
     )
     return open_prompts(settings, tokenizer)
 

@@ -156,10 +156,7 @@ def run_beside_group(
             crew.stack.push_async_callback(crew.runtime.close)
         members = open_membership(config, folder.parent, crew)
         settings = GroupSettings(
-            stall_s=config.stall_abort_s,
-            timeout_s=JOIN_S,
-            errors=FAILURES,
-            away=members.why_away,
+            stall_s=config.stall_abort_s, timeout_s=JOIN_S, errors=FAILURES, away=members.why_away
         )
         while True:
             formed = form_group(members, config, generation)

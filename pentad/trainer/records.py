@@ -147,11 +147,7 @@ class StepRecorder:
         if self.peak_tflops is None or not train_s:
             return None
         return measure_throughput(
-            self.dims,
-            lengths,
-            train_s,
-            peak_tflops=self.peak_tflops,
-            num_devices=self.layout.world,
+            self.dims, lengths, train_s, peak_tflops=self.peak_tflops, num_devices=self.layout.world
         )
 
     def _watch_target(self, mfu: float | None) -> None:

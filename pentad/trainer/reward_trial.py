@@ -110,10 +110,7 @@ def check_reward(config: Config, streams: Sequence[tuple[PromptStream | None, st
 
 
 async def _check(
-    config: Config,
-    settings: RewardSettings,
-    stream: PromptStream | None,
-    columns: Collection[str],
+    config: Config, settings: RewardSettings, stream: PromptStream | None, columns: Collection[str]
 ) -> None:
     scorer = await open_scorer(settings)
     try:

@@ -67,13 +67,7 @@ def run_rollout_only(
     checked = check_train(config, place)
     start_run(config, ("actor",))
     with open_run(
-        config,
-        notes,
-        checked.stream,
-        title="rollout",
-        fresh=fresh,
-        dims=checked.dims,
-        device=place,
+        config, notes, checked.stream, title="rollout", fresh=fresh, dims=checked.dims, device=place
     ) as run:
         return asyncio.run(RolloutOnly(config, checked, run, place).run())
 

@@ -13,12 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.checkpoint.folders import (
-    MANIFEST,
-    Checkpoint,
-    find_checkpoints,
-    reading,
-)
+from pentad.checkpoint.folders import MANIFEST, Checkpoint, find_checkpoints, reading
 from pentad.checkpoint.tiers import Tiers
 from pentad.config.derived import compute_bytes, is_saved_within, layout_of
 from pentad.config.describe import show
@@ -40,12 +35,7 @@ from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, announced, log_to
 from pentad.telemetry.recorder import FindAlarms, Recorder
-from pentad.telemetry.runfolder import (
-    RunFolder,
-    describe_start,
-    set_aside,
-    write_json,
-)
+from pentad.telemetry.runfolder import RunFolder, describe_start, set_aside, write_json
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.batches import BatchKeeper

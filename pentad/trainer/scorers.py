@@ -302,10 +302,7 @@ class RefreshedReference:
                 shutil.rmtree(old, ignore_errors=True)
 
     async def _install(self, version: int) -> None:
-        given = {
-            "max_row_tokens": self.max_row_tokens,
-            "weights": str(self.folder / str(version)),
-        }
+        given = {"max_row_tokens": self.max_row_tokens, "weights": str(self.folder / str(version))}
         if isinstance(self.scorer, ScorerProcesses):
             self.scorer.steps["build"] = given  # of one that is started again
         await self.scorer.call("build", **given)

@@ -14,13 +14,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.remote import Remote
 from pentad.core.seeds import derive_seed
-from pentad.core.settings import (
-    BalanceSettings,
-    DType,
-    EngineSettings,
-    OptimizerSettings,
-    into,
-)
+from pentad.core.settings import BalanceSettings, DType, EngineSettings, OptimizerSettings, into
 from pentad.core.sizes import default_microbatch_tokens
 from pentad.core.types import SamplingParams
 from pentad.data.render import Columns, DataSettings
