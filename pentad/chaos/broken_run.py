@@ -121,6 +121,12 @@ class ChaosRun:
         self.process = self.start_beside(*faults, words=words)
         self.num_starts += 1
 
+    def start_until(self, *faults: InjectedFault, words: Sequence[str] = ()) -> None:
+        """Starts the run and waits for these faults to happen."""
+        self.start(*faults, words=words)
+        for fault in faults:
+            self.wait_fault(fault)
+
     def start_beside(self, *faults: InjectedFault, words: Sequence[str] = ()) -> ForkServerProcess:
         """The same command, in a session of its own."""
         given = [
@@ -164,9 +170,9 @@ class ChaosRun:
     def wait_fault(self, fault: InjectedFault, number: int = 0) -> dict[str, Any]:
         note = Path(f"{fault.note}.{number}")
         self.wait(note.exists, f"the fault at {fault.at}")
-        told: dict[str, Any] = json.loads(note.read_text())
-        self.struck_at, self.recovery_s = told["monotonic"], None
-        return told
+        noted: dict[str, Any] = json.loads(note.read_text())
+        self.struck_at, self.recovery_s = noted["monotonic"], None
+        return noted
 
     def release(self, fault: InjectedFault) -> None:
         Path(f"{fault.note}.go").touch()

@@ -28,8 +28,7 @@ def kill_sampler(trial: ChaosRun, at: str, words: tuple[str, ...] = ()) -> None:
     what = {"generate": "as it samples with", "install": "between weights and receipt of"}
     trial.done = f"SIGKILL of a sampler {what[at]} version {version}"
     fault = trial.fault(at, "kill", step=version)
-    trial.start(fault, words=words)
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=words)
     trial.wait_end()
     says(trial, "is lost: ", "SIGKILL")
     note_served(trial)
@@ -51,8 +50,7 @@ def kill_samplers(trial: ChaosRun) -> None:
     version = trial.draw.randint(1, trial.workload.steps - 2)
     trial.done = f"SIGKILL of both samplers while one samples with version {version}"
     fault = trial.fault("generate", "hold", step=version)
-    trial.start(fault, words=["allocation_mode=embedded:d2|archon:d2"])
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=["allocation_mode=embedded:d2|archon:d2"])
     trial.kill(trial.roles("rollout"))
     trial.wait_end()
     says(trial, "serves again")

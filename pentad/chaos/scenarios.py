@@ -40,8 +40,7 @@ def kill_rank(trial: ChaosRun, at: str, rank: int | None = None) -> None:
     rank, step = trial.some_rank() if rank is None else rank, trial.some_step()
     trial.done = f"SIGKILL of rank {rank} in {at}, step {step}"
     fault = trial.fault(at, "kill", rank=rank, step=step)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     trial.wait_end()
     says(trial, f"rank {rank} of {trial.workload.world}, ", "signal 9 (SIGKILL)")
     says(trial, f"it is started again after step {step - 1}")
@@ -52,9 +51,7 @@ def kill_two(trial: ChaosRun) -> None:
     other = trial.some_rank(but=one)
     trial.done = f"SIGKILL of ranks {one} and {other} in backward, step {step}"
     faults = [trial.fault("backward", "kill", rank=rank, step=step) for rank in (one, other)]
-    trial.start(*faults)
-    for fault in faults:
-        trial.wait_fault(fault)
+    trial.start_until(*faults)
     trial.wait_end()
     says(trial, f"it is started again after step {step - 1}")
 
@@ -64,9 +61,7 @@ def kill_in_recovery(trial: ChaosRun) -> None:
     trial.done = f"SIGKILL of rank {one} in step {step}, then of rank {other} as it loads"
     first = trial.fault("forward", "kill", rank=one, step=step)
     second = trial.fault("load", "kill", rank=other)
-    trial.start(first, second)
-    trial.wait_fault(first)
-    trial.wait_fault(second)
+    trial.start_until(first, second)
     trial.wait_end()
     says(trial, "(try 2 of recover.retries = 3 without a step gained)")
 
@@ -75,8 +70,7 @@ def stop_rank(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGSTOP of rank {rank} in forward, step {step}"
     fault = trial.fault("forward", "stop", rank=rank, step=step)
-    trial.start(fault, words=["stall_abort_s=10"])
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=["stall_abort_s=10"])
     trial.wait_end()
     says(trial, f"rank {rank} of {trial.workload.world}, ", "does not run (it is stopped)")
     other = trial.some_rank(but=rank)
@@ -88,8 +82,7 @@ def slow_rank(trial: ChaosRun) -> None:
     rank = trial.some_rank()
     trial.done = f"rank {rank} sleeps 1.5 s in every forward"
     fault = trial.fault("forward", "sleep", rank=rank, times=0, seconds=1.5)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     trial.struck_at = None
     trial.wait_end()
     says(trial, f"straggler: rank {rank} of {trial.workload.world}, ")
@@ -136,8 +129,7 @@ def poison(trial: ChaosRun) -> None:
     step = trial.some_step()
     trial.done = f"an exception in forward of step {step}, every time"
     fault = trial.fault("forward", "raise", step=step, times=0)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     trial.wait_end(1)
     trial.struck_at = None
     says(trial, "asked for a failure in forward", "it is not started again")
@@ -148,8 +140,7 @@ def crash_loop(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"SIGKILL of rank {rank} in forward of step {step}, every time"
     fault = trial.fault("forward", "kill", rank=rank, step=step, times=0)
-    trial.start(fault, words=["recover.retries=9"])
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=["recover.retries=9"])
     trial.wait_end(1)
     trial.struck_at = None
     says(trial, f"rank {rank} of {trial.workload.world}, ", "SIGKILL")
@@ -161,8 +152,7 @@ def no_number(trial: ChaosRun) -> None:
     rank, step = trial.some_rank(), trial.some_step()
     trial.done = f"no number in the gradient of rank {rank}, step {step}"
     fault = trial.fault("all-reduce", "nan", rank=rank, step=step)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     trial.struck_at = None
     trial.wait_end()
     says(trial, f"step {step}: nothing was updated")
@@ -179,8 +169,7 @@ def preempt(trial: ChaosRun) -> None:
     trial.done = f"SIGTERM of the run in backward, step {step}"
     fault = trial.fault("backward", "hold", rank=rank, step=step)
     rare = ["recover.freq_steps=1000"]
-    trial.start(fault, words=rare)
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=rare)
     trial.kill([trial.pid], signal.SIGTERM)
     trial.release(fault)
     trial.wait_end(1)
@@ -199,8 +188,7 @@ def kill_scheduler(trial: ChaosRun, at: str = "optimizer") -> None:
     step = trial.some_step()
     trial.done = f"SIGKILL of the scheduler while ranks are in {at}, step {step}"
     fault = trial.fault(at, "hold", step=step)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     again(trial)
     says(trial, f"resumed after step {step - 1} from")
 
@@ -216,8 +204,7 @@ def two_schedulers(trial: ChaosRun) -> None:
     step = trial.some_step()
     trial.done = f"a second start of the run in step {step}"
     fault = trial.fault("forward", "hold", step=step)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     second = trial.start_beside()
     second.join()
     code = second.exitcode

@@ -21,8 +21,7 @@ def fail_save(trial: ChaosRun, at: str, do: str, cause: str) -> None:
     what = {"kill": "SIGKILL of the writer", "full": "a full disk"}[do]
     trial.done = f"{what} in the {at} of step {step}"
     fault = trial.fault(at, do, step=step)
-    trial.start(fault, words=BESIDE)
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=BESIDE)
     trial.wait_end()
     says(trial, f"the recovery checkpoint of step {step} could not be saved: ", cause)
     require(len({line["generation"] for line in trial.lines}) == 1, "the run was started again")
@@ -31,8 +30,7 @@ def fail_save(trial: ChaosRun, at: str, do: str, cause: str) -> None:
 def stall(trial: ChaosRun) -> None:
     trial.done = "the storage stands still in the save of step 2, until step 4 is trained"
     fault = trial.fault("write", "hold", step=2)
-    trial.start(fault, words=BESIDE)
-    trial.wait_fault(fault)
+    trial.start_until(fault, words=BESIDE)
     trial.wait_steps(4)
     trial.struck_at = None
     trial.release(fault)
@@ -44,8 +42,7 @@ def kill_in_save(trial: ChaosRun, at: str) -> None:
     step = trial.some_step()
     trial.done = f"SIGKILL of the run in the {at} of step {step}"
     fault = trial.fault(at, "hold", step=step)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     again(trial)
     says(trial, f"resumed after step {step - 1} from")
 
@@ -54,8 +51,7 @@ def spoil(trial: ChaosRun, what: str, change: Callable[[ChaosRun], Path], senten
     step = max(3, trial.some_step())  # two are committed
     trial.done = f"SIGKILL of the run in step {step}; the newest checkpoint {what}"
     fault = trial.fault("forward", "hold", step=step)
-    trial.start(fault)
-    trial.wait_fault(fault)
+    trial.start_until(fault)
     trial.kill_run()
     change(trial)
     trial.start()
@@ -88,12 +84,8 @@ def lose(trial: ChaosRun) -> Path:
     step = list_steps(trial.checkpoints)[0]
     path = trial.checkpoints / f"recover_info/globalstep{step}"
     shutil.rmtree(path)
-    shutil.rmtree(newest_state_folder(trial, step))
+    shutil.rmtree(trial.checkpoints / f"default/recover_checkpoint/globalstep{step}")
     return path
-
-
-def newest_state_folder(trial: ChaosRun, step: int) -> Path:
-    return trial.checkpoints / f"default/recover_checkpoint/globalstep{step}"
 
 
 def spoiled(name: str, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> Scenario:

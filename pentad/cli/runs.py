@@ -40,8 +40,12 @@ def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
     from pentad.trainer.train_only import run_train_only
 
     train = run_train if config.only is None else run_train_only
-    run = {"train": train, "sft": run_sft, "pretrain": run_pretrain}[command]
-    show_summary(keep_running(run, config, notes, fresh))
+    runs: dict[Run, Callable[..., RunSummary]] = {
+        "train": train,
+        "sft": run_sft,
+        "pretrain": run_pretrain,
+    }
+    show_summary(keep_running(runs[command], config, notes, fresh))
 
 
 def prepare_run(recipe: Recipe, command: Run) -> tuple[Config, list[str]]:

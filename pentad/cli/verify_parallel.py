@@ -7,7 +7,6 @@ switches, since those decide how it is cut.
 from __future__ import annotations
 
 import json as jsonlib
-import math
 import shutil
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from pentad.models.families import dims_of
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import rank_from_environment
+from pentad.telemetry.record import finite
 
 GRADIENT_TOLERANCE = 5e-5
 """Of a tensor's norm: sums of some thousand fp32 terms in another order."""
@@ -91,19 +91,11 @@ def run_verify_parallel(
             shutil.rmtree(folder, ignore_errors=True)
     if json:
         report = {"alone": alone, "layouts": [asdict(outcome) for outcome in outcomes]}
-        print(jsonlib.dumps(_finite(report), indent=2, allow_nan=False))
+        # JSON has no infinity; what is not finite becomes null, and its fault says it.
+        print(jsonlib.dumps(finite(report), indent=2, allow_nan=False))
     else:
         show(subject, alone, outcomes, is_cuda=payload["is_cuda"])
     return 1 if any(outcome.faults for outcome in outcomes) else 0
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity; what is not finite becomes null, and its fault says it."""
-    if isinstance(value, dict):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Running

@@ -36,29 +36,23 @@ def _group_relative(rollouts: Rollouts, settings: AlgorithmSettings) -> Advantag
     return adv.group_relative(rollouts)
 
 
-def _gae(rollouts: Rollouts, settings: AlgorithmSettings) -> Advantages:
-    return adv.whitened_gae(rollouts, gamma=settings.gamma, lam=settings.lam)
-
-
-def _reinforce_plus_plus(rollouts: Rollouts, settings: AlgorithmSettings) -> Advantages:
-    return adv.reinforce_plus_plus(rollouts, gamma=settings.gamma)
-
-
-def _distillation(rollouts: Rollouts, settings: AlgorithmSettings) -> Advantages:
-    return adv.distillation(rollouts, gamma=settings.gamma)
-
-
 FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
     "grpo": (_group_relative, losses.clipped),
-    "dr_grpo": (lambda rollouts, settings: adv.mean_only(rollouts), losses.clipped),
+    "dr_grpo": (lambda rollouts, s: adv.mean_only(rollouts), losses.clipped),
     "dapo": (_group_relative, losses.clipped),
-    "rloo": (lambda rollouts, settings: adv.leave_one_out(rollouts), losses.clipped),
-    "reinforce": (lambda rollouts, settings: adv.batch_mean_baseline(rollouts), losses.unclipped),
-    "reinforce_plus_plus": (_reinforce_plus_plus, losses.clipped),
-    "ppo": (_gae, losses.clipped),
+    "rloo": (lambda rollouts, s: adv.leave_one_out(rollouts), losses.clipped),
+    "reinforce": (lambda rollouts, s: adv.batch_mean_baseline(rollouts), losses.unclipped),
+    "reinforce_plus_plus": (
+        lambda rollouts, s: adv.reinforce_plus_plus(rollouts, gamma=s.gamma),
+        losses.clipped,
+    ),
+    "ppo": (
+        lambda rollouts, s: adv.whitened_gae(rollouts, gamma=s.gamma, lam=s.lam),
+        losses.clipped,
+    ),
     "gspo": (_group_relative, losses.sequence_clipped),
     "cispo": (_group_relative, losses.weight_clipped),
-    "distill": (_distillation, losses.clipped),
+    "distill": (lambda rollouts, s: adv.distillation(rollouts, gamma=s.gamma), losses.clipped),
 }
 """Of each entry of `FACTS` the advantage function and the surrogate."""
 ALGORITHMS = {

@@ -294,7 +294,7 @@ BLOCKS: dict[str, type] = {
 def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
     """The same with null for what is not finite, and `nonfinite` naming it."""
     nonfinite: dict[str, str] = {}
-    return {**_finite(dict(value), "", nonfinite), "nonfinite": nonfinite or None}
+    return {**finite(dict(value), "", nonfinite), "nonfinite": nonfinite or None}
 
 
 NO_CURVES = ("schema", "step", "generation", "superseded")
@@ -369,19 +369,21 @@ def _varying(cls: type) -> set[str]:
     return {entry.name for entry in dataclasses.fields(cls) if entry.metadata["varies"]}
 
 
-def _finite(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
+def finite(value: Any, path: str = "", nonfinite: dict[str, str] | None = None) -> Any:
+    """Null for what JSON has no number for; `nonfinite` is given its path and what it was."""
     if isinstance(value, numbers.Real) and not isinstance(value, int):
         # numpy's scalars are Real too, and JSON knows none of them.
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, float) and not math.isfinite(value):
-        nonfinite[path] = str(value)
+        if nonfinite is not None:
+            nonfinite[path] = str(value)
         return None
     if isinstance(value, dict):
         return {
-            k: _finite(v, f"{path}.{k}" if path else str(k), nonfinite) for k, v in value.items()
+            k: finite(v, f"{path}.{k}" if path else str(k), nonfinite) for k, v in value.items()
         }
     if isinstance(value, list):
-        return [_finite(v, f"{path}.{i}", nonfinite) for i, v in enumerate(value)]
+        return [finite(v, f"{path}.{i}", nonfinite) for i, v in enumerate(value)]
     return value
 
 

@@ -22,22 +22,12 @@ from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
 
 FORMAT = 1
+"""Of manifest.json, which says what a run is made of, and every time it was started:
 
-
-def build_manifest(config: Mapping[str, Any], config_digest: str, seed: int) -> dict[str, Any]:
-    """manifest.json: what a run is made of, and every time it was started.
-
-    {"format": 1, "config_digest": "...", "seed": 1, "config": {...},
-     "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,
-                 "generation": 0, "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
-    """
-    return {
-        "format": FORMAT,
-        "config_digest": config_digest,
-        "seed": seed,
-        "config": dict(config),
-        "starts": [],
-    }
+{"format": 1, "config_digest": "...", "seed": 1, "config": {...},
+ "starts": [{"time": "2026-03-01T12:00:00+00:00", "command": "...", "from_step": 0,
+             "generation": 0, "versions": {...}, "git": {...}, "hardware": {...}}, ...]}
+"""
 
 
 def describe_start(**more: Any) -> dict[str, Any]:
@@ -194,8 +184,12 @@ def open_run_folder(
         (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         place = "the run's checkpoint folder" if exports is None else str(exports)
         (path / "README.md").write_text(readme(place), encoding="utf-8")
-        current = build_manifest(config, config_digest, seed)
-        del current["starts"]
+        current = {
+            "format": FORMAT,
+            "config_digest": config_digest,
+            "seed": seed,
+            "config": dict(config),
+        }
         manifest = manifest or {**current, "starts": []}
         write_json(path / "manifest.json", manifest)
     except OSError as error:

@@ -22,6 +22,7 @@ from pentad.data.ledger import Ledger
 from pentad.data.packing import unpack_groups
 from pentad.data.store import BlobStore
 from pentad.rewards.scorer import RewardScorer
+from pentad.rl.bounds import Bounds
 from pentad.rollout.evaluation import EvalResult
 from pentad.rollout.executor import Executor
 from pentad.telemetry.log import announced
@@ -46,7 +47,7 @@ from pentad.trainer.sft import run_sft
 from pentad.trainer.state import Budget, RunState
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag, stop_task_early
 from pentad.trainer.train_pump import PublishPump, TrainedBatch, TrainPump
-from pentad.trainer.translate import bounds_of, compute_dtype, sampling_params
+from pentad.trainer.translate import compute_dtype, sampling_params
 
 __all__ = ["run_sft", "run_train"]
 
@@ -120,7 +121,7 @@ class Assembly:
         self.learner = LearnerThread(calls)
         folders = ("default", "critic") if checked.algorithm.needs_critic else ("default",)
         self.savers = {folder: run.saver(calls, folder) for folder in folders}
-        self.bounds = bounds_of(config)
+        self.bounds = Bounds(config.guards)
         self.recover = run.recovery(calls, self.savers)
         self.batches = run.batches(size)
         self.recover.add("dataloader_info", "data", Identity(checked.stream.state))

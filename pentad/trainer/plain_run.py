@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from pentad.core.errors import RunError
 from pentad.core.types import StepResult
+from pentad.rl.bounds import Bounds
 from pentad.runtime.calls import RankCalls
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.crew import Crew, Regroup
@@ -19,7 +20,6 @@ from pentad.trainer.recovery import Check, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary
 from pentad.trainer.scheduler import end_when_hung
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag
-from pentad.trainer.translate import bounds_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class PlainRun(ABC):
         self.crew = crew
         self.savers = {folder: run.saver(calls, folder) for folder in folders}
         self.recover = run.recovery(calls, self.savers)
-        self.bounds = bounds_of(run.config)
+        self.bounds = Bounds(run.config.guards)
         self.recover.add("stats_logger_info", "bounds", self.bounds)
         self.trained = 0
         """Steps that are in the weights."""

@@ -259,14 +259,7 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
         tokens_per_expert_mean=sum(one.mean for one in layers) / len(layers),
         tokens_per_expert_std=sum(one.std for one in layers) / len(layers),
         balance={
-            str(one.layer): {
-                "mean": one.mean,
-                "std": one.std,
-                "min": one.min,
-                "max": one.max,
-                "num_idle": one.num_idle,
-            }
-            for one in layers
+            str(one.layer): {k: v for k, v in asdict(one).items() if k != "layer"} for one in layers
         },
     )
 

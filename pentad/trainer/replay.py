@@ -50,7 +50,7 @@ from pentad.trainer.records import grad_norm_of, loss_of
 from pentad.trainer.run import place_of
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.translate import algorithm_settings, compute_dtype
-from pentad.trainer.update import BatchResult, BatchUpdate, chunk_slots
+from pentad.trainer.update import BatchResult
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """How far a loss may be off, relative to 1, and a norm relative to itself, where sums are added up
@@ -184,10 +184,14 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
         raise UserError(Problem(f"--step = {step}", rule))
     kept = kept_steps(folder / "batches")
     if step not in kept:
-        raise UserError(Problem(f"--step = {step}", *_not_kept(folder, kept)))
+        has = f"batches of steps {kept[0]} to {kept[-1]}" if kept else "no batches"
+        rule = f"its batch was not kept: {folder / 'batches'} has {has}"
+        remedy = "telemetry.keep_batches says how many a run keeps"
+        raise UserError(Problem(f"--step = {step}", rule, remedy))
     last = read_batch(folder / "batches", step)
     config = config_of(last, folder, layout)
-    checkpoint = find_start(config, step)
+    found = find_checkpoints(checkpoint_path(config), report=lambda sentence: None)
+    checkpoint = next((one for one in found if one.step + 1 < step), None)
     first = 1 if checkpoint is None else checkpoint.step + 2
     if missing := sorted(set(range(first, step)) - set(kept)):
         raise UserError(Problem(f"--step = {step}", *_no_way(config, step, first, missing)))
@@ -200,14 +204,6 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
             remedy = "replay a step whose checkpoint is after the change"
             raise UserError(Problem(f"--step = {step}", rule, remedy))
     return ReplayPlan(config, checkpoint, [*before, last], records)
-
-
-def _not_kept(folder: Path, kept: list[int]) -> tuple[str, str]:
-    has = f"batches of steps {kept[0]} to {kept[-1]}" if kept else "no batches"
-    return (
-        f"its batch was not kept: {folder / 'batches'} has {has}",
-        "telemetry.keep_batches says how many a run keeps",
-    )
 
 
 def _no_way(config: Config, step: int, first: int, missing: list[int]) -> tuple[str, str]:
@@ -237,12 +233,6 @@ def config_of(batch: KeptBatch, folder: Path, layout: str | None) -> Config:
         remedy = "for example --layout archon:d2t2, or archon:d1 for one process"
         raise UserError(Problem(f"--layout = {layout}", "is no layout of the trainer", remedy))
     return config
-
-
-def find_start(config: Config, step: int) -> Checkpoint | None:
-    """The newest local checkpoint from which `step` can be trained."""
-    found = find_checkpoints(checkpoint_path(config), report=lambda sentence: None)
-    return next((one for one in found if one.step + 1 < step), None)
 
 
 def replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str = "") -> Replay:
@@ -276,7 +266,8 @@ def _replay(plan: ReplayPlan, device: torch.device, rank: Rank, dump: str) -> Re
     compared: list[ReplayedNumber] = []
     for number, batch in enumerate(plan.batches, 1):
         rank.report(batch.step)
-        result = train(update, batch, config)
+        num_chunks = batch.facts["config"]["num_iters_per_train_update"]
+        result = update.train(batch.groups, num_chunks)
         compared += compare(batch.step, plan.records[batch.step], result, number * tolerance)
         every = None if "ref" in scored_apart else config.ref_update_interval
         if every and batch.step % every == 0:
@@ -302,15 +293,6 @@ def restore(plan: ReplayPlan, learners: Mapping[Role, Learner]) -> set[str]:
     before, config = checkpoint.manifest.facts["config"], plan.config
     paths = {"ref": config.ref.path, "teacher": config.teacher.path}
     return tags - {tag for tag, path in paths.items() if before[tag]["path"] != path}
-
-
-def train(update: BatchUpdate, batch: KeptBatch, config: Config) -> BatchResult:
-    """One step, in the chunks it was trained in."""
-    groups = batch.groups
-    update.begin()
-    for slots in chunk_slots(len(groups), batch.facts["config"]["num_iters_per_train_update"]):
-        update.add([groups[slot] for slot in slots], last=slots.stop == len(groups))
-    return update.finish()
 
 
 def compare(

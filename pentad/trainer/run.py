@@ -34,7 +34,7 @@ from pentad.rl.health import find_alarms
 from pentad.runtime.environment import determinism_restored
 from pentad.telemetry import host
 from pentad.telemetry.log import NOTICE, announced, log_to
-from pentad.telemetry.recorder import FindAlarms, Recorder
+from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.runfolder import RunFolder, describe_start, set_aside, write_json
 from pentad.telemetry.screen import Screen, open_screen
 from pentad.telemetry.sinks import WandbSettings, build_sinks
@@ -301,7 +301,8 @@ def open_run(
     """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
     size, layout = config.train_dataset.batch_size, layout_of(config, "actor")
     steps_per_epoch = data.steps_per_epoch(size)
-    num_steps = count_steps(config, steps_per_epoch)
+    num_steps = steps_per_epoch * config.total_train_epochs
+    num_steps = min(num_steps, config.total_train_steps or num_steps)
     checkpoints, telemetry = checkpoint_path(config), config.telemetry
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
@@ -351,7 +352,11 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
         sinks,
         samples_per_step=telemetry.samples_per_step,
         seed=config.seed,
-        find_alarms=alarms_of(config),
+        find_alarms=partial(
+            find_alarms,
+            correction=config.algorithm.correction or "none",
+            has_penalty=bool(config.algorithm.settings.overlong_penalty),
+        ),
     )
 
 
@@ -379,15 +384,6 @@ def log_start(
             config.recover.mode,
             extra=NOTICE,
         )
-
-
-def alarms_of(config: Config) -> FindAlarms:
-    algorithm = config.algorithm
-    return partial(
-        find_alarms,
-        correction=algorithm.correction or "none",
-        has_penalty=bool(algorithm.settings.overlong_penalty),
-    )
 
 
 @contextmanager
@@ -468,9 +464,3 @@ def place_of(device: torch.device, layout: Layout) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,
     }
-
-
-def count_steps(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the whole run."""
-    steps = steps_per_epoch * config.total_train_epochs
-    return min(steps, config.total_train_steps or steps)

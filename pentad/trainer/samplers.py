@@ -315,20 +315,16 @@ def server_problems(config: Config, device: torch.device) -> list[Problem | str]
     backend, server = component_of(config, "rollout").backend, config.rollout.server
     if backend == "embedded" or server.addresses:
         return []
-    problems: list[Problem | str] = [*gpu_problems(config)] if device.type == "cuda" else []
+    problems: list[Problem | str] = []
+    needed, found = max(server_devices(config)) + 1, torch.cuda.device_count()
+    if device.type == "cuda" and needed > found:
+        where = f"allocation_mode = {config.allocation_mode}"
+        problems.append(Problem(where, f"needs {needed} GPUs on this machine, which has {found}"))
     try:
         check_installed(server_python(server.python, backend), backend, server.python)
     except UserError as error:
         problems += error.problems
     return problems
-
-
-def gpu_problems(config: Config) -> list[Problem]:
-    needed, found = max(server_devices(config)) + 1, torch.cuda.device_count()
-    if needed <= found:
-        return []
-    where = f"allocation_mode = {config.allocation_mode}"
-    return [Problem(where, f"needs {needed} GPUs on this machine, which has {found}")]
 
 
 def capability_problems(

@@ -40,7 +40,7 @@ from pentad.trainer.batches import read_batch
 from pentad.trainer.learners import Role, build_learner, build_update, load_tags
 from pentad.trainer.saver import file_specs
 from pentad.trainer.translate import algorithm_settings
-from pentad.trainer.update import BatchFacts, BatchResult, chunk_slots, on_host
+from pentad.trainer.update import BatchFacts, BatchResult, on_host
 
 FAILURES: dict[str, type[RunError]] = {"Damaged": Damaged}
 """Of a rank that the others raise as well; any other is a RunError."""
@@ -325,11 +325,11 @@ class LearnerService(EngineService):
 
     def train_kept(self, folder: str, step: int, number: int, digest: str) -> None:
         """All of a step from the groups that a run kept, as step `number` of this one, from 0."""
+        self.rank.report(number + 1)
         groups = read_batch(Path(folder), step, digest).groups
-        self.begin(number)
-        for slots in chunk_slots(len(groups), self.config.num_iters_per_train_update):
-            self.update.add([groups[n] for n in slots], last=slots.stop == len(groups))
-        self.finish()
+        self.batch = number
+        self.result = self.update.train(groups, self.config.num_iters_per_train_update)
+        self.after_step(number + 1)
 
     def measure(self) -> dict[str, Any]:
         """`BatchFacts` of the batch that was finished last; of rank 0."""

@@ -39,25 +39,22 @@ Checked = tuple[ModelDims, dict[str, Examples]]
 """The model's dimensions, and the data by "train" and "valid"."""
 
 
-def run_sft(
-    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
-) -> RunSummary:
-    """Trains on prompts with given responses; returns where everything is."""
-    return run_examples(SftService, config, notes, fresh, device)
-
-
-def run_pretrain(
-    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
-) -> RunSummary:
-    """Trains on a stream of tokens; returns where everything is."""
-    return run_examples(PretrainService, config, notes, fresh, device)
-
-
 def run_examples(
-    service: type[ExampleService], config: Config, notes: Sequence[str], fresh: bool, device: str
+    service: type[ExampleService],
+    config: Config,
+    notes: Sequence[str] = (),
+    fresh: bool = False,
+    device: str = "auto",
 ) -> RunSummary:
+    """Trains on examples; returns where everything is."""
     lead, begin = partial(lead_examples, service), partial(begin_examples, service)
     return run_over_ranks(lead, service, begin, config, notes, fresh, device)
+
+
+run_sft = partial(run_examples, SftService)
+"""On prompts with given responses."""
+run_pretrain = partial(run_examples, PretrainService)
+"""On a stream of tokens."""
 
 
 def begin_examples(service: type[ExampleService], config: Config, device: torch.device) -> Checked:

@@ -25,24 +25,17 @@ class StopFlag:
         """A run that ended early says so: it must not pass for one that did all its steps.
         `next_start` says where it goes on; empty: it does not."""
         if trained < planned:
-            next_ = what_next(model, next_start)
-            raise stopped(self.reason, f"after {trained} of {planned} steps; {next_}")
+            saved = f"what was trained is saved in {model}; "
+            saved += next_start or (
+                f"to train it further, start with actor.path={model} and another trial_name"
+            )
+            rest = "nothing was trained" if model is None else saved
+            raise stopped(self.reason, f"after {trained} of {planned} steps; {rest}")
 
 
 def stopped(name: str, rest: str) -> RunError:
     """The end of a run that a signal asked for."""
     return (Interrupted if name.endswith("SIGINT") else Stopped)(f"stopped by {name} {rest}")
-
-
-def what_next(model: Path | None, next_start: str = "") -> str:
-    if model is None:
-        return "nothing was trained"
-    if next_start:
-        return f"what was trained is saved in {model}; {next_start}"
-    return (
-        f"what was trained is saved in {model}; to train it further, start with "
-        f"actor.path={model} and another trial_name"
-    )
 
 
 def cut_short(name: str, step: int, saved: str, next_start: str = "") -> RunError:

@@ -66,9 +66,6 @@ class PublishPump:
             await self._publish(snapshot)
             del snapshot  # a whole model, which must not wait for the next one
 
-    async def wait_published(self, version: int) -> None:
-        await self.state.changed.until(lambda: self.state.budget.published >= version)
-
     async def _publish(self, snapshot: Snapshot) -> None:
         await self.turnstile.enter("rollout")
         with self.state.doing(f"publishing version {snapshot.version}"):
@@ -265,7 +262,8 @@ class TrainPump:
         with timer.phase("publish"):
             self.publish.submit(snapshot)
             if self.placement.takes_turns:
-                await self.publish.wait_published(version)
+                budget = self.state.budget
+                await self.state.changed.until(lambda: budget.published >= version)
 
     async def _record(self, trained: TrainedBatch, sentence: str) -> None:
         step = trained.batch + 1

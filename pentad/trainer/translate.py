@@ -23,7 +23,6 @@ from pentad.infer.settings import SamplerSettings
 from pentad.rewards.sandbox import SandboxSettings
 from pentad.rewards.scorer import RewardSettings
 from pentad.rl.algorithms import settings_for
-from pentad.rl.bounds import Bounds
 from pentad.rl.overrides import run_problems
 from pentad.rollout.executor import ExecutorSettings
 
@@ -41,10 +40,6 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     if problems:
         raise UserError(problems)
     return settings
-
-
-def bounds_of(config: Config) -> Bounds:
-    return Bounds(config.guards)
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> DType:

@@ -99,6 +99,13 @@ class BatchUpdate:
             self._accumulate(self._rows_of(groups), last=last)
             self._note(samples_of(groups))
 
+    def train(self, groups: Sequence[Group], num_chunks: int) -> BatchResult:
+        """A whole batch, in the chunks in which it would have come from samplers."""
+        self.begin()
+        for slots in chunk_slots(len(groups), num_chunks):
+            self.add([groups[slot] for slot in slots], last=slots.stop == len(groups))
+        return self.finish()
+
     def finish(self) -> BatchResult:
         """The optimizer step, or all of them when a batch makes several."""
         steps: list[StepResult] = []
