@@ -47,27 +47,17 @@ class Signs:
     is that of all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Trained tokens: what the sampler and the trainer said of them before the weights moved."""
-
-    lags_N: np.ndarray
-    """Versions between the oldest token of the sample and the weights that are trained."""
-    sampler_N: np.ndarray
-    trainer_N: np.ndarray
-
-
 def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Signs:
     """`trainer` has each sample's token-aligned log-probs under the weights of `version`."""
-    empty = [np.zeros(0)]
-    lags = [
-        np.full(s.num_sampled, version - s.versions[s.mask].min(initial=version)) for s in samples
-    ]
+    oldest = [np.full(s.num_sampled, s.versions[s.mask].min(initial=version)) for s in samples]
     sampler = [s.rollout_logprobs[s.mask] for s in samples]
     own = [logprobs[s.mask] for s, logprobs in zip(samples, trainer, strict=True)]
-    compared = Compared(*(np.concatenate([*parts, *empty]) for parts in (lags, sampler, own)))
-    impossible = int((~np.isfinite(compared.trainer_N)).sum())
-    return Signs(impossible, constant_logprob(compared), *logprob_gap(compared))
+    oldest_N, sampler_N, trainer_N = (
+        np.concatenate([*parts, np.zeros(0)]) for parts in (oldest, sampler, own)
+    )
+    impossible = int((~np.isfinite(trainer_N)).sum())
+    gap = logprob_gap(trainer_N - sampler_N, oldest_N == version)
+    return Signs(impossible, constant_logprob(sampler_N, trainer_N), *gap)
 
 
 class Bounds:
@@ -211,15 +201,13 @@ class Bounds:
         return is_there and sum(recent) >= patience
 
 
-def logprob_gap(compared: Compared) -> tuple[float | None, bool]:
+def logprob_gap(gaps: np.ndarray, is_fresh: np.ndarray) -> tuple[float | None, bool]:
     """Mean difference, and whether it is that of samples of the weights that are trained; of all
     samples where there are none. None without tokens."""
-    is_fresh = compared.lags_N == 0
     kept = is_fresh if is_fresh.any() else np.ones_like(is_fresh)
     if not kept.any():
         return None, False
-    gaps = compared.trainer_N[kept] - compared.sampler_N[kept]
-    gaps = gaps[np.isfinite(gaps)]
+    gaps = gaps[kept & np.isfinite(gaps)]
     if not gaps.size:
         return None, bool(is_fresh.any())
     return (gap_of(gaps), True) if is_fresh.any() else (float(np.abs(gaps).mean()), False)
@@ -230,9 +218,8 @@ def gap_of(differences: np.ndarray) -> float:
     return float(max(np.abs(differences).mean(), SHIFT_FACTOR * abs(differences.mean())))
 
 
-def constant_logprob(compared: Compared) -> float | None:
+def constant_logprob(reported: np.ndarray, own: np.ndarray) -> float | None:
     """The one log-prob that the sampler reports for all tokens while the trainer's differ."""
-    reported, own = compared.sampler_N, compared.trainer_N
     if reported.size < MIN_CONSTANT or reported.min() != reported.max():
         return None
     finite = own[np.isfinite(own)]

@@ -67,8 +67,8 @@ class Membership:
             return {}
         found = self.slots.away()
         wanted = range(self.count) if slots is None else slots
-        told = {slot: found.get(slot) or self.lacks(slot) for slot in wanted}
-        return {slot: why for slot, why in told.items() if why}
+        reasons = {slot: found.get(slot) or self.lacks(slot) for slot in wanted}
+        return {slot: why for slot, why in reasons.items() if why}
 
     def form(self, generation: int) -> Formed:
         """The largest group that can be had; waits while it is too small. RunError where that takes

@@ -146,112 +146,128 @@ def run_beside_group(
     checks.raise_all()
     with take_folder(config, fresh=fresh) as taken:
         folder = taken.file("ranks/").absolute()
-    service = f"{make_service.__module__}:{make_service.__qualname__}"
-    given = with_config({"service": service}, config)
-    retries = Retries.of_this_program(config)
-    generation = 0
     with Crew(checked) as crew, again_restored():
         if config.scheduler.type == "ray":
             crew.runtime = open_runtime(config, place, is_apart=True)
             crew.stack.push_async_callback(crew.runtime.close)
-        members = open_membership(config, folder.parent, crew)
-        settings = GroupSettings(
-            stall_s=config.stall_abort_s, timeout_s=JOIN_S, errors=FAILURES, away=members.why_away
-        )
+        groups = LearnerGroups(config, make_service, device, folder, crew)
         while True:
-            formed = form_group(members, config, generation)
-            specs = rank_specs(
-                formed,
-                with_config(given, formed.config),
-                device,
-                folder,
-                generation,
-                crew.is_spread,
-            )
-            crew.group = RankGroup(
-                crew.runtime or LocalRuntime(standbys_of(crew, specs, given)),
-                specs,
-                settings,
-                place,
-            )
-            crew.is_loaded = False
-            crew.facts = {
-                "generation": generation,
-                "world": len(specs),
-                "layout": formed.config.allocation_mode,
-                "slots": list(formed.used),
-            }
+            formed = groups.form()
             try:
-                with crew.group as calls:
+                with groups.start(formed) as calls:
                     try:
                         return run(calls, formed.config, notes, False, crew)
                     except Regroup:
                         pass
             except RunError as error:
-                crew.note_lost(error)
-                with log_to(folder.parent / "log.txt"):
-                    is_other = members.note_failure(crew.group.cause)
-                judge_loss(error, crew, members, retries, is_other=is_other)
-                if crew.group.failure is None:  # what stood still is something else
-                    crew.close_samplers()
+                groups.note_lost(error)
                 clear_frames(error.__traceback__)  # or samples of the lost life stay mapped
-            os.environ[AGAIN] = str(retries)
+            os.environ[AGAIN] = str(groups.retries)
             unsettle()  # the life that ended leaves cycles
-            generation += 1
+            groups.generation += 1
 
 
-def form_group(members: Membership, config: Config, generation: int) -> Formed:
-    """The next group. Waiting for it may be what the run ends with: the folder stays ours, and
-    `exit.json` says how."""
-    with (
-        take_folder(config, fresh=False) as folder,
-        log_to(folder.file("log.txt")),
-        noted_end(folder, checkpoint_path(config), is_last=False),
-        stop_early(partial(standing, config)),
-    ):
-        return members.form(generation)
+class LearnerGroups:
+    """The groups of ranks that train one after the other, each a generation."""
 
+    def __init__(
+        self, config: Config, make_service: MakeService, device: str, folder: Path, crew: Crew
+    ) -> None:
+        self.config = config
+        self.service = f"{make_service.__module__}:{make_service.__qualname__}"
+        self.device = device
+        self.folder = folder
+        """Of the ranks' logs."""
+        self.crew = crew
+        self.retries = Retries.of_this_program(config)
+        self.generation = 0
+        slots = Slots(folder.parent / "slots")
+        self.members = Membership(config, slots, lambda: newest_step(config), self._lacks)
+        crew.records = folder.parent / "recoveries.jsonl"
+        crew.has_returned = self.members.has_returned
 
-def judge_loss(
-    error: RunError, crew: Crew, members: Membership, retries: Retries, *, is_other: bool
-) -> None:
-    """Raises where a group that was lost is not followed by another one; `is_other`: the next has
-    other slots, so that it is no try of the same again."""
-    assert crew.group is not None, "it was there to be lost"
-    cause = crew.group.cause
-    # By the records: what a rank that died has last said of its step may be old.
-    is_in_step = crew.is_loaded and cause is not None and cause.kind != "away"
-    retries.count(step_under_way(retries.config) if is_in_step else None)
-    if not isinstance(error, Transient):
-        raise error
-    if retries.is_looping:
-        members.forgive()
-    if (retries.is_looping or not is_other) and not retries.take(error):
-        raise RunError(retries.diagnosis(error)) from error
+    def _lacks(self, slot: int) -> str | None:
+        runtime = self.crew.runtime
+        return runtime.lacks(f"learner-{slot}") if runtime else None
 
+    def form(self) -> Formed:
+        """The next group. Waiting for it may be what the run ends with: the folder stays ours, and
+        `exit.json` says how."""
+        with (
+            take_folder(self.config, fresh=False) as folder,
+            log_to(folder.file("log.txt")),
+            noted_end(folder, checkpoint_path(self.config), is_last=False),
+            stop_early(partial(standing, self.config)),
+        ):
+            return self.members.form(self.generation)
 
-def with_config(given: dict[str, Any], config: Config) -> dict[str, Any]:
-    return {**given, "config": with_absolute_paths(config).model_dump(mode="json")}
+    def start(self, formed: Formed) -> RankGroup:
+        """A process for each rank, with its GPU, where there are any."""
+        config, place, crew = formed.config, pick_device(self.device), self.crew
+        logs = [self.folder / f"rank-{rank}.log" for rank in range(len(formed.used))]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for log_file in () if self.generation else logs:
+            log_file.write_bytes(b"")
+        values = with_absolute_paths(config).model_dump(mode="json")
+        specs = specs_of_ranks(
+            "learner",
+            serve_rank,
+            {"service": self.service, "config": values},
+            logs,
+            device=place.type,
+            devices=formed.used if place.type == "cuda" else (),
+            generation=self.generation,
+            deterministic=config.actor.archon.use_deterministic_algorithms,
+            is_spread=crew.is_spread,
+            slots=formed.used,
+            beat_s=config.elastic.heartbeat_interval_s if config.elastic.enabled else BEAT_S,
+        )
+        settings = GroupSettings(
+            stall_s=self.config.stall_abort_s,
+            timeout_s=JOIN_S,
+            errors=FAILURES,
+            away=self.members.why_away,
+        )
+        runtime = crew.runtime or LocalRuntime(self._standbys(specs))
+        crew.group = RankGroup(runtime, specs, settings, place)
+        crew.is_loaded = False
+        crew.facts = {
+            "generation": self.generation,
+            "world": len(specs),
+            "layout": config.allocation_mode,
+            "slots": list(formed.used),
+        }
+        return crew.group
 
+    def _standbys(self, specs: Sequence[RoleSpec]) -> StandbyPool | None:
+        """As many as the first group has ranks: a group that lost one is replaced whole."""
+        crew, elastic = self.crew, self.config.elastic
+        if crew.standbys is None and elastic.enabled and elastic.standbys:
+            modules = [rank_host.__name__, self.service.partition(":")[0], *IMPORTED_LATE]
+            plain = {k: v for k, v in environment_of(specs[0]).items() if k not in OF_A_RANK}
+            crew.standbys = StandbyPool(COMMAND, len(specs), modules, plain)
+        return crew.standbys
 
-def open_membership(config: Config, records: Path, crew: Crew) -> Membership:
-    def lacks(slot: int) -> str | None:
-        return crew.runtime.lacks(f"learner-{slot}") if crew.runtime else None
-
-    crew.records = records / "recoveries.jsonl"
-    members = Membership(config, Slots(records / "slots"), lambda: newest_step(config), lacks)
-    crew.has_returned = members.has_returned
-    return members
-
-
-def standbys_of(crew: Crew, specs: Sequence[RoleSpec], given: dict[str, Any]) -> StandbyPool | None:
-    """As many as the first group has ranks: a group that lost one is replaced whole."""
-    config = Config.model_validate(given["config"])
-    if crew.standbys is None and config.elastic.enabled and config.elastic.standbys:
-        modules = [rank_host.__name__, given["service"].partition(":")[0], *IMPORTED_LATE]
-        plain = {k: v for k, v in environment_of(specs[0]).items() if k not in OF_A_RANK}
-        crew.standbys = StandbyPool(COMMAND, len(specs), modules, plain)
-    return crew.standbys
+    def note_lost(self, error: RunError) -> None:
+        """Raises where a group that was lost is not followed by another one."""
+        crew, retries = self.crew, self.retries
+        assert crew.group is not None, "it was there to be lost"
+        cause = crew.group.cause
+        crew.note_lost(error)
+        with log_to(self.folder.parent / "log.txt"):
+            # With other slots the next is no try of the same again.
+            is_other = self.members.note_failure(cause)
+        # By the records: what a rank that died has last said of its step may be old.
+        is_in_step = crew.is_loaded and cause is not None and cause.kind != "away"
+        retries.count(step_under_way(retries.config) if is_in_step else None)
+        if not isinstance(error, Transient):
+            raise error
+        if retries.is_looping:
+            self.members.forgive()
+        if (retries.is_looping or not is_other) and not retries.take(error):
+            raise RunError(retries.diagnosis(error)) from error
+        if crew.group.failure is None:  # what stood still is something else
+            crew.close_samplers()
 
 
 @contextmanager
@@ -265,36 +281,6 @@ def again_restored() -> Iterator[None]:
             os.environ.pop(AGAIN, None)
         else:
             os.environ[AGAIN] = before
-
-
-def rank_specs(
-    formed: Formed,
-    given: dict[str, Any],
-    device: str,
-    folder: Path,
-    generation: int,
-    is_spread: bool,
-) -> list[RoleSpec]:
-    """A process for each rank of the learner, with its GPU, where there are any."""
-    config, place = formed.config, pick_device(device)
-    logs = [folder / f"rank-{rank}.log" for rank in range(len(formed.used))]
-    folder.mkdir(parents=True, exist_ok=True)
-    if not generation:
-        for log_file in logs:
-            log_file.write_bytes(b"")
-    return specs_of_ranks(
-        "learner",
-        serve_rank,
-        given,
-        logs,
-        device=place.type,
-        devices=formed.used if place.type == "cuda" else (),
-        generation=generation,
-        deterministic=config.actor.archon.use_deterministic_algorithms,
-        is_spread=is_spread,
-        slots=formed.used,
-        beat_s=config.elastic.heartbeat_interval_s if config.elastic.enabled else BEAT_S,
-    )
 
 
 def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:

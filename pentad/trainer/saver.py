@@ -75,14 +75,6 @@ LAST_WAITS_S = (2.0, 8.0)
 FOLDER = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """One folder being written."""
-
-    step: int
-    staging_s: float
-
-
 @dataclass(slots=True, kw_only=True)
 class Saver:
     """Writes `{root}/epoch{E}epochstep{S}globalstep{G}` folders that transformers loads."""
@@ -107,7 +99,8 @@ class Saver:
     num_failed: int = 0
     """Attempts since the last that succeeded."""
     retry_at: int | None = None
-    under_way: Export | None = None
+    under_way: tuple[int, float] | None = None
+    """The step whose folder is being written, and the seconds its copy took."""
     warned_room_at: int | None = None
     scores: dict[int, float] = field(default_factory=dict)
     """Of the weights after a step, by step, in the order of evaluation; higher is better."""
@@ -168,10 +161,10 @@ class Saver:
     @property
     def good(self) -> str:
         """Which folder there is, in words."""
-        export, last = self.under_way, self.last_saved
-        if export is not None and not self.calls.is_torn:
+        last = self.last_saved
+        if self.under_way is not None and not self.calls.is_torn:
             status = self.calls.ask("export_status", role=self.role)
-            last = export.step if status["is_done"] and status["error"] is None else last
+            last = self.under_way[0] if status["is_done"] and status["error"] is None else last
         return (
             "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
         )
@@ -186,7 +179,7 @@ class Saver:
             self._failed(step, step, error)
             return
         if self.is_async:
-            self.under_way = Export(step, time.monotonic() - started)
+            self.under_way = step, time.monotonic() - started
         else:
             self._succeeded(step)
 
@@ -196,18 +189,18 @@ class Saver:
 
     def _collect(self, now: int, *, wait: bool) -> None:
         """What became of the folder that is being written."""
-        export = self.under_way
-        if export is None:
+        if self.under_way is None:
             return
+        step, staging_s = self.under_way
         status = self.calls.ask("export_status", role=self.role, wait=wait)
         if not status["is_done"]:
             return
         self.under_way = None
         if status["error"] is not None:
-            self._failed(export.step, now, status["error"])
+            self._failed(step, now, status["error"])
         else:
-            self.commit_ms = 1e3 * (export.staging_s + status["seconds"])
-            self._succeeded(export.step)
+            self.commit_ms = 1e3 * (staging_s + status["seconds"])
+            self._succeeded(step)
 
     def _succeeded(self, step: int) -> None:
         self.last_saved, self.num_failed, self.retry_at = step, 0, None
