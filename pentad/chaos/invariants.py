@@ -19,7 +19,7 @@ HALF_MADE = (".writing-", ".replaced-", ".aside-", ".receipt")
 SLACK_HANDLES = 6
 """Open files that may come and go."""
 Check = Callable[[ChaosRun, ChaosRun | None], None]
-"""Of a trial and, where there is one, of the same run that nobody broke."""
+"""Of a trial and, where there is one, of the same run without a fault."""
 
 
 def check_once(trial: ChaosRun, whole: ChaosRun | None) -> None:
@@ -46,7 +46,7 @@ def check_monotone(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_equal(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Weights, records and trained groups are bit for bit those of the run that nobody broke."""
+    """Weights, records and trained groups are bit for bit those of the run without a fault."""
     assert whole is not None, "given where it is asked for"
     for mine, theirs in zip(trial.lines, whole.lines, strict=True):
         one, other = comparable(mine), comparable(theirs)

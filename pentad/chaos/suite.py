@@ -1,4 +1,4 @@
-"""Runs scenarios one after the other, each held against the same run that nobody broke."""
+"""Runs scenarios one after the other, each compared with the same run without a fault."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Suite:
     folder: Path
     seed: int
     whole: dict[str, ChaosRun] = field(default_factory=dict)
-    """The runs that nobody broke, by workload."""
+    """The runs without a fault, by workload."""
 
     def run(self, scenario: Scenario, number: int = 0) -> Result:
-        """`number` tells repetitions apart, which choose other ranks and steps."""
+        """`number` distinguishes repetitions, which choose other ranks and steps."""
         workload = self.workloads[scenario.kind]
         name = f"{scenario.name}-{number}" if number else scenario.name
         draw = random.Random(f"{self.seed} {scenario.name} {number}")
@@ -63,7 +63,7 @@ class Suite:
         return Result(scenario, trial.done, seconds, trial.recovery_s, tuple(held), broken)
 
     def reference(self, workload: Workload) -> ChaosRun:
-        """The run that nobody broke, made once."""
+        """The run without a fault, made once."""
         if workload.name not in self.whole:
             name = f"whole-{len(self.whole)}"
             trial = ChaosRun(workload, self.folder, name, random.Random(0))

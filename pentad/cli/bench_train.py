@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pentad.config.derived import known_config
 from pentad.core.settings import EngineSettings, OptimizerSettings
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
@@ -24,25 +25,9 @@ from pentad.engine.flops import detect_peak_tflops, measure_throughput
 from pentad.models.families import dims_of
 from pentad.rl.losses import SftLoss
 
-QWEN3_0_6B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-}
-QWEN3_4B = QWEN3_0_6B | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-}
+LONG = {"head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_0_6B: dict[str, Any] = {**(known_config("Qwen3-0.6B") or {}), **LONG}
+QWEN3_4B: dict[str, Any] = {**(known_config("Qwen3-4B") or {}), **LONG}
 QWEN3_MOE_SLICE = QWEN3_0_6B | {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,

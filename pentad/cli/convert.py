@@ -28,7 +28,7 @@ from pentad.weights.megatron.layout import RELEASE, Kind, checkpoint_name, find_
 
 VOCAB = "make_vocab_size_divisible_by"
 UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, VOCAB: 128}
-"""What the options of Megatron's formats are where nobody gives them; the others are None."""
+"""Defaults of the options of Megatron's formats; those of the others are None."""
 FORMATS: dict[str, Kind] = {
     "hf": "hf",
     "megatron": "torch_dist",

@@ -34,7 +34,7 @@ def run_doctor(json: bool) -> int:
 
 
 def check_isolation() -> Finding:
-    """Whether programs that nobody has read can be run here, found by trying to break out."""
+    """Whether untrusted programs can be run here, found by trying to break out."""
     try:
         missing = asyncio.run(what_is_missing(SandboxSettings(isolate=True)))
     except (UserError, WorkerLost) as failure:

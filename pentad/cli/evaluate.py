@@ -72,7 +72,7 @@ def kept_answers(out: Path | None) -> Iterator[IO[str] | None]:
 
 @contextmanager
 def progress(total: int) -> Iterator[Progress]:
-    """A bar on stderr where somebody watches."""
+    """A bar on stderr where that is a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         bar.add_task("prompts", total=total)

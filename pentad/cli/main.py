@@ -26,6 +26,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # boxes would cut the names of long options short
 )
 
+Device = Annotated[str, Option(help="cpu, cuda or auto.")]
+Figures = Annotated[bool, Option("--json", help="Print the figures as JSON.")]
+Findings = Annotated[bool, Option("--json", help="Print the findings as JSON.")]
 Fresh = Annotated[bool, Option("--fresh", help="Start anew in a folder that has a run.")]
 
 
@@ -37,12 +40,13 @@ def show_version(wanted: bool) -> None:
         raise Exit
 
 
+Version = Annotated[
+    bool, Option("--version", callback=show_version, is_eager=True, help="Print it.")
+]
+
+
 @app.callback()
-def options(
-    version: Annotated[
-        bool, Option("--version", callback=show_version, is_eager=True, help="Print it.")
-    ] = False,
-) -> None:
+def options(version: Version = False) -> None:
     pass
 
 
@@ -93,7 +97,7 @@ def plan(
             min=1, max=1e6, help="GiB of each GPU, instead of what is found here.", metavar="GIB"
         ),
     ] = None,
-    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
+    json: Figures = False,
     world: Annotated[
         int | None, Option(min=1, help="Plan for so many ranks that train, when others are lost.")
     ] = None,
@@ -110,9 +114,7 @@ def plan(
 
 @app.command()
 @reporting
-def doctor(
-    json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
+def doctor(json: Findings = False) -> None:
     """Say what this machine can run and what is missing."""
     from pentad.cli.doctor import run_doctor
 
@@ -141,7 +143,7 @@ def slots(
 def demo(
     seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
     fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",
-    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Teach a tiny model to sort, here and now, in minutes."""
     from pentad.cli.demo import run_demo
@@ -195,9 +197,9 @@ def evaluate(
     address: Annotated[
         str | None, Option(help="A server that serves the model, OpenAI-compatible.")
     ] = None,
-    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
+    json: Figures = False,
     out: Annotated[Path | None, Option(help="JSONL file for every answer.")] = None,
-    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Judge a model's answers: accuracy, pass@k, maj@k.
 
@@ -266,7 +268,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     name: Annotated[str | None, Option(help="The model's name (the folder's).")] = None,
-    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16 or auto.")] = "auto",
     max_running: Annotated[int, Option(min=1, max=10**6, help="Answers written together.")] = 256,
     max_context: Annotated[int | None, Option(min=2, help="Tokens of prompt and answer.")] = None,
@@ -292,35 +294,10 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model at an OpenAI-compatible address."""
-    from pentad.cli.serve import SamplerSettings, ServeLimits, run_serve
+    given = locals()
+    from pentad.cli.serve import run_serve
 
-    settings = SamplerSettings(
-        max_running=max_running,
-        max_batch_tokens=max(8192, max_running),
-        max_context=max_context,
-        kv_cache_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-        keep_prefixes=True,
-    )
-    limits = ServeLimits(
-        max_requests=max_requests,
-        max_body_bytes=int(max_body_mb * 2**20),
-        max_chars=max_chars,
-        max_client_connections=max_connections,
-    )
-    run_serve(
-        model,
-        host=host,
-        port=port,
-        name=name,
-        device=device,
-        dtype=dtype,
-        settings=settings,
-        limits=limits,
-        drain_s=drain_s,
-        api_key=api_key,
-        hosts=allow_host or (),
-        model_files=model_files or (),
-    )
+    run_serve(**given)
 
 
 @app.command(name="verify-parallel")
@@ -338,9 +315,9 @@ def verify_parallel(
         list[str] | None, Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".')
     ] = None,
     full: Annotated[bool, Option("--full", help="The model as it is, not made small.")] = False,
-    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
     seed: Annotated[int, Option(min=0, help="Of weights and rows.")] = 1,
-    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
+    json: Figures = False,
 ) -> None:
     """Run layouts here and compare each with one rank.
 
@@ -363,7 +340,7 @@ def replay(
         str | None, Option(help="Another allocation, such as archon:d1 (the run's).")
     ] = None,
     dump: Annotated[str | None, Option(help="JSONL file for the log-probs of its tokens.")] = None,
-    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Train a recorded step again, without a sampler, and compare with its record.
 
@@ -384,12 +361,12 @@ def bench(
         list[str] | None, Option(help="Of the training cases, those with this in the name.")
     ] = None,
     steps: Annotated[int, Option(min=1, help="Timed steps of each training case.")] = 5,
-    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
     baselines: Annotated[
         str, Option(help="Folder of earlier figures, one file per kind of machine.")
     ] = "benchmarks/baselines",
     save: Annotated[bool, Option("--save", help="Make these figures the baseline.")] = False,
-    json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
+    json: Figures = False,
 ) -> None:
     """Measure speed and memory here, beside transformers and earlier figures.
 
@@ -448,7 +425,7 @@ def chaos(
 @reporting
 def verify_model(
     model: Annotated[str, Argument(help="A family, a model file, or a HF folder.")],
-    json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
+    json: Findings = False,
 ) -> None:
     """Prove a model file against transformers, on the CPU."""
     from pentad.cli.model_commands import run_verify_model
@@ -467,7 +444,7 @@ def verify_checkpoint(
     ] = None,
     endpoint_url: Annotated[str | None, Option(help="Of a store that is not Amazon's.")] = None,
     region: Annotated[str | None, Option(help="Of the store.")] = None,
-    json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
+    json: Findings = False,
 ) -> None:
     """Verify every byte of recovery checkpoints, and say what they hold.
 

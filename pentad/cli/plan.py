@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +260,7 @@ class Page:
         found, left_out = inner_rows(layout, dims.num_heads, dims.num_experts)
         titles = ("device", "dp", "cp", "tp", "heads", "efsdp", "ep", "etp", "experts")
         num_columns = len(titles) if dims.num_experts else 5
-        cells = [astuple(row)[:num_columns] for row in found]
+        cells = [row[:num_columns] for row in found]
         if left_out:
             cells.insert(-1, (f"... {left_out} more alike",))
         self.table(titles[:num_columns], cells)

@@ -49,7 +49,7 @@ def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
 
 
 def prepare_run(recipe: Recipe, command: Run) -> tuple[Config, list[str]]:
-    """The config; under torchrun all ranks find the same problems, and rank 0 tells them."""
+    """The config; under torchrun all ranks find the same problems, and rank 0 reports them."""
     from pentad.runtime.rank import rank_from_environment
 
     def ask_start(config: Config) -> list[Problem | str]:

@@ -73,12 +73,17 @@ def run_serve(
     name: str | None,
     device: str,
     dtype: str,
-    settings: SamplerSettings,
-    limits: ServeLimits,
+    max_running: int,
+    max_context: int | None,
+    kv_cache_gb: float | None,
+    max_requests: int,
+    max_body_mb: float,
+    max_chars: int,
+    max_connections: int,
+    api_key: str | None,
+    allow_host: Sequence[str] | None,
     drain_s: float,
-    api_key: str | None = None,
-    hosts: Sequence[str] = (),
-    model_files: Sequence[str] = (),
+    model_files: Sequence[str] | None,
 ) -> None:
     handler = logging.StreamHandler()  # ours alone: other handlers of the process lose nothing
     handler.addFilter(Seldom())
@@ -88,16 +93,32 @@ def run_serve(
     check_key_given(api_key)
     raise_file_limit()
     transformers.utils.logging.disable_progress_bar()
-    for path in model_files:
+    for path in model_files or ():
         register(path)
     tokenizer = load_tokenizer(model, key="model")
+    settings = SamplerSettings(
+        max_running=max_running,
+        max_batch_tokens=max(8192, max_running),
+        max_context=max_context,
+        kv_cache_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        keep_prefixes=True,
+    )
     sampler = load_sampler(model, tokenizer, pick_device(device), dtype, settings)
     listener = bind(host, port)
     service = Service(sampler, tokenizer, name or Path(model).resolve().name)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-    face = Endpoints(service, limits if is_loopback else replace(limits, client_share=CLIENT_SHARE))
-    guard = Guard(face.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *hosts])
-    asyncio.run(until_signal(face, guard, listener, drain_s))
+    limits = ServeLimits(
+        max_requests=max_requests,
+        max_body_bytes=int(max_body_mb * 2**20),
+        max_chars=max_chars,
+        max_client_connections=max_connections,
+    )
+    limits = limits if is_loopback else replace(limits, client_share=CLIENT_SHARE)
+    endpoints = Endpoints(service, limits)
+    guard = Guard(
+        endpoints.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *(allow_host or ())]
+    )
+    asyncio.run(until_signal(endpoints, guard, listener, drain_s))
     if service.text_work.num_running:  # the interpreter's end would wait for these threads
         with suppress(BrokenPipeError):
             sys.stdout.flush()
@@ -132,7 +153,7 @@ def check_key_given(api_key: str | None) -> None:
 
 
 async def until_signal(
-    face: Endpoints, guard: Guard, listener: socket.socket, drain_s: float
+    endpoints: Endpoints, guard: Guard, listener: socket.socket, drain_s: float
 ) -> None:
     """The first signal drains, the second ends at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -150,11 +171,11 @@ async def until_signal(
     def ready() -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"serving {face.service.name} at http://{shown}:{port}/v1", flush=True)
+        print(f"serving {endpoints.service.name} at http://{shown}:{port}/v1", flush=True)
         if not guard.is_loopback and guard.api_key is None:
             print("note: everybody who reaches this address may use the model", flush=True)
 
     try:
-        await serve(guard, listener, face.limits, stop=stop, drain_s=drain_s, on_ready=ready)
+        await serve(guard, listener, endpoints.limits, stop=stop, drain_s=drain_s, on_ready=ready)
     finally:
-        await face.service.sampler.close()
+        await endpoints.service.sampler.close()

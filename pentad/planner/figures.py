@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -108,7 +109,7 @@ class SamplePlan:
     weights_bytes: float
     kv_bytes: float
     is_alone: bool
-    """Whether nobody trains on its devices."""
+    """Whether no model trains on its devices."""
 
     @property
     def num_running(self) -> int:
@@ -210,8 +211,7 @@ class RunPlan:
 MAX_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class InnerRow:
+class InnerRow(NamedTuple):
     """A run of ranks inside a pipeline rank that differ only in their tp (and etp) coordinate."""
 
     offsets: str
@@ -290,14 +290,7 @@ def _row(
     held = [i for p in places for i in range(p.tp * heads, (p.tp + 1) * heads)]
     routed = [i for p in places for i in range(p.ep * experts, (p.ep + 1) * experts)]
     routed = [i for i in routed if i < num_experts]
-    return InnerRow(
-        offsets="+" + span([rank for rank, _ in run]),
-        dp=span([p.dp_replicate * layout.dp_shard + p.dp_shard for p in places]),
-        cp=span([p.cp for p in places]),
-        tp=span([p.tp for p in places]),
-        heads=span(held),
-        efsdp=span([p.efsdp for p in places]),
-        ep=span([p.ep for p in places]),
-        etp=span([p.etp for p in places]),
-        experts=span(routed) if num_experts else "",
-    )
+    dp = [p.dp_replicate * layout.dp_shard + p.dp_shard for p in places]
+    dense = (dp, [p.cp for p in places], [p.tp for p in places], held)
+    sparse = ([p.efsdp for p in places], [p.ep for p in places], [p.etp for p in places], routed)
+    return InnerRow("+" + span([rank for rank, _ in run]), *map(span, (*dense, *sparse)))

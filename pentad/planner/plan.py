@@ -179,7 +179,7 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
 
 
 def several_turns(config: Config, batch: Batch) -> str:
-    """What is counted of conversations, whose length nobody knows before."""
+    """What is counted of conversations, whose length is not known before."""
     workflow, given = config.rollout.workflow, config.gconfig.max_sampled_tokens
     if given is None:
         return (

@@ -34,7 +34,7 @@ SHARE_WINDOW = 20
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What trained tokens tell, of which sampler and trainer spoke before the weights moved."""
+    """Comparison of sampler and trainer on trained tokens, before the weights moved."""
 
     num_impossible: int
     """Tokens that the policy itself gives no finite log-prob."""

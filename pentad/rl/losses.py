@@ -32,7 +32,7 @@ from pentad.rl.kl import (
 )
 
 MIN_LOGPROB = -100.0
-"""Log-probs of the policy are taken for at least this: nobody draws a token of exp(-100)."""
+"""Log-probs of the policy are taken for at least this: no sampler draws a token of exp(-100)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class RunFolder:
         return self.path / name
 
     def check_there(self) -> None:
-        """RunError if this is no longer the folder that was opened: somebody deleted or moved it,
+        """RunError if this is no longer the folder that was opened: it was deleted or moved,
         and another program may have taken its place."""
         if not self._lock.is_there():
             raise RunError(

@@ -102,7 +102,7 @@ def look_up(record: Record, path: str) -> float | None:
 
 
 class Picture:
-    """All that the screen knows; `draw` makes it visible."""
+    """What a screen shows; `draw` renders it."""
 
     def __init__(self, title: str, total_steps: int) -> None:
         self.title = title

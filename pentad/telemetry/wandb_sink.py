@@ -15,7 +15,7 @@ from pentad.telemetry.samples import transcript_of
 class WandbSink:
     """One run there for one run folder: its id follows from the folder's path, so a resumed run
     goes on in the same curves. Steps are a field, since evaluations come at steps that wandb's own
-    counter has passed. What was sent cannot be taken back: nobody sends it twice.
+    counter has passed. What was sent cannot be taken back, so it is not sent twice.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class PlainRun(ABC):
             return self._train(stop)
 
     def _watch_alone(self) -> AbstractContextManager[None]:
-        """Over several ranks somebody else watches."""
+        """Over several ranks their group is watched elsewhere."""
         if not isinstance(self.calls, RankCalls) or self.calls.rank.world > 1:
             return nullcontext()
         run = self.open

@@ -156,7 +156,7 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def sampled_dims(config: Config, path: str) -> ModelDims:
-    """Of a model that is trained and sampled; the embedded sampler knows model files only."""
+    """Of a model that is trained and sampled; the embedded sampler runs model files only."""
     dims = trained_dims(config, path)
     rollout = allocation_of(config).find("rollout")
     if not dims.is_whole and rollout is not None and rollout.backend == "embedded":
@@ -181,9 +181,8 @@ def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
     key = "evaluator" if config.evaluator.max_new_tokens else "gconfig"
     new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
     data = config.valid_dataset.model_copy(update={"shuffle": False})
-    settings = data_settings(
-        data, "valid_dataset", seed=config.seed, max_tokens=room_for_prompt(dims, new_tokens, key)
-    )
+    room = room_for_prompt(dims, new_tokens, key)
+    settings = data_settings(data, "valid_dataset", seed=config.seed, max_tokens=room)
     return open_prompts(settings, tokenizer)
 
 

@@ -300,7 +300,7 @@ def run_under_torchrun(
     device: str,
     rank: Rank,
 ) -> RunSummary:
-    """One rank of a group that somebody else started; rank 0 is the scheduler too."""
+    """One rank of a group that torchrun started; rank 0 is the scheduler too."""
     place = device_of(rank, device)
     join_group(rank, place, timeout_s=JOIN_S)
     try:

@@ -69,11 +69,11 @@ def run_rollout_only(
     with open_run(
         config, notes, checked.stream, title="rollout", fresh=fresh, dims=checked.dims, device=place
     ) as run:
-        return asyncio.run(RolloutOnly(config, checked, run, place).run())
+        return asyncio.run(RolloutOnly(config, checked, run, place).sample())
 
 
 class RolloutOnly:
-    """The parts of such a run; `run` is also what a scheduler's train pump does."""
+    """The parts of such a run."""
 
     def __init__(
         self, config: Config, checked: Checked, run: OpenRun, device: torch.device
@@ -89,7 +89,7 @@ class RolloutOnly:
         budget = Budget(size, config.max_staleness, run.num_steps)
         self.state = RunState(Ledger(size), MemoryStore(), budget)
 
-    async def run(self) -> RolloutSummary:
+    async def sample(self) -> RolloutSummary:
         self._resume()
         async with AsyncExitStack() as stack:
             with stop_task_early(lambda: f"{self._num_done} steps are sampled"):
@@ -149,17 +149,11 @@ class RolloutOnly:
             abort_s=config.stall_abort_s,
             sampled=lambda: sum(one.stats()["tokens_drawn"] for one in samplers.values()),
         )
-        return Scheduler(self.state, rollout, CollectPump(self), NoPump(), watchdog)
-
-
-class CollectPump:
-    """Takes whole batches in their order, writes and records them, and opens the next one."""
-
-    def __init__(self, parts: RolloutOnly) -> None:
-        self.parts = parts
-        self.state = parts.state
+        return Scheduler(self.state, rollout, self, NoPump(), watchdog)
 
     async def run(self) -> None:
+        """In the place of a train pump: takes whole batches in their order, writes and records
+        them, and opens the next one."""
         state, size = self.state, self.state.budget.groups_per_batch
         while not state.is_over:
             batch, timer = state.budget.trained, PhaseTimer()
@@ -181,13 +175,13 @@ class CollectPump:
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
         try:
-            self.parts.batches.write(step, groups, {"ledger": self.state.ledger.snapshot()})
+            self.batches.write(step, groups, {"ledger": self.state.ledger.snapshot()})
         except OSError as error:
             text = f"step {step}: its groups cannot be written ({error.strerror})"
             raise RunError(text) from error
 
     def _record(self, step: int, groups: Sequence[Group], timer: PhaseTimer) -> None:
-        run, samples = self.parts.open, [sample for group in groups for sample in group.samples]
+        run, samples = self.open, [sample for group in groups for sample in group.samples]
         num_tokens = sum(len(sample.ids) for sample in samples)
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())

@@ -77,7 +77,7 @@ class RolloutPump:
                     task = tasks.create_task(self._roll(gid), name=f"group {gid}")
                     rolling[task] = gid
                     task.add_done_callback(rolling.pop)
-            for task in rolling:  # the run is over: nobody waits for these any more
+            for task in rolling:  # the run is over, and these are not waited for
                 task.cancel()
 
     @property

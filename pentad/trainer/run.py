@@ -189,7 +189,7 @@ class OpenRun:
         return ""
 
     def resume(self, handler: RecoverHandler, check: Check) -> Checkpoint | None:
-        """Goes on from the newest checkpoint that is whole, and says so; None: from the start."""
+        """Goes on from the newest checkpoint that is whole, and logs it; None: from the start."""
         if not handler.is_on:
             return None
         is_known = bool(self.folder.manifest["starts"])
@@ -423,7 +423,7 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
 
 
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:
-    """Whether saves are written while training goes on; says so where `auto` finds no room."""
+    """Whether saves are written while training goes on; warns where `auto` finds no room."""
     local = min(layout.world, config.cluster.n_gpus_per_node or layout.world)
     own = local * min((host.rss_gb() or 0.0) * 1e9, PROCESS_BYTES[kind_of(device)])
     here = Device(kind_of(device), host_memory()[1], "this machine")
@@ -445,7 +445,7 @@ def export_size(config: Config, dims: ModelDims, device: torch.device) -> float:
 
 
 def start_screen(title: str, num_steps: int) -> Screen | None:
-    """None where nobody can look: a closed pipe or terminal is no reason not to train."""
+    """None without an output: a closed pipe or terminal is no reason not to train."""
     if sys.stdout is None:
         return None
     try:

@@ -67,7 +67,7 @@ class Watchdog:
         self.sampled = sampled
         """Tokens that samplers have drawn so far."""
         self.is_watched = is_watched
-        """Whether somebody else watches the ranks of the learner, and names the one that hangs."""
+        """Whether the group of ranks is watched elsewhere, which names the one that hangs."""
         self.check = check
         """Raises what ended the learner."""
         self.clock = clock

@@ -45,7 +45,7 @@ def cut_short(name: str, step: int, saved: str, next_start: str = "") -> RunErro
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """A signal where no step is under way. No plain exception, which somebody might catch."""
+    """A signal where no step is under way. No plain exception, which other code might catch."""
 
 
 Standing = Callable[[], str]

@@ -17,7 +17,6 @@ import torch
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import chosen, model_folder, register_models
 from pentad.config.schema import Config
-from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.sizes import RunSize
@@ -67,17 +66,8 @@ class KeptGroups:
         return []
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedGroups:
-    """The inputs of the run, read and found good."""
-
-    dims: ModelDims
-    algorithm: AlgorithmSettings
-    kept: KeptGroups
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        return ("actor", "critic") if self.algorithm.needs_critic else ("actor",)
+CheckedGroups = tuple[ModelDims, tuple[Role, ...], KeptGroups]
+"""The inputs of the run, read and found good: the model, who learns, and from what."""
 
 
 def run_train_only(
@@ -106,9 +96,9 @@ def begin_train_only(config: Config, device: torch.device) -> CheckedGroups:
         checks.problems.append(Problem(where, f"{rule}{dims.max_position}"))
     checks.raise_all()
     assert dims and algorithm and kept, "what failed has raised"
-    checked = CheckedGroups(dims, algorithm, kept)
-    start_run(config, checked.roles)
-    return checked
+    roles: tuple[Role, ...] = ("actor", "critic") if algorithm.needs_critic else ("actor",)
+    start_run(config, roles)
+    return dims, roles, kept
 
 
 def open_groups(config: Config) -> KeptGroups:
@@ -126,21 +116,22 @@ def lead_train_only(
 ) -> RunSummary:
     """The run, beside its learners, on rank 0 or alone."""
     checked: CheckedGroups = crew.checked or begin_train_only(config, calls.device)
+    dims, roles, kept = checked
     with open_run(
         config,
         notes,
-        checked.kept,
+        kept,
         title=config.algorithm.name,
         fresh=fresh,
-        dims=checked.dims,
+        dims=dims,
         device=calls.device,
     ) as run:
-        folders = ["default" if role == "actor" else role for role in checked.roles]
+        folders = ["default" if role == "actor" else role for role in roles]
         if done := run.finished(roles=folders, evaluates=False):
             return done
-        size = RunSize(run.num_steps, checked.kept.max_row_tokens)
+        size = RunSize(run.num_steps, kept.max_row_tokens)
         run.build(calls, **asdict(size))
-        found = TrainOnly(calls, run, crew, checked.kept, size, folders)
+        found = TrainOnly(calls, run, crew, kept, size, folders)
         found.prepare()
         return found.train()
 
