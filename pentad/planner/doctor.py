@@ -41,6 +41,7 @@ UNEQUAL_STAGES = (2, 13)
 """First torch whose pipelines take microbatches of unequal length."""
 OPTIONAL = {
     "boto3": ("checkpoints on S3", "pip install 'pentad[s3]'"),
+    "ray": ("runs over several machines", "pip install 'pentad[ray]'"),
     "pyarrow": ("Parquet and saved HF datasets", "pip install 'pentad[parquet]'"),
     "tensorboard": ("curves in TensorBoard", "pip install 'pentad[tensorboard]'"),
     "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
@@ -49,8 +50,6 @@ OPTIONAL = {
 """Distribution -> (what it gives, how to get it)."""
 SERVERS = ("vllm", "sglang")
 """Commands that sample for a run, from an environment of their own."""
-UNUSED = {"ray": "runs over several machines"}
-"""Stacks that have a place in a recipe and that this version does not drive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +177,15 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("compiler", "warn", "no C compiler", remedy)
 
 
+def graded(name: str, text: str, low: bool, remedy: str) -> Finding:
+    return Finding(name, "warn", text, remedy) if low else Finding(name, "ok", text)
+
+
 def check_memory() -> Iterator[Finding]:
     total, available = host_memory()
     text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available; {num_cores()} cores"
-    low = available < MIN_MEMORY_GIB * GIB
     remedy = "small models only; `pentad plan` says what a recipe needs"
-    yield Finding("memory", "warn" if low else "ok", text, remedy if low else "")
+    yield graded("memory", text, available < MIN_MEMORY_GIB * GIB, remedy)
 
 
 def check_shm() -> Iterator[Finding]:
@@ -191,10 +193,9 @@ def check_shm() -> Iterator[Finding]:
     if not folder.is_dir():
         return
     size = shutil.disk_usage(folder).total
-    low = size < MIN_SHM_GIB * GIB
     remedy = "start the container with --shm-size=16g or --ipc=host: processes share tensors there"
     text = f"{size / GIB:.2g} GiB of shared memory"
-    yield Finding("shm", "warn" if low else "ok", text, remedy if low else "")
+    yield graded("shm", text, size < MIN_SHM_GIB * GIB, remedy)
 
 
 def check_open_files() -> Iterator[Finding]:
@@ -203,7 +204,7 @@ def check_open_files() -> Iterator[Finding]:
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
     remedy = f"ulimit -n {MIN_OPEN_FILES * 4} (allowed here: {most}): sockets and stores use many"
     count = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
-    yield Finding("open files", "warn" if low else "ok", count, remedy if low else "")
+    yield graded("open files", count, low, remedy)
 
 
 def check_network() -> Iterator[Finding]:
@@ -262,9 +263,6 @@ def check_optional() -> Iterator[Finding]:
         else:
             how = f"install {name} in an environment of its own and set rollout.server.python"
             yield Finding(name, "info", f"not on the path: rollout by a {name} server", how)
-    for name, gives in UNUSED.items():
-        version = installed(name) or "not here"
-        yield Finding(name, "info", f"{version}: {gives}", "nothing to do: not built yet")
 
 
 def what_runs() -> Iterator[Finding]:
@@ -276,8 +274,8 @@ def what_runs() -> Iterator[Finding]:
     cuda = bool(gpus) and torch_cuda() is not None
     where = f"{gpus[0].name}, bfloat16 compute" if cuda else "the CPU, float32"
     yield Finding("train", "ok", f"archon on {where}")
-    yield Finding("rollout", "ok", f"embedded on {where}, in the same process")
-    yield Finding("modes", "ok", "colocate; hybrid and async with roles as threads")
+    yield Finding("rollout", "ok", f"embedded on {where}")
+    yield Finding("modes", "ok", "colocate, hybrid and async")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

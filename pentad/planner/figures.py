@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from pentad.config.schema import Config
@@ -265,7 +266,8 @@ def inner_rows(layout: Layout, num_heads: int, num_experts: int) -> tuple[list[I
     """Rows of one pipeline rank, and how many were left out in the middle."""
     size = layout.world // layout.pp
     coords = [(rank, layout.coords(rank)) for rank in range(size)]
-    by_inner = [list(run) for _, run in groupby(coords, lambda item: _outer(item[1]))]
+    outer = attrgetter("dp_replicate", "dp_shard", "cp", "efsdp", "ep")
+    by_inner = [list(run) for _, run in groupby(coords, lambda item: outer(item[1]))]
     if len(coords) <= MAX_ROWS:
         by_inner = [[item] for item in coords]
     elif len(by_inner) > MAX_ROWS:
@@ -275,10 +277,6 @@ def inner_rows(layout: Layout, num_heads: int, num_experts: int) -> tuple[list[I
     if len(rows) <= MAX_ROWS:
         return rows, 0
     return [*rows[: MAX_ROWS - 2], *rows[-1:]], len(rows) - MAX_ROWS + 1
-
-
-def _outer(place: Coords) -> tuple[int, ...]:
-    return (place.dp_replicate, place.dp_shard, place.cp, place.efsdp, place.ep)
 
 
 def _row(

@@ -329,7 +329,8 @@ def add_neighbours(
             if name in ("rollout", "publish") and config.offload_train:
                 if trainer.training.device == "cuda":
                     phase.device.pop("other models", None)  # each of them moves itself
-                _move_to_host(phase)
+                for part in [part for part in phase.device if part != "overhead"]:
+                    phase.host[part] = phase.host.get(part, 0.0) + phase.device.pop(part)
             sleeps = config.offload_rollout and name not in ("rollout", "publish")
             for sampler in [] if sleeps else near:
                 is_embedded = sampler.component.backend == "embedded"
@@ -339,11 +340,6 @@ def add_neighbours(
                 phase.device["kv cache"] = sampler.kv_bytes
                 if is_embedded and trainer.component.world > 1:
                     phase.lead_bytes += sampler.weights_bytes + sampler.kv_bytes
-
-
-def _move_to_host(phase: Phase) -> None:
-    for part in [part for part in phase.device if part != "overhead"]:
-        phase.host[part] = phase.host.get(part, 0.0) + phase.device.pop(part)
 
 
 def host_phases(

@@ -122,9 +122,9 @@ def _token_rewards(
     has_kl = settings.kl_coef != 0 and settings.kl_in == "reward"
     if not has_kl and not settings.needs_teacher:
         return None
-    policy_T = torch.from_numpy(
-        np.concatenate([_policy_logprobs(sample) for sample in samples]).astype(np.float64)
-    )
+    # The policy that drew the sample: as the trainer computed it if it did, else the sampler.
+    drawn = [s.columns.get("actor_logprobs", s.rollout_logprobs) for s in samples]
+    policy_T = torch.from_numpy(np.concatenate(drawn).astype(np.float64))
     rewards_T = torch.zeros_like(policy_T)
     if has_kl:
         rewards_T = rewards_T + kl_rewards(
@@ -139,11 +139,6 @@ def _token_rewards(
         clip = settings.reward_clip
         rewards_T = rewards_T + teacher_rewards(teacher_T, policy_T, mask_T, clip=clip)
     return rewards_T
-
-
-def _policy_logprobs(sample: Sample) -> np.ndarray:
-    """The policy that drew the sample: as the trainer computed it if it did, else the sampler."""
-    return sample.columns.get("actor_logprobs", sample.rollout_logprobs)
 
 
 def _concatenate(samples: Sequence[Sample], name: str) -> Tensor:

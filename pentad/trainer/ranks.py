@@ -86,7 +86,9 @@ def run_over_ranks(
         notes = [*notes, f"elastic: {why}"] if why else notes
     world = component_of(config, "actor").world
     if own is not None and own.world != world:
-        raise UserError(wrong_world(own.world, world))
+        remedy = f"start with torchrun --nproc-per-node {world}, or unset RANK and WORLD_SIZE"
+        where, rule = f"WORLD_SIZE = {own.world}", f"the layout needs {world} ranks"
+        raise UserError(Problem(where, rule, remedy))
     if own is not None and world > 1:
         return run_under_torchrun(run, make_service, config, notes, fresh, device, own)
     place = pick_device(device)
@@ -94,12 +96,6 @@ def run_over_ranks(
         return run_beside_group(run, make_service, check, config, notes, fresh, device)
     with RankCalls(make_service(config, Rank(), place)) as calls, Crew() as crew:
         return run(calls, config, notes, fresh, crew)
-
-
-def wrong_world(found: int, world: int) -> Problem:
-    rule = f"the layout needs {world} ranks"
-    remedy = f"start with torchrun --nproc-per-node {world}, or unset RANK and WORLD_SIZE"
-    return Problem(f"WORLD_SIZE = {found}", rule, remedy)
 
 
 def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
