@@ -40,7 +40,7 @@ from pentad.trainer.run import OpenRun, RunSummary, open_run
 from pentad.trainer.run_folders import oldest_saved, standing
 from pentad.trainer.sampler_side import open_group_store, open_sampler_side
 from pentad.trainer.scheduler import Scheduler, Watchdog
-from pentad.trainer.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
+from pentad.trainer.scorers import RefreshedReference, ScorePump, open_scorers
 from pentad.trainer.selftest import NUM_PROBES, Prober, run_selftest, tolerance_of
 from pentad.trainer.service import LearnerService
 from pentad.trainer.sft import run_sft
@@ -201,7 +201,15 @@ class Assembly:
                 )
                 reward = await open_reward(self.config, self.config.train_dataset.answer_key, stack)
                 evaluator = await self._evaluator(reward, stack)
-                self.scorers = await self._open_scorers(stack)
+                self.scorers = await open_scorers(
+                    self.config,
+                    self.store,
+                    self.size.max_row_tokens,
+                    self.device,
+                    stack,
+                    log_folder=self.open.folder.file("ranks/") if self.calls.is_apart else None,
+                    runtime=self.crew.runtime,
+                )
                 await self._begin(evaluator)
             # From here on what was trained is saved first, whoever asks to stop.
             stepping.enter_context(stop_flag())
@@ -212,19 +220,6 @@ class Assembly:
                 self.learner.is_given_up = bool(self.state.stop_reason)
                 raise
         return evaluator
-
-    async def _open_scorers(self, stack: AsyncExitStack) -> dict[str, ScorerCalls]:
-        if not scorers(self.config):
-            return {}
-        return await open_scorers(
-            self.config,
-            self.store,
-            self.size.max_row_tokens,
-            self.device,
-            stack,
-            log_folder=self.open.folder.file("ranks/") if self.calls.is_apart else None,
-            runtime=self.crew.runtime,
-        )
 
     async def _begin(self, evaluator: Evaluator | None) -> None:
         """State, tags, the first publish, the self-test and the baseline, before the first step."""

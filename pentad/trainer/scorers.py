@@ -60,6 +60,8 @@ async def open_scorers(
     folder for their logs: of this machine, or of the learner's `runtime`, which has places for
     them."""
     found: dict[str, ScorerCalls] = {}
+    if not scorers(config):
+        return found
     is_placed = runtime is not None  # it says which GPUs they get
     devices = scorer_devices(config) if device.type == "cuda" and not is_placed else {}
     steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
@@ -72,9 +74,9 @@ async def open_scorers(
             found[role] = thread = scorer_thread(config, role, own, store, stack)
             opening.append(prepare(thread, steps))
         else:
-            is_spread = runtime is not None and runtime.is_spread
-            specs = scorer_specs(config, role, device.type, devices, log_folder, is_spread)
-            scorer = ScorerProcesses(config, role, specs, steps, runtime or LocalRuntime())
+            scorer = ScorerProcesses(
+                config, role, device.type, devices.get(role, ()), log_folder, steps, runtime
+            )
             found[role] = scorer
             stack.push_async_callback(scorer.close)
             opening.append(scorer.open())
@@ -108,38 +110,6 @@ def scorer_thread(
     return thread
 
 
-def scorer_specs(
-    config: Config,
-    role: str,
-    kind: str,
-    devices: dict[str, tuple[int, ...]],
-    log_folder: Path,
-    is_spread: bool,
-) -> Callable[[int], list[RoleSpec]]:
-    """The processes of a generation, one for each rank."""
-    world = component_of(config, role).world
-    log_folder.mkdir(parents=True, exist_ok=True)
-    given = {"config": with_absolute_paths(config).model_dump(mode="json"), "role": role}
-    deterministic = config.actor.archon.use_deterministic_algorithms
-
-    logs = [log_folder.absolute() / f"{role}-{rank}.log" for rank in range(world)]
-
-    def specs(generation: int) -> list[RoleSpec]:
-        return specs_of_ranks(
-            role,
-            serve_scorer,
-            given,
-            logs,
-            device=kind,
-            devices=devices.get(role, ()),
-            generation=generation,
-            deterministic=deterministic,
-            is_spread=is_spread,
-        )
-
-    return specs
-
-
 def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> ScorerService:
     """One rank of a scorer, in its process."""
     config = Config.model_validate(given["config"])
@@ -155,13 +125,19 @@ class ScorerProcesses:
         self,
         config: Config,
         role: str,
-        specs: Callable[[int], list[RoleSpec]],
+        device: str,
+        devices: tuple[int, ...],
+        log_folder: Path,
         steps: dict[str, dict[str, Any]],
-        runtime: Runtime,
+        runtime: Runtime | None,
     ) -> None:
+        self.config = config
         self.role = role
-        self.runtime = runtime
-        self.specs = specs
+        self.device = device
+        self.devices = devices
+        self.log_folder = log_folder.absolute()
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        self.runtime = runtime or LocalRuntime()
         self.steps = dict(steps)
         """Calls that prepare it, with their arguments."""
         self.max_restarts = config.rollout.restarts
@@ -173,6 +149,22 @@ class ScorerProcesses:
         """When the first of them was noticed."""
         self.group: RankGroup | None = None
         self.thread: LearnerThread | None = None
+
+    def _specs(self) -> list[RoleSpec]:
+        """The processes of a generation, one for each rank."""
+        config, role = self.config, self.role
+        ranks = range(component_of(config, role).world)
+        return specs_of_ranks(
+            role,
+            serve_scorer,
+            {"config": with_absolute_paths(config).model_dump(mode="json"), "role": role},
+            [self.log_folder / f"{role}-{rank}.log" for rank in ranks],
+            device=self.device,
+            devices=self.devices,
+            generation=self.generation,
+            deterministic=config.actor.archon.use_deterministic_algorithms,
+            is_spread=self.runtime.is_spread,
+        )
 
     async def open(self) -> None:
         await self._make(None)
@@ -189,8 +181,7 @@ class ScorerProcesses:
         while True:
             try:
                 if self.thread is None:
-                    specs = self.specs(self.generation)
-                    self.group = RankGroup(self.runtime, specs, self.settings)
+                    self.group = RankGroup(self.runtime, self._specs(), self.settings)
                     self.thread = LearnerThread(self.group.__enter__(), self.role)
                     await prepare(self.thread, self.steps)
                 return None if call is None else await self.thread.call(call[0], **call[1])

@@ -164,7 +164,8 @@ def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
     reward = config.reward
     if not reward.functions:
         return None
-    num_workers = reward.num_workers or default_reward_workers()
+    half = (os.cpu_count() or 2) // 2  # of the cores, at most 8
+    num_workers = reward.num_workers or max(1, min(8, half))
     memory = reward.memory_mb * 2**20
     return into(
         RewardSettings,
@@ -174,11 +175,6 @@ def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
         answer_field=answer_key,
         sandbox=into(SandboxSettings, reward, num_workers=num_workers, max_memory_bytes=memory),
     )
-
-
-def default_reward_workers() -> int:
-    """Half the cores, at most 8."""
-    return max(1, min(8, (os.cpu_count() or 2) // 2))
 
 
 def data_settings(
