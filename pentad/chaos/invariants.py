@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 from pentad.chaos.broken_run import ChaosRun, require
 from pentad.checkpoint.folders import damage, list_steps, read_checkpoint
@@ -136,11 +135,3 @@ CHECKS: dict[str, Check] = {
     "tokens": check_tokens,
 }
 ALWAYS = ("once", "monotone", "whole", "leaks", "tokens")
-
-
-def newest_state(trial: ChaosRun) -> Path:
-    """A file of the newest committed checkpoint's tensors."""
-    step = list_steps(trial.checkpoints)[0]
-    return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[
-        0
-    ]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from pentad.chaos.broken_run import ChaosRun, require
+from pentad.chaos.invariants import check_groups
 from pentad.chaos.workloads import Kind
+from pentad.checkpoint.folders import list_steps
 from pentad.runtime.slots import Slots
 
 Act = Callable[[ChaosRun], None]
@@ -236,6 +241,161 @@ def says(trial: ChaosRun, *sentences: str) -> None:
         require(sentence in trial.said, f'the run does not say "{sentence}"')
 
 
+# Samplers, weights on their way to them, rewards
+
+NUM_BAD = 2
+"""Rows whose reward fails."""
+
+
+def kill_sampler(trial: ChaosRun, at: str, words: tuple[str, ...] = ()) -> None:
+    version = trial.draw.randint(1, trial.workload.steps - 2)
+    what = {"generate": "as it samples with", "install": "between weights and receipt of"}
+    trial.done = f"SIGKILL of a sampler {what[at]} version {version}"
+    fault = trial.fault(at, "kill", step=version)
+    trial.start_until(fault, words=words)
+    trial.wait_end()
+    says(trial, "is lost: ", "SIGKILL")
+    note_served(trial)
+    check_groups(trial, None)
+
+
+def note_served(trial: ChaosRun) -> None:
+    """A step sampled before may end meanwhile: the run says how long a sampler was away."""
+    found = re.findall(r"serves again ([0-9.]+) s after it was lost", trial.said)
+    trial.recovery_s = max(map(float, found), default=None)
+
+
+def kill_one_of_two(trial: ChaosRun) -> None:
+    """The other one takes its groups: in other company, which rounds otherwise."""
+    kill_sampler(trial, "generate", ("allocation_mode=embedded:d2|archon:d2",))
+
+
+def kill_samplers(trial: ChaosRun) -> None:
+    version = trial.draw.randint(1, trial.workload.steps - 2)
+    trial.done = f"SIGKILL of both samplers while one samples with version {version}"
+    fault = trial.fault("generate", "hold", step=version)
+    trial.start_until(fault, words=["allocation_mode=embedded:d2|archon:d2"])
+    trial.kill(trial.roles("rollout"))
+    trial.wait_end()
+    says(trial, "serves again")
+    note_served(trial)
+    check_groups(trial, None)
+
+
+def shrink_and_grow(trial: ChaosRun) -> None:
+    """Fewer ranks round otherwise, so samples may differ; prompts may not."""
+    shrink(trial, grows=True)
+    check_groups(trial, None)
+
+
+def fail_reward(trial: ChaosRun, how: str) -> None:
+    """Rewards of two rows fail every time; other rows take their place."""
+    folder = trial.workload.folder
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for row in trial.draw.sample(rows[: 4 * trial.workload.steps], NUM_BAD):
+        row["answer"] = "BAD"
+    data = Path(f"{trial.folder / trial.name}.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trial.done = f"the reward of {NUM_BAD} rows {how}s"
+    words = [f"train_dataset.path={data}", f"reward.fn={folder / 'rewards.py'}:{how}"]
+    trial.start(words=[*words, "train_dataset.shuffle=false", "reward.timeout_s=5"])
+    trial.wait_end()
+    dropped = trial.lines[-1]["funnel"]["dropped"]
+    require(sum(dropped.values()) >= NUM_BAD, f"dropped: {dropped}")
+    check_groups(trial, None)
+
+
+# Storage: dead writers, full disks and stalled ones, damaged checkpoints
+
+BESIDE = ("saver.mode=async", "recover.freq_steps=2")
+"""Saves are written by a process beside training; the first is that of step 2."""
+
+
+def fail_save(trial: ChaosRun, at: str, do: str, cause: str) -> None:
+    step = 2
+    what = {"kill": "SIGKILL of the writer", "full": "a full disk"}[do]
+    trial.done = f"{what} in the {at} of step {step}"
+    fault = trial.fault(at, do, step=step)
+    trial.start_until(fault, words=BESIDE)
+    trial.wait_end()
+    says(trial, f"the recovery checkpoint of step {step} could not be saved: ", cause)
+    require(len({line["generation"] for line in trial.lines}) == 1, "the run was started again")
+
+
+def stall(trial: ChaosRun) -> None:
+    trial.done = "the storage stands still in the save of step 2, until step 4 is trained"
+    fault = trial.fault("write", "hold", step=2)
+    trial.start_until(fault, words=BESIDE)
+    trial.wait_steps(4)
+    trial.struck_at = None
+    trial.release(fault)
+    trial.wait_end()
+
+
+def kill_in_save(trial: ChaosRun, at: str) -> None:
+    """Saves are written by the training process itself."""
+    step = trial.some_step()
+    trial.done = f"SIGKILL of the run in the {at} of step {step}"
+    fault = trial.fault(at, "hold", step=step)
+    trial.start_until(fault)
+    again(trial)
+    says(trial, f"resumed after step {step - 1} from")
+
+
+def spoil(trial: ChaosRun, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> None:
+    step = max(3, trial.some_step())  # two are committed
+    trial.done = f"SIGKILL of the run in step {step}; the newest checkpoint {what}"
+    fault = trial.fault("forward", "hold", step=step)
+    trial.start_until(fault)
+    trial.kill_run()
+    change(trial)
+    trial.start()
+    trial.wait_end()
+    says(trial, sentence, f"resumed after step {step - 2} from")
+
+
+def cut(trial: ChaosRun) -> Path:
+    path = newest_state(trial)
+    path.write_bytes(path.read_bytes()[:-7])
+    return path
+
+
+def flip(trial: ChaosRun) -> Path:
+    path = newest_state(trial)
+    data = bytearray(path.read_bytes())
+    data[trial.draw.randrange(len(data))] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def garble(trial: ChaosRun) -> Path:
+    step = list_steps(trial.checkpoints)[0]
+    path = trial.checkpoints / f"recover_info/globalstep{step}/COMMIT"
+    path.write_bytes(path.read_bytes()[:-5])
+    return path
+
+
+def lose(trial: ChaosRun) -> Path:
+    step = list_steps(trial.checkpoints)[0]
+    path = trial.checkpoints / f"recover_info/globalstep{step}"
+    shutil.rmtree(path)
+    shutil.rmtree(trial.checkpoints / f"default/recover_checkpoint/globalstep{step}")
+    return path
+
+
+def spoiled(name: str, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> Scenario:
+    act = partial(spoil, what=what, change=change, sentence=sentence)
+    return Scenario(name, act, RECOVERED, "any", is_soaked=True)
+
+
+def newest_state(trial: ChaosRun) -> Path:
+    """A file of the newest committed checkpoint's tensors."""
+    step = list_steps(trial.checkpoints)[0]
+    return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[
+        0
+    ]
+
+
 OF_RANKS = (
     *(
         Scenario(f"kill-{at}", partial(kill_rank, at=at), RECOVERED, is_soaked=True)
@@ -258,3 +418,36 @@ OF_RANKS = (
     Scenario("two-schedulers", two_schedulers, WENT_ON),
     Scenario("stale-writer", stale_writer, RECOVERED, is_soaked=True),
 )
+OF_ROLLOUT = (
+    Scenario("kill-sampler", partial(kill_sampler, at="generate"), RECOVERED, "rl", is_soaked=True),
+    Scenario("kill-one-of-two-samplers", kill_one_of_two, RECOVERED, "rl", is_equal=False),
+    Scenario("kill-all-samplers", kill_samplers, RECOVERED, "rl", is_equal=False),
+    Scenario("cut-weight-sync", partial(kill_sampler, at="install"), RECOVERED, "rl"),
+    Scenario("kill-learner", partial(kill_rank, at="backward"), RECOVERED, "rl", is_soaked=True),
+    Scenario(
+        "kill-scheduler-rl", partial(kill_scheduler, at="backward"), RECOVERED, "rl", is_soaked=True
+    ),
+    Scenario("shrink-and-grow-rl", shrink_and_grow, RECOVERED, "rl", is_equal=False),
+    Scenario("reward-hang", partial(fail_reward, how="hang"), WENT_ON, "rl", is_equal=False),
+    Scenario("reward-crash", partial(fail_reward, how="crash"), WENT_ON, "rl", is_equal=False),
+)
+OF_STORAGE = (
+    *(
+        Scenario(name, partial(fail_save, at=at, do=do, cause=cause), WENT_ON, "any")
+        for name, at, do, cause in (
+            ("kill-writer", "write", "kill", "ended (by signal 9)"),
+            ("disk-full", "write", "full", "No space left on device"),
+            ("disk-full-in-commit", "commit", "full", "No space left on device"),
+        )
+    ),
+    Scenario("storage-stall", stall, WENT_ON, "any"),
+    *(
+        Scenario(name, partial(kill_in_save, at=at), RECOVERED, "any", is_soaked=True)
+        for name, at in (("kill-in-write", "write"), ("kill-before-commit", "commit"))
+    ),
+    spoiled("torn-checkpoint", "is cut short", cut, "the checkpoint is set aside as"),
+    spoiled("flipped-bit", "has a flipped bit", flip, "does not have the digest"),
+    spoiled("garbled-commit", "has a broken COMMIT", garble, "the checkpoint is set aside as"),
+    spoiled("lost-checkpoint", "is gone", lose, "recorded since is done again"),
+)
+SCENARIOS = (*OF_RANKS, *OF_STORAGE, *OF_ROLLOUT)

@@ -10,12 +10,8 @@ from pathlib import Path
 
 from pentad.chaos.broken_run import Broken, ChaosRun
 from pentad.chaos.invariants import ALWAYS, CHECKS
-from pentad.chaos.rollout import OF_ROLLOUT
-from pentad.chaos.scenarios import OF_RANKS, Scenario
-from pentad.chaos.storage import OF_STORAGE
+from pentad.chaos.scenarios import SCENARIOS, Scenario
 from pentad.chaos.workloads import Kind, Workload
-
-SCENARIOS = (*OF_RANKS, *OF_STORAGE, *OF_ROLLOUT)
 
 
 @dataclass(frozen=True, slots=True)
