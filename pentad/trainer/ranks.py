@@ -149,8 +149,9 @@ def run_beside_group(
         groups = LearnerGroups(config, make_service, device, folder, crew)
         while True:
             formed = groups.form()
+            group = groups.start(formed)
             try:
-                with groups.start(formed) as calls:
+                with group as calls:
                     try:
                         return run(calls, formed.config, notes, False, crew)
                     except Regroup:
