@@ -135,3 +135,11 @@ CHECKS: dict[str, Check] = {
     "tokens": check_tokens,
 }
 ALWAYS = ("once", "monotone", "whole", "leaks", "tokens")
+
+
+def newest_state(trial: ChaosRun) -> Path:
+    """A file of the newest committed checkpoint's tensors."""
+    step = list_steps(trial.checkpoints)[0]
+    return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[
+        0
+    ]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from pentad.chaos.broken_run import ChaosRun, require
-from pentad.chaos.invariants import check_groups
+from pentad.chaos.invariants import check_groups, newest_state
 from pentad.chaos.workloads import Kind
 from pentad.checkpoint.folders import list_steps
 from pentad.runtime.slots import Slots
@@ -386,14 +386,6 @@ def lose(trial: ChaosRun) -> Path:
 def spoiled(name: str, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> Scenario:
     act = partial(spoil, what=what, change=change, sentence=sentence)
     return Scenario(name, act, RECOVERED, "any", is_soaked=True)
-
-
-def newest_state(trial: ChaosRun) -> Path:
-    """A file of the newest committed checkpoint's tensors."""
-    step = list_steps(trial.checkpoints)[0]
-    return sorted(trial.checkpoints.glob(f"default/recover_checkpoint/globalstep{step}/*.distcp"))[
-        0
-    ]
 
 
 OF_RANKS = (
