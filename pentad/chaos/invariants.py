@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from pentad.chaos.broken_run import ChaosRun, require
 from pentad.checkpoint.folders import damage, list_steps, read_checkpoint
