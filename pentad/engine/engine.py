@@ -8,7 +8,6 @@ each computes its share, and all get the same results.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,24 +17,22 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pentad.core.device import DTYPES
-from pentad.core.dims import ModelDims
-from pentad.core.errors import RunError, UserError
+from pentad.core.errors import RunError
 from pentad.core.faults import hit
-from pentad.core.fit import balance_problems, check_fit
+from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.core.roles import StagedFile
-from pentad.core.settings import BalanceSettings, EngineSettings
+from pentad.core.settings import EngineSettings
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
-from pentad.engine.held import HeldModel, decoder_maker
-from pentad.engine.optim import OpenStep, build_adamw, clip_scale, compute_lr, optimizer_state
+from pentad.engine.export import model_digest, save_whole, stage_weights
+from pentad.engine.held import HeldModel, check_balance, decoder_maker
+from pentad.engine.optim import FusedAdamW, OpenStep, clip_scale, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
-from pentad.engine.packing import Plan, plan_microbatches, sequence_cost
-from pentad.engine.passes import Passes, WholePasses
+from pentad.engine.packing import Plan, plan_call, sequence_cost
 from pentad.engine.predictor import Predicted
 from pentad.engine.state import present_all, read_random, sources_between, write_random
 from pentad.engine.tags import Offload, WeightTags
@@ -52,7 +49,7 @@ from pentad.parallel.gradients import global_norm, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
-from pentad.weights.hf import FolderPlan, save_folder
+from pentad.weights.hf import FolderPlan
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import Box, Region
 from pentad.weights.transfer import Shard, TensorInfo
@@ -116,14 +113,6 @@ def build_engine(
         )
 
 
-def check_balance(balance: BalanceSettings, dims: ModelDims) -> None:
-    """Refuses what needs experts where there are none; the map says whether a bias has a place."""
-    losses = {"aux_loss_coef": balance.aux_loss_coef, "z_loss_coef": balance.z_loss_coef}
-    given = losses if dims.num_experts else losses | {"bias_rate": balance.bias_rate}
-    if problems := list(balance_problems(dims, given, ("bias_rate", 0.0))):
-        raise UserError(problems)
-
-
 class Engine:
     """Implements `core.roles.Learner`. Built by `build_engine`."""
 
@@ -151,29 +140,16 @@ class Engine:
         self.tokenizer_folder = tokenizer_folder
         if settings.deterministic:
             make_deterministic()
-        self.pipeline = held.pipeline
-        self.passes: Passes
-        if held.pipeline is None:
-            self.passes = WholePasses(held.parts[0], settings, meshes)
-        else:
-            from pentad.engine.pipelined import PipelinedPasses  # brings torch's compiler: seconds
-
-            self.passes = PipelinedPasses(held.pipeline, held.parts, held.tied, settings, meshes)
+        self.passes = held.passes(settings)
         self.parameters, self.cuts = held.parameters, held.cuts
-        self.tensors = {
-            name: _memory(tensor)
-            for name, tensor in (*self.parameters.items(), *held.buffers.items())
-        }
-        """This rank's memory of all that makes up the weights, by native name."""
+        self.tensors = held.tensors
         self.boxes: dict[str, Box] = {}
         """Which part of each whole tensor that is; known with the first publish."""
         self.tags = WeightTags(self.tensors, settings.tag_memory)
         self.masters = {name: self.tensors[name] for name in self.parameters}
-        self.optimizer = (
-            build_adamw(self.masters, settings.optimizer, held.undecayed)
-            if settings.optimizer
-            else None
-        )
+        self.optimizer: FusedAdamW | None = None
+        if settings.optimizer is not None:
+            self.optimizer = FusedAdamW(self.masters, settings.optimizer, held.undecayed)
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
         self.meter = Meter()
@@ -225,24 +201,9 @@ class Engine:
         """What each data-parallel rank computes, without what would be empty on all of them."""
         check_agreement(rows, self.meshes)
         lengths = [row.ids.numel() for row in rows]
-        num = self.settings.n_mbs
-        while True:
-            num = num if self.pipeline is None else self.pipeline.take(num)
-            plan = plan_microbatches(
-                lengths,
-                self.cost,
-                max_tokens=self.settings.max_tokens_per_mb,
-                num_ranks=self.meshes.layout.dp,
-                min_per_rank=num,
-                by_cost=self.settings.balance_data,
-            )
-            if self.pipeline is None or self.pipeline.take(len(plan[0])) == len(plan[0]):
-                break
-            num = len(plan[0])
-        if self.pipeline is not None:  # its schedule wants them all
-            return plan
-        used = [n for n, turn in enumerate(zip(*plan, strict=True)) if any(turn)]
-        return [[microbatches[n] for n in used] for microbatches in plan]
+        pipeline, num_ranks = self.held.pipeline, self.meshes.layout.dp
+        take = pipeline.take if pipeline is not None else None
+        return plan_call(lengths, self.cost, self.settings, num_ranks, take)
 
     def _microbatches(
         self, plan: Plan, rows: Sequence[Row], columns: Sequence[str]
@@ -269,7 +230,7 @@ class Engine:
         self._drop_gradients()
         self.passes.loads.reset()
         self.meter.reset()
-        self.step = OpenStep()
+        self.step = OpenStep(self.optimizer)
 
     def _drop_gradients(self) -> None:
         self.passes.give_up()
@@ -301,11 +262,10 @@ class Engine:
 
     def end_step(self) -> StepResult:
         step = self._open_step("end_step")
-        assert self.settings.optimizer is not None
         if not step.is_complete:
             raise RunError("end_step was called before accumulate(..., last=True)")
         self.onload()
-        lr = compute_lr(self.settings.optimizer, self.num_steps)
+        lr = compute_lr(step.optimizer.settings, self.num_steps)
         gradients = self._gradients()
         hit("all-reduce", tensors=gradients.values())
         norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
@@ -317,7 +277,7 @@ class Engine:
         if not reason:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings):
-                self._move(gradients, norm, step.count, lr)
+                self._move(step, gradients, norm, lr)
                 hit("optimizer")
             for decoder in self.held.decoders:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
@@ -346,19 +306,18 @@ class Engine:
         sum_copies(gradients, self.cuts, self.device)
         return gradients
 
-    def _move(self, gradients: dict[str, Tensor], norm: float, count: float, lr: float) -> None:
-        assert self.optimizer is not None and self.settings.optimizer is not None
-        scale = clip_scale(norm, self.settings.optimizer.gradient_clipping) / count
+    def _move(self, step: OpenStep, gradients: dict[str, Tensor], norm: float, lr: float) -> None:
+        scale = clip_scale(norm, step.optimizer.settings.gradient_clipping) / step.count
         if gradients and scale != 1.0:
             torch._foreach_mul_(list(gradients.values()), scale)
         for name, gradient in gradients.items():
             self.masters[name].grad = gradient
-        self.optimizer.lr = lr
-        self.optimizer.step()
+        step.optimizer.lr = lr
+        step.optimizer.step()
 
-    def _open_step(self, deed: str) -> OpenStep:
+    def _open_step(self, call: str) -> OpenStep:
         if self.step is None:
-            raise RunError(f"{deed} was called outside a step; call begin_step first")
+            raise RunError(f"{call} was called outside a step; call begin_step first")
         return self.step
 
     def offload(self) -> None:
@@ -384,9 +343,9 @@ class Engine:
     def is_offloaded(self) -> bool:
         return bool(self.offloaded.away)
 
-    def _require_actor(self, deed: str) -> None:
+    def _require_actor(self, purpose: str) -> None:
         self.onload()
-        self.tags.require_actor(deed)
+        self.tags.require_actor(purpose)
 
     # Weights
 
@@ -431,18 +390,7 @@ class Engine:
 
     def save_hf(self, folder: str) -> None:
         """Rank 0 writes; on return, on any rank, the folder is whole."""
-        weights = self._whole_weights()
-        error: Exception | None = None
-        if self.meshes.rank == 0:
-            try:
-                save_folder(folder, weights, self._export())
-            except Exception as failure:  # told to the other ranks first, raised below
-                error = failure
-        for _ in weights:  # the others take part in every gathering, whatever became of the file
-            pass
-        failed = torch.tensor(int(error is not None), device=self.device)
-        if int(reduce_ranks(failed, self.meshes.world, "max")):
-            raise error or RunError(f"rank 0 could not save {folder}")
+        save_whole(folder, self._whole_weights(), self._export, self.meshes)
 
     def plan_hf(self) -> list[StagedFile]:
         return self._export().staged()
@@ -450,17 +398,7 @@ class Engine:
     def stage_hf(self, into: Tensor | None) -> None:
         """Rank 0 holds the copy."""
         infos = hf_metadata(self.held.face, self._publish_dtype)
-        end = 0
-        for (name, tensor), announced in zip(self._whole_weights(), infos.items(), strict=True):
-            info = TensorInfo(tuple(tensor.shape), tensor.dtype)
-            assert (name, info) == announced, f"{announced}: got {name} {info}"
-            start, end = end, end + info.size_bytes
-            if into is not None:
-                flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                into[start:end].copy_(flat, non_blocking=True)
-        assert into is None or end == into.numel(), f"{end} bytes instead of {into.numel()}"
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        stage_weights(self._whole_weights(), infos, into, self.device)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._require_actor("saving")
@@ -520,7 +458,7 @@ class Engine:
             "backend": self.backend,
             "value_head": self.held.face.value_head is not None,
             "layout": str(self.meshes.layout),
-            "model": self._model_digest(),
+            "model": model_digest(self.held.face),
             "dtype": str(self._publish_dtype).removeprefix("torch."),
             "hf_config": dict(self.hf_config),
             "companions": [
@@ -530,17 +468,11 @@ class Engine:
             ],
         }
 
-    def _model_digest(self) -> str:
-        """Of names and shapes as on disk: whatever the layout and the backend."""
-        infos = hf_metadata(self.held.face)
-        text = repr([(name, tuple(infos[name].shape)) for name in sorted(infos)])
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def begin_restore(self, counters: Mapping[str, Any]) -> None:
         """Makes room for what is restored. From here to `end_restore` the weights are of no step:
         whoever writes to `state_tensors` in between writes all of them."""
         self._require_actor("restoring")
-        if counters["model"] != self._model_digest():
+        if counters["model"] != model_digest(self.held.face):
             raise RunError(
                 "the checkpoint is of another model: its tensors have other names or shapes"
             )
@@ -566,8 +498,3 @@ class Engine:
         self.num_steps = int(counters["num_steps"])
         self.num_skipped = int(counters["num_skipped"])
         self.restoring, self.is_half_moved = None, False
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """What an optimizer may step: a parameter itself, or the memory behind a sharded one."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor

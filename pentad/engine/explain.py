@@ -16,15 +16,15 @@ VARIES = " does not have a deterministic implementation"
 
 
 @contextmanager
-def explain(deed: str, settings: EngineSettings, num_tokens: int | None = None) -> Iterator[None]:
-    """Says in which deed memory ran out, how much was asked for and what would help; or which
+def explain(phase: str, settings: EngineSettings, num_tokens: int | None = None) -> Iterator[None]:
+    """Says in which phase memory ran out, how much was asked for and what would help; or which
     operation cannot be repeated bit by bit. `num_tokens` of the microbatch, if one is at work."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        where = deed if num_tokens is None else f"{deed} of a microbatch of {num_tokens} tokens"
+        where = phase if num_tokens is None else f"{phase} of a microbatch of {num_tokens} tokens"
         sizes = _sizes(str(error))
-        remedies = _remedies(settings, has_tokens=deed not in ("loading", "the optimizer step"))
+        remedies = _remedies(settings, has_tokens=phase not in ("loading", "the optimizer step"))
         raise RunError(f"out of device memory in {where}{sizes}; {remedies}") from error
     except RuntimeError as error:
         if VARIES not in str(error):
@@ -32,7 +32,7 @@ def explain(deed: str, settings: EngineSettings, num_tokens: int | None = None) 
         name = str(error).partition(VARIES)[0].splitlines()[-1]
         raise RunError(
             f"archon.use_deterministic_algorithms = true: {name} has no deterministic form on this "
-            f"device, and {deed} uses it; set it to false, or do without the operation"
+            f"device, and {phase} uses it; set it to false, or do without the operation"
         ) from error
 
 

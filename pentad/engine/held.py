@@ -9,10 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.settings import EngineSettings
+from pentad.core.errors import UserError
+from pentad.core.fit import balance_problems
+from pentad.core.settings import BalanceSettings, EngineSettings
+from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.predictor import Predictor, wrap_model
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
@@ -40,6 +44,14 @@ class Maker:
     pipeline: Pipeline | None = None
     offloads: bool = False
     """Whether parameters lie on the host."""
+
+
+def check_balance(balance: BalanceSettings, dims: ModelDims) -> None:
+    """Refuses what needs experts where there are none; the map says whether a bias has a place."""
+    losses = {"aux_loss_coef": balance.aux_loss_coef, "z_loss_coef": balance.z_loss_coef}
+    given = losses if dims.num_experts else losses | {"bias_rate": balance.bias_rate}
+    if problems := list(balance_problems(dims, given, ("bias_rate", 0.0))):
+        raise UserError(problems)
 
 
 def decoder_maker(
@@ -77,7 +89,13 @@ class HeldModel:
         self.pipeline = maker.pipeline
         self.face = maker.build()
         """The whole model without memory: what is saved and published, by name and shape."""
-        decoders = [self.face] if self.pipeline is None else _stages(maker, meshes)
+        decoders = [self.face]
+        if self.pipeline is not None:
+            last = self.pipeline.num_stages - 1
+            decoders = [
+                maker.build(layers=self.pipeline.layers[n], is_first=n == 0, is_last=n == last)
+                for n in self.pipeline.stages(meshes.pp.rank)
+            ]
         self.parts: list[Predictor] = [maker.wrap(decoder) for decoder in decoders]
         for part in self.parts:
             give_memory(part, meshes.device, offload=maker.offloads)
@@ -101,9 +119,16 @@ class HeldModel:
             named = [item for item in named if item[0] != TIED]
         self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
-        self.buffers: dict[str, Tensor] = {
-            name: x for decoder in self.decoders for name, x in kept_buffers(decoder).items()
-        }
+        buffers = [pair for decoder in self.decoders for pair in kept_buffers(decoder).items()]
+        self.tensors = {name: _memory(x) for name, x in (*self.parameters.items(), *buffers)}
+        """This rank's memory of all that makes up the weights, by native name."""
+
+    def passes(self, settings: EngineSettings) -> Passes:
+        if self.pipeline is None:
+            return WholePasses(self.parts[0], settings, self.meshes)
+        from pentad.engine.pipelined import PipelinedPasses  # brings torch's compiler: seconds
+
+        return PipelinedPasses(self.pipeline, self.parts, self.tied, settings, self.meshes)
 
     def drop_gradients(self) -> None:
         for part in self.parts:
@@ -150,11 +175,6 @@ class HeldModel:
             assert next(stream, None) is None, f"stage {stage} holds more than the model has"
 
 
-def _stages(maker: Maker, meshes: Meshes) -> list[LanguageModel]:
-    pipeline = maker.pipeline
-    assert pipeline is not None, "only a pipeline has stages"
-    last = pipeline.num_stages - 1
-    return [
-        maker.build(layers=pipeline.layers[n], is_first=n == 0, is_last=n == last)
-        for n in pipeline.stages(meshes.pp.rank)
-    ]
+def _memory(tensor: Tensor) -> Tensor:
+    """What an optimizer may step: a parameter itself, or the memory behind a sharded one."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor

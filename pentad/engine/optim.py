@@ -20,9 +20,15 @@ class FusedAdamW:
     torch's compiler at its first step, which takes seconds of every start."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], settings: OptimizerSettings, decayed: set[str]
+        self,
+        parameters: Mapping[str, Tensor],
+        settings: OptimizerSettings,
+        undecayed: Container[str] = (),
     ) -> None:
+        """Over this rank's memory of the parameters: every operation is elementwise. Matrices are
+        decayed but for those named in `undecayed`."""
         self.lr, self.settings = settings.lr, settings
+        decayed = {name for name, p in parameters.items() if p.ndim >= 2 and name not in undecayed}
         self.groups = [
             (decay, group)
             for decay, is_in in ((settings.weight_decay, True), (0.0, False))
@@ -58,17 +64,6 @@ class FusedAdamW:
                 eps=self.settings.eps,
                 maximize=False,
             )
-
-
-def build_adamw(
-    parameters: Mapping[str, Tensor], settings: OptimizerSettings, undecayed: Container[str] = ()
-) -> FusedAdamW:
-    """Over this rank's memory of the parameters: every operation is elementwise.
-
-    Matrices are decayed but for those named in `undecayed`.
-    """
-    decayed = {name for name, p in parameters.items() if p.ndim >= 2 and name not in undecayed}
-    return FusedAdamW(parameters, settings, decayed)
 
 
 def optimizer_state(
@@ -107,6 +102,7 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
 
 @dataclass(slots=True)
 class OpenStep:
+    optimizer: FusedAdamW
     loss_sum: float = 0.0
     count: float = 0.0
     num_tokens: int = 0

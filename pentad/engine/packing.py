@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from pentad.core.dims import ModelDims
+from pentad.core.settings import EngineSettings
 
 Plan = list[list[list[int]]]
 """plan[rank][microbatch] = row indices, ascending. Every rank has as many microbatches."""
@@ -24,6 +25,34 @@ def sequence_cost(dims: ModelDims) -> Callable[[int], float]:
         return lambda length: dims.train_flops(length)
     square = 6.0 * dims.q_dim * dims.num_layers
     return lambda length: length * (linear + square * (length + 1))
+
+
+def plan_call(
+    lengths: Sequence[int],
+    cost: Callable[[int], float],
+    settings: EngineSettings,
+    num_ranks: int,
+    take: Callable[[int], int] | None,
+) -> Plan:
+    """What each data-parallel rank computes of a call's rows. `take` rounds a number of
+    microbatches up to one that a pipeline's schedule runs; without one, those that would be empty
+    on all ranks are left out."""
+    num = settings.n_mbs
+    while True:
+        plan = plan_microbatches(
+            lengths,
+            cost,
+            max_tokens=settings.max_tokens_per_mb,
+            num_ranks=num_ranks,
+            min_per_rank=take(num) if take else num,
+            by_cost=settings.balance_data,
+        )
+        num = len(plan[0])
+        if take is None:
+            used = [n for n, turn in enumerate(zip(*plan, strict=True)) if any(turn)]
+            return [[microbatches[n] for n in used] for microbatches in plan]
+        if take(num) == num:
+            return plan
 
 
 def plan_microbatches(

@@ -150,7 +150,7 @@ def without_filling(routes: Routes, packed: PackedRows, meshes: Meshes) -> Route
 def apply_loss(
     packed: PackedRows, loss: Loss, predicted: Predicted
 ) -> tuple[Tensor, dict[str, Tensor], Predicted]:
-    """The loss, its statistics, and what of the prediction is told per token."""
+    """The loss, its statistics, and what of the prediction is reported per token."""
     logprobs_T, entropy_T, values_T = predicted
     shown_T = entropy_T
     if entropy_T is not None and not loss.needs_entropy:

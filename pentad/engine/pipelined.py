@@ -70,8 +70,8 @@ class PipelinedPasses:
         self._start(packed, compute, backward=False, reduces=False)
         if noted is not None:
             noted += [self._all_layers(known, mb) for known, mb in zip(routes, packed, strict=True)]
-        told = self._tell([predicted[mb] for mb in sorted(predicted)], [], packed)
-        return told[0]
+        shared = self._broadcast([predicted[mb] for mb in sorted(predicted)], [], packed)
+        return shared[0]
 
     def train(
         self, microbatches: Iterable[PackedRows], loss: Loss, *, last: bool
@@ -95,7 +95,7 @@ class PipelinedPasses:
 
         self._start(packed, compute, backward=True, reduces=last)
         order = sorted(predicted)
-        return self._tell([predicted[mb] for mb in order], [sums[mb] for mb in order], packed)
+        return self._broadcast([predicted[mb] for mb in order], [sums[mb] for mb in order], packed)
 
     def give_up(self) -> None:
         self.pipeline.settle()
@@ -125,7 +125,7 @@ class PipelinedPasses:
         all_LTk = reduce_ranks(all_LTk, self.meshes.pp)
         return dict(zip(layers, all_LTk, strict=True))
 
-    def _tell(
+    def _broadcast(
         self, predicted: list[Predicted], sums: list[Sums], packed: list[PackedRows]
     ) -> tuple[list[Predicted], list[Sums]]:
         """The last stage's results, on all ranks of the pipeline."""
@@ -146,11 +146,11 @@ class PipelinedPasses:
             if dtype is not None and x_T is not None:
                 dist.broadcast(x_T, group=axis.group, group_src=source)
             out.append(None if x_T is None else x_T.split(sizes))
-        told: list[Predicted] = [
+        shared: list[Predicted] = [
             (*(None if column is None else column[mb] for column in out),)  # type: ignore[misc]
             for mb in range(len(packed))
         ]
-        return told, [_as_tensors(loss_sum, stats) for loss_sum, stats in numbers]
+        return shared, [_as_tensors(loss_sum, stats) for loss_sum, stats in numbers]
 
 
 def _as_tensors(loss_sum: float, stats: dict[str, float]) -> Sums:

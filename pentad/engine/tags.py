@@ -77,10 +77,10 @@ class WeightTags:
             self.copies[tag] = self._new()
         copy_all(self.copies[tag].views, self.tensors)
 
-    def require_actor(self, deed: str) -> None:
+    def require_actor(self, purpose: str) -> None:
         if self.current != "actor":
             raise RunError(
-                f"{deed} needs the actor's weights, but those of {self.current} are used"
+                f"{purpose} needs the actor's weights, but those of {self.current} are used"
             )
 
     @contextmanager

@@ -20,7 +20,7 @@ from pentad.config.rules.start import unbuilt_problems
 from pentad.core.errors import UserError
 from pentad.core.fit import check_fit
 from pentad.data.toy import write_byte_model
-from pentad.engine.engine import check_balance
+from pentad.engine.held import check_balance
 from pentad.engine.predictor import check_strict
 from pentad.models.families import dims_of
 from pentad.parallel.pipeline import plan_pipeline
