@@ -175,7 +175,7 @@ def count_devices(config: Config) -> int | None:
     if per_node is None:
         try:
             per_node = len(find_gpus())
-        except GpuQueryError:  # `doctor` tells; a run finds out when it asks for the device
+        except GpuQueryError:  # `doctor` says so; a run finds out when it asks for the device
             return None
     return config.cluster.n_nodes * per_node or None
 
@@ -187,10 +187,9 @@ def is_one_process(config: Config, num_devices: int | None) -> bool:
         return config.scheduler.processes == "one"
     allocation = parsed_allocation(config)
     rollout = allocation and allocation.find("rollout")
-    actor = allocation and allocation.find("actor")
-    if not (rollout and actor) or rollout.backend != "embedded":
+    if not (allocation and rollout and allocation.find("actor")) or rollout.backend != "embedded":
         return False
-    if any(part.world > 1 for part in allocation or ()) or config.cluster.n_nodes > 1:
+    if any(part.world > 1 for part in allocation) or config.cluster.n_nodes > 1:
         return False
     if config.scheduler.type == "ray" or config.cluster.share_gpus:
         return False
@@ -248,8 +247,7 @@ def num_running(config: Config) -> int:
 
 def pipeline_size(config: Config, role: str) -> int:
     """Pipeline ranks of a role; a critic without devices of its own stands on the actor's."""
-    allocation = parsed_allocation(config)
-    component = allocation and (allocation.find(role) or allocation.find("actor"))
+    component = part_of(config, role) or part_of(config, "actor")
     return component.size("p") if component else 1
 
 

@@ -54,7 +54,7 @@ def takes(field: FieldInfo) -> str:
 
 def choices(field: FieldInfo) -> list[str]:
     """The words a key takes, if it takes words of a list."""
-    return [word for word in _literals(field.annotation) if isinstance(word, str)]
+    return [word for word in leaves(field.annotation) if isinstance(word, str)]
 
 
 def nearest_keys(key: str, limit: int = 2) -> list[str]:
@@ -142,12 +142,6 @@ def _bounds(metadata: list[Any]) -> str:
     return f"{low} and {high}" if high else low
 
 
-def _literals(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [word for arg in get_args(annotation) for word in _literals(arg)]
-
-
 INTRODUCTION = """\
 # Configuration
 
@@ -192,7 +186,7 @@ contradict each other are refused. (One is raised, with a note: `mb_spec.n_mbs` 
 pipeline stages.)
 
 **Keys that are not read.** A key that differs from its default and that the run does not read given
-its other keys, is told by a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
+its other keys, is named in a warning (`plan`: a note): `layers_per_stage` without a pipeline, for
 instance. A detail of the algorithm that nobody reads is refused.
 
 **Plan and start.** Whatever a start refuses for its config and its model's, `plan` says in the same
@@ -215,23 +209,18 @@ The tables below are generated from `pentad/config/schema.py` by `make docs`.
 
 def configuration_page() -> str:
     """The whole page."""
-    pages = {section: name for name, section in reversed(list(_sections(Config, "")))}
     blocks = [INTRODUCTION, "## Top level", _table(Config)]
-    for name, section in _sections(Config, ""):
-        first = pages[section]
+    pages: dict[type[Section], str] = {}
+    for name, field in fields().items():
+        section = section_of(field.annotation)
+        if section is None:
+            continue
+        first = pages.setdefault(section, name)
         if name == first:
             blocks += [f"## {name}", _table(section)]
         elif "." not in name:
             blocks += [f"## {name}", f"Takes the keys of `{first}`."]
     return "\n\n".join(block.strip() for block in blocks) + "\n"
-
-
-def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            yield prefix + name, inner
-            yield from _sections(inner, f"{prefix}{name}.")
 
 
 def _table(section: type[Section]) -> str:

@@ -10,8 +10,9 @@ import copy
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -127,7 +128,7 @@ def _take_out(error: ValidationError, tree: Tree) -> None:
                 tree.problems.append(Problem(key, rule, f"give {takes(fields()[key])}"))
         else:
             drop(tree.values, keys)
-            tree.problems.append(_wrong_value(key, _value_at(written, keys), tree))
+            tree.problems.append(_wrong_value(key, reduce(getitem, keys, written), tree))
         tree.bad.add(key)
 
 
@@ -195,9 +196,3 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     elif expected.startswith("text") and isinstance(value, bool | dict | list):
         remedy = f'put quotes around it if it is meant as text: "{show(value)}"'
     return Problem(_where(key, value, tree), f"must be {expected}", remedy)
-
-
-def _value_at(values: Any, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        values = values[key]
-    return values

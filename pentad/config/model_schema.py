@@ -65,6 +65,11 @@ class ArchonConfig(Section, EngineKeys):  # type: ignore[misc]
     """How far the selection bias of an expert moves at each step, towards equal load. Needs a
     family whose files have a place for it: glm4_moe has one, Qwen3-MoE has none."""
 
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Those by which routers are trained beside the loss, by key."""
+        return {name: getattr(self, name) for name in ("moe_aux_loss_coef", "moe_z_loss_coef")}
+
 
 class ModelConfig(Section):
     path: str | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +156,7 @@ def _read_file(path: Path, tree: Tree, texts: Collection[str]) -> None:
         tree.problems.append(Problem(where, rule, "give the path of a YAML file"))
         return
     try:
-        values = _parse(text, path.name, tree.sources, texts)
+        values = _load(text, texts, source=path.name, sources=tree.sources)
     except yaml.YAMLError as error:
         tree.problems.append(_syntax_problem(str(path), error))
         return
@@ -170,15 +172,23 @@ def _read_file(path: Path, tree: Tree, texts: Collection[str]) -> None:
     tree.values = _with_text_keys(values)
 
 
-def _parse(text: str, name: str, sources: dict[str, str], texts: Collection[str]) -> Any:
+def _load(
+    text: str,
+    texts: Collection[str],
+    at: Keys = (),
+    *,
+    source: str = "",
+    sources: dict[str, str] | None = None,
+) -> Any:
+    """The value of a YAML text that stands at these keys; `sources` gets the line of each key."""
     loader = Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        for keys, inner, line in _bounded_nodes(node):
-            if isinstance(keys[-1], str):
-                sources[dotted(keys)] = f"{name}:{line}"
+        for keys, inner, line in _bounded_nodes(node, at):
+            if sources is not None and isinstance(keys[-1], str):
+                sources[dotted(keys)] = f"{source}:{line}"
             _keep_text(inner, keys, texts)
         return loader.construct_document(node)
     finally:
@@ -295,16 +305,7 @@ def _read_value(text: str, key: str, texts: Collection[str]) -> Any:
     bare = text.strip()
     if key in texts and not re.match(YAML_TEXT, bare):
         return bare
-    loader = Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        for keys, inner, _ in _bounded_nodes(node, tuple(key.split("."))):
-            _keep_text(inner, keys, texts)
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
+    return _load(text, texts, tuple(key.split(".")))
 
 
 def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
@@ -331,12 +332,11 @@ def _resolve_interpolations(tree: Tree, defaults: Mapping[str, Any]) -> None:
         if dotted(_names(keys)) in tree.bad:
             continue
         try:
-            place: Any = whole
-            for key in keys:
-                place = place[key]
+            place: Any = reduce(getitem, keys, whole)
             if OmegaConf.is_config(place):
                 place = OmegaConf.to_container(place, resolve=True)
-            _set(tree.values, keys, place)
+            outer: Any = tree.values
+            reduce(getitem, keys[:-1], outer)[keys[-1]] = place
         except OmegaConfBaseException as error:
             rule = str(error).splitlines()[0].split("interpolation: ")[-1].strip('"')
             remedy = "refer to another key by its whole path, such as ${actor.path}"
@@ -393,13 +393,6 @@ def drop(values: dict[str, Any], keys: Keys) -> None:
         place = place.get(key) if isinstance(place, dict) else None
     if isinstance(place, dict):
         place.pop(keys[-1], None)
-
-
-def _set(values: dict[str, Any], keys: Keys, value: object) -> None:
-    place: Any = values
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
 
 
 def _iter_leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:

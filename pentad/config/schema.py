@@ -221,8 +221,8 @@ class RolloutConfig(Section):
     """What new weights do to answers under way: they go on with the cache of the old weights, or
     their cache is computed anew."""
     replay_routes: bool = False
-    """Of a mixture of experts: the sampler tells where it sent each token, and training sends it to
-    the same experts, so that rounding cannot choose others."""
+    """Of a mixture of experts: the sampler reports where it sent each token, and training sends it
+    to the same experts, so that rounding cannot choose others."""
     weight_deltas: bool = True
     """Weights that travel by disk: only tensors that changed since the version that the sampler
     holds are written; what it ends with is proven whole. false: all of them, every time."""

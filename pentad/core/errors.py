@@ -37,6 +37,12 @@ class UserError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def raise_problems(problems: Iterable[Problem | str]) -> None:
+    """One UserError with all of them; returns where there are none."""
+    if found := list(problems):
+        raise UserError(found)
+
+
 class RunError(Exception):
     """A run that cannot go on: the message is the first cause, in one sentence."""
 

@@ -55,12 +55,12 @@ class InjectedFault:
         words += [f"step={self.step}"] if self.step is not None else []
         return " ".join([*words, f"seconds={self.seconds:g}"])
 
-    def claim(self, told: dict[str, Any]) -> bool:
+    def claim(self, record: dict[str, Any]) -> bool:
         """Whether this is one of the times, which it notes."""
         for number in range(self.times or 1):
             with suppress(FileExistsError):
                 aside = self.note.with_name(f"{self.note.name}.{os.getpid()}")
-                aside.write_text(json.dumps(told))
+                aside.write_text(json.dumps(record))
                 try:
                     os.link(aside, f"{self.note}.{number}")  # whole, or not there
                 finally:

@@ -13,20 +13,15 @@ from math import inf
 from operator import add
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 from pentad.core.layout import Layout, divisors
 
 
 def check_fit(layout: Layout, dims: ModelDims) -> None:
     """Raises UserError with everything that does not fit."""
     where = f"layout = {layout}"
-    problems = [
-        *head_problems(layout, dims, where),
-        *width_problems(layout, dims, where),
-        *expert_problems(layout, dims, where),
-    ]
-    if problems:
-        raise UserError(problems)
+    rules = (head_problems, width_problems, expert_problems)
+    raise_problems(problem for rule in rules for problem in rule(layout, dims, where))
 
 
 def head_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 
 MAX_JSON_BYTES = 100_000_000
 """What the safetensors format allows a header; config files and indexes are far smaller."""
@@ -37,8 +37,7 @@ def check_plain(folder: Path) -> None:
             mode = path.stat().st_mode if path.exists() else stat.S_IFREG
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 problems.append(_not_plain(path))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def _not_plain(path: Path) -> Problem:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, raise_problems
 from pentad.core.fit import (
     SCHEDULES,
     default_stages_per_rank,
@@ -124,8 +124,7 @@ class OptimizerSettings(OptimizerKeys):
         if self.gradient_clipping is not None and not self.gradient_clipping > 0:
             rule = "must be positive, or None for no clipping"
             problems.append(Problem(f"gradient_clipping = {self.gradient_clipping}", rule))
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +150,7 @@ class BalanceSettings:
             for name, value in values
             if not (value >= 0 and math.isfinite(value))
         ]
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
 
 def is_recomputed(mode: str, selective: str | int | None, layer: int) -> bool:
@@ -354,8 +352,7 @@ class EngineSettings(EngineKeys):
         if self.pad_to_maximum and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
             rule = "the router's own losses would be trained on what is padded"
             problems.append(Problem("pad_to_maximum = True", rule, "set their weights to 0"))
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     @property
     def min_tokens_per_mb(self) -> int:

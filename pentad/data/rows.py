@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.data.stamp import Stamp
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
@@ -233,8 +233,7 @@ def raise_first(problems: Sequence[Problem | str]) -> None:
     if len(shown) > MAX_PROBLEMS:
         rest = sum(map(len, [*alike.values()][MAX_PROBLEMS:]))
         raise UserError([*shown[:MAX_PROBLEMS], f"and {rest} more rows with problems of their own"])
-    if shown:
-        raise UserError(shown)
+    raise_problems(shown)
 
 
 def _with_count(first: Problem | str, count: int) -> Problem | str:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.errors import UserError
+from pentad.core.errors import raise_problems
 from pentad.core.fit import balance_problems
 from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.engine.passes import Passes, WholePasses
@@ -50,8 +50,7 @@ def check_balance(balance: BalanceSettings, dims: ModelDims) -> None:
     """Refuses what needs experts where there are none; the map says whether a bias has a place."""
     losses = {"aux_loss_coef": balance.aux_loss_coef, "z_loss_coef": balance.z_loss_coef}
     given = losses if dims.num_experts else losses | {"bias_rate": balance.bias_rate}
-    if problems := list(balance_problems(dims, given, ("bias_rate", 0.0))):
-        raise UserError(problems)
+    raise_problems(balance_problems(dims, given, ("bias_rate", 0.0)))
 
 
 def decoder_maker(

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pentad.core.errors import UserError
+from pentad.core.errors import raise_problems
 from pentad.core.fit import strict_problems
 from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
@@ -127,8 +127,7 @@ def wrap_model(
 
 
 def check_strict(layout: Layout) -> None:
-    if problems := list(strict_problems(layout, "the layout")):
-        raise UserError(problems)
+    raise_problems(strict_problems(layout, "the layout"))
 
 
 def mixtures_of(decoder: Decoder) -> dict[int, Parts]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from pentad.core.device import DTYPES
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
 from pentad.core.settings import BalanceSettings, EngineSettings
@@ -38,8 +38,7 @@ def transformers_maker(
     if settings.strict:
         rule = "log-probs that equal a sampler's bit for bit need a model file"
         problems.append(Problem("strict = true", rule, "leave it out, or use archon"))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
     def build(**stage: object) -> HfModel:
         assert not stage, "transformers' models are not cut into stages"

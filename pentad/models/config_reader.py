@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 
 MAX_SIZE = 1 << 24
 """Of any width or count: far above every model, and products of two stay in 64 bits."""
@@ -215,8 +215,7 @@ class ConfigReader:
         if missing and not problems:
             rule = f"{', '.join(missing)} missing"
             problems.append(Problem(where, rule, "give the config.json of a decoder model"))
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     def _windows(self, read: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
         is_set = read.hf.get("sliding_window") is not None and self.windows != "none"

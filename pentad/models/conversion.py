@@ -18,7 +18,7 @@ import torch
 
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.models.conversion_files import (
     RECORD,
     ConversionRecord,
@@ -245,8 +245,7 @@ def _check_unharmed(opened: Opened, source: SourceFiles) -> None:
         for name, digest in source.digests.items()
         if known.get(str(inside / name), [0, digest])[1] != digest
     ]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def _settled(conversion: Conversion, opened: Opened) -> Conversion:

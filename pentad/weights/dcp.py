@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import skip_data
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.weights.megatron.layout import INDEX
 from pentad.weights.pickles import load_metadata, load_tensor
 from pentad.weights.regions import Box, Shape, box_shape, full_box, intersect, show, within
@@ -183,8 +183,7 @@ class DcpFolder:
             if lacking:
                 rule = f"{lacking} of {math.prod(info.shape)} elements are in no file"
                 problems.append(Problem(f"{self.where}: {name}", rule, "fetch the folder again"))
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -199,8 +198,7 @@ class DcpFolder:
             elif path.stat().st_size < end:
                 rule = f"has {path.stat().st_size} bytes, but {INDEX} needs {end}"
                 problems.append(Problem(str(path), rule, "fetch or write the file again"))
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     # A block at a time, kept for a while
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.folders import read_object
 from pentad.core.roles import StagedFile
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
@@ -112,8 +112,7 @@ class HfFolder:
             for name, file in self.file_of.items()
             if name not in index
         ]
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     def read(self, name: str, box: Box) -> Tensor:
         """That block of the tensor."""
@@ -317,8 +316,7 @@ def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str
         for path in files.values()
         if not path.resolve().is_relative_to(home) and path.resolve().parent != blobs
     ]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return files
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.seeds import derive_seed
 from pentad.weights.map import Entry, Source, WeightMap
 from pentad.weights.regions import Box, Region, Shape, box_shape, clip_all, full_box, slices
@@ -247,8 +247,7 @@ def check(
             problems.append(Problem(f"{reader.where}: {name}", "no rule of the map knows it"))
         elif has_heads and name in weight_map.sources and weight_map.sources[name].optional:
             problems += _unused_head(reader, name, needed)
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def check_tied(weight_map: WeightMap, reader: Reader) -> None:

@@ -91,9 +91,9 @@ def judge_changes(
     for key, before, after in changed_keys(old, new):
         if before is None and not _has(old, key) and after == _value(default, key):
             continue  # a key that came with a later version
-        told = f"{key} was {show(before)}, is {show(after)}"
+        change = f"{key} was {show(before)}, is {show(after)}"
         if _is_within(key, harmless) or _is_within(key, allow):
-            changes.accepted.append(told)
+            changes.accepted.append(change)
             continue
         rule = f"was {show(before)} so far, and what the run trains depends on it"
         remedy = f"set it back, force it with recover.allow=[{key}], or start anew with --fresh"

@@ -130,9 +130,8 @@ def there_is_data_to_evaluate_on(config: Config) -> Problem | None:
 
 
 def _data_path(key: str, path: str) -> Problem | None:
-    if Path(path).expanduser().exists() or set(path) & set(
-        "*?["
-    ):  # what fits a pattern shows later
+    is_pattern = set(path) & set("*?[")  # what fits it shows later
+    if is_pattern or Path(path).expanduser().exists():
         return None
     return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
 
@@ -292,15 +291,10 @@ def _hidden_character(text: str) -> str:
 
 @RULES.add("evaluator", "valid_dataset", commands=RUNS)
 def evaluation_has_prompts(config: Config) -> Problem | None:
-    evaluator = config.evaluator
     given = [
         f"evaluator.{name} = {show(value)}"
-        for name, value in (
-            ("freq_epochs", evaluator.freq_epochs),
-            ("freq_steps", evaluator.freq_steps),
-            ("freq_secs", evaluator.freq_secs),
-        )
-        if value is not None
+        for name, value in config.evaluator
+        if name.startswith("freq_") and value is not None
     ]
     if not given or config.valid_dataset is not None:
         return None

@@ -84,20 +84,16 @@ def placed_components(
     config: Config, allocation: Allocation, dims: ModelDims | None
 ) -> list[Placed]:
     """One for each component; a critic without devices of its own stands on the actor's."""
-    found = []
-    for component in allocation:
-        critic = component.role == "critic"
-        model = config.critic if critic else config.actor
-        other = {"critic": config.critic.path, "ref": config.ref.path}.get(component.role)
-        other = config.teacher.path if component.role == "teacher" else other
-        same = other is None or other == config.actor.path
-        known = dims if same else known_dims(other)
-        found.append(Placed(config, component, known, "critic" if critic else "actor", model))
+    parts = [(component.role, component) for component in allocation]
     actor = allocation.find("actor")
     if config.algorithm.facts.needs_critic and actor and allocation.find("critic") is None:
-        same = config.critic.path in (None, config.actor.path)
-        known = dims if same else known_dims(config.critic.path)
-        found.append(Placed(config, actor, known, "critic", config.critic))
+        parts.append(("critic", actor))
+    found = []
+    for role, component in parts:
+        key = "critic" if role == "critic" else "actor"
+        own = getattr(config, role).path if role in ("critic", "ref", "teacher") else None
+        known = dims if own in (None, config.actor.path) else known_dims(own)
+        found.append(Placed(config, component, known, key, getattr(config, key)))
     return found
 
 
@@ -187,14 +183,9 @@ def megatron_is_not_built(part: Placed) -> Iterator[Problem]:
 
 
 @TRAINING.add()
-def heads_divide(part: Placed) -> Iterator[Problem]:
+def heads_and_widths_divide(part: Placed) -> Iterator[Problem]:
     if part.dims is not None:
         yield from head_problems(part.component.layout(), part.dims, part.where)
-
-
-@TRAINING.add()
-def widths_divide(part: Placed) -> Iterator[Problem]:
-    if part.dims is not None:
         yield from width_problems(part.component.layout(), part.dims, part.where)
 
 
@@ -261,10 +252,7 @@ def experts_are_balanced(part: Placed) -> Iterator[Problem]:
         return
     if part.component.backend == "fsdp":
         return
-    given = {
-        f"{part.key}.archon.moe_aux_loss_coef": archon.moe_aux_loss_coef,
-        f"{part.key}.archon.moe_z_loss_coef": archon.moe_z_loss_coef,
-    }
+    given = {f"{part.key}.archon.{name}": value for name, value in archon.router_losses.items()}
     key = f"{part.key}.archon.moe_bias_rate"
     yield from balance_problems(part.dims, given, (key, archon.moe_bias_rate))
 
@@ -275,11 +263,7 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
     if part.component.backend != "fsdp":
         return
     archon, tp = part.model.archon, part.component.size("t")
-    given = {
-        "moe_aux_loss_coef": archon.moe_aux_loss_coef,
-        "moe_z_loss_coef": archon.moe_z_loss_coef,
-        "moe_bias_rate": archon.moe_bias_rate,
-    }
+    given = archon.router_losses | {"moe_bias_rate": archon.moe_bias_rate}
     for key, value in given.items():
         if value and part.component.role in ("actor", "critic"):
             rule = "the fsdp backend does not balance experts: that needs a model file"
@@ -394,11 +378,7 @@ def _engine_problems(config: Config, role: str, model: ModelConfig) -> Iterator[
         compiles=archon.enable_compile,
         keeps=model.gradient_checkpointing and not is_zero_bubble,
     )
-    own_losses = {
-        "moe_aux_loss_coef": archon.moe_aux_loss_coef,
-        "moe_z_loss_coef": archon.moe_z_loss_coef,
-    }
-    for key, value in own_losses.items():
+    for key, value in archon.router_losses.items():
         if model.pad_to_maximum is True and value:
             rule = f"{role}.archon.{key} = {value:g} would train the router on what is padded"
             yield Problem(f"{role}.pad_to_maximum = true", rule, "leave one of the two out")

@@ -91,10 +91,7 @@ def resource_agrees_with_the_allocation(config: Config) -> list[Problem]:
     if config.resource is None or allocation is None:
         return []
     found = []
-    for role, (nodes, devices) in (
-        ("actor", config.resource.actor),
-        ("rollout", config.resource.rollout),
-    ):
+    for role, (nodes, devices) in config.resource:
         component = allocation.find(role)
         if component is not None and component.world != nodes * devices:
             where = f"resource.{role} = [{nodes}, {devices}]"
@@ -201,15 +198,15 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
     if allocation is None or not rollout:
         return []
     where = f"rollout.server.addresses = {list(server.addresses)}"
-    told = f"allocation_mode = {config.allocation_mode}"
+    layout = f"allocation_mode = {config.allocation_mode}"
     if rollout.backend == "embedded":
         if server == type(server)():
             return []
-        rule = f"{told} samples without a server"
+        rule = f"{layout} samples without a server"
         return [Problem("rollout.server", rule, "leave it out, or use vllm or sglang")]
     found = []
     if server.addresses and len(server.addresses) != rollout.size("d"):
-        rule = f"{told} has {rollout.size('d')} replicas, each at an address of its own"
+        rule = f"{layout} has {rollout.size('d')} replicas, each at an address of its own"
         found.append(Problem(where, rule, f"give {rollout.size('d')}"))
     bare = [a for a in server.addresses if not a.startswith(("http://", "https://"))]
     if bare:
@@ -223,7 +220,7 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         rule = "weights of ranks in processes of their own lie in host memory, which vllm"
         found.append(Problem(where, f"{rule} cannot take by reference", "use disk or broadcast"))
     elif is_ipc and are_apart(config):
-        rule = f"weights are handed over on the GPU that trains, but {told} separates them"
+        rule = f"weights are handed over on the GPU that trains, but {layout} separates them"
         found.append(Problem(where, rule, "use broadcast or disk"))
     return found
 

@@ -7,6 +7,7 @@ or refuses too, where it plans for the machine it is asked on. Both say the same
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 
 from pentad.config.derived import (
     SCORERS,
@@ -57,7 +58,7 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
     missing = [role for role in needed if role not in alone]
     if config.mode == "async" and missing:
         rule = f"{' and '.join(missing)} scores on devices of its own there, and {where} has none"
-        fix = Allocation(tuple(_without(allocation, missing))).with_own(missing)
+        fix = reduce(Allocation.without, missing, allocation).with_own(missing)
         remedy = f"use {fix}, or mode: hybrid, which scores in the trainer"
         yield Problem("mode = async", rule, remedy)
     for role in alone:
@@ -65,18 +66,11 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
             why = "algorithm.kl_coef = 0" if role == "ref" else "no algorithm.name = distill"
             why = f"only = {config.only}" if config.only else why
             yield Problem(where, f"nobody asks for the {role}: {why}", "leave its component out")
-    wide = [
-        str(component_of(config, r)) for r in scorers(config) if component_of(config, r).world > 1
-    ]
+    apart = [component_of(config, role) for role in scorers(config)]
+    wide = [str(part) for part in apart if part.world > 1]
     if wide and not is_learner_apart(config, None):
         rule = f"{' and '.join(wide)} has a process for each rank, and here it is a thread"
         yield Problem(where, rule, "use d1, or scheduler.processes=separate")
-
-
-def _without(allocation: Allocation, roles: list[str]) -> Iterator[tuple[Component, ...]]:
-    for group in allocation.groups:
-        if rest := tuple(part for part in group if part.role not in roles):
-            yield rest
 
 
 def _unbuilt_layouts(config: Config, allocation: Allocation) -> Iterator[Problem]:
@@ -167,8 +161,7 @@ def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pro
 
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
     """The embedded sampler's cache holds the longest sequence, if its size is given."""
-    allocation, size_gb = parsed_allocation(config), config.rollout.kv_cache_gb
-    rollout = allocation and allocation.find("rollout")
+    rollout, size_gb = part_of(config, "rollout"), config.rollout.kv_cache_gb
     if size_gb is None or not rollout or rollout.backend != "embedded":
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token

@@ -1,4 +1,4 @@
-"""Which keys a run does not read, given its other keys: each is told, none is silently ignored.
+"""Which keys a run does not read, given its other keys: each is named, none is silently ignored.
 
 One table says when a key is read. A key that differs from its default and is not read costs one
 sentence, in `plan` and at the start of a run; it is no error, since recipes are used for several
@@ -74,6 +74,12 @@ def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
             yield from given(config, f"{key}.{name}")
     elif value != default:
         yield key, value
+
+
+def rest_of(block: str, *names: str) -> tuple[str, ...]:
+    """The keys of a block but those named."""
+    but = {f"{block}.{name}" for name in names}
+    return tuple(key for key in fields() if key.startswith(f"{block}.") and key not in but)
 
 
 def samples_with(config: Config, *backends: str) -> bool:
@@ -156,20 +162,12 @@ READERS = (
         "megatron.use_hf_ckpt = false converts nothing",
     ),
     KeyUse(
-        tuple(
-            f"checkpoint.{name}"
-            for name in ("endpoint_url", "region", "async_workers", "retention", "bandwidth_mb_s")
-            + ("timeout_s", "finish_timeout_s")
-        ),
+        rest_of("checkpoint", "local_dir", "remote_uri"),
         lambda config: config.checkpoint.remote_uri is not None,
         "checkpoint.remote_uri = null names no store",
     ),
     KeyUse(
-        tuple(
-            f"elastic.{name}"
-            for name in ("min_ranks", "wait_timeout_s", "drop_grace_s", "slot_failures")
-            + ("heartbeat_interval_s", "standbys")
-        ),
+        rest_of("elastic", "enabled"),
         lambda config: config.elastic.enabled,
         "elastic.enabled = false",
     ),

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.models.config_reader import MAX_LAYERS
 from pentad.models.families import ConfigLike, read_config
 
@@ -38,8 +38,7 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
         rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
         raise UserError(Problem(where, rule, "give a model type it knows")) from error
     problems = [Problem(where, rule) for rule in _faults(config)]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return config
 
 

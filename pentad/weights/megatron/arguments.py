@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.weights.megatron.layout import MegatronLayout
 
 Args = Mapping[str, Any]
@@ -350,8 +350,7 @@ def build_args(
 ) -> Namespace:
     """The arguments of a model with these dimensions on that layout."""
     problems = unsayable(dims)
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     table = model_args(dims)
     return Namespace(
         **table,
@@ -409,8 +408,7 @@ def check_args(args: Mapping[str, Any], dims: ModelDims, where: str) -> None:
     if found:
         remedy = "give the config.json that belongs to it; what is meant to differ can be changed "
         problems.append(Problem(where, "; ".join(found), remedy + "in the HF folder made from it"))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
 
 
 def claimed_axes(args: Mapping[str, Any]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.weights.dcp import DcpFolder
 from pentad.weights.megatron.arguments import CHECKPOINT_VERSION, check_args, read_args
 from pentad.weights.megatron.layout import INDEX
@@ -111,14 +111,13 @@ def read_dist(files: DistFiles, column: MegatronColumn) -> MegatronReader:
             stored[piece.key] = names[0] if names else ""
             problems += _key_problems(files, piece.key, stored[piece.key], shapes[piece.key])
         if stored[piece.key]:
-            held.append(StoredPiece(piece, stored[piece.key]))
+            held.append((piece, stored[piece.key]))
     problems += [
         Problem(f"{files.where}: {key}", "no rule of the map knows it")
         for key in files.infos
         if key not in stored.values()
     ]
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return MegatronReader(files.where, column, files, held)
 
 

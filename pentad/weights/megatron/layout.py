@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.folders import recovery_problem
 from pentad.core.layout import divisors
 from pentad.weights.hf import INDEX as HF_INDEX
@@ -114,8 +114,7 @@ def build_layout(
     problems = [Problem(f"{a} = {n}", "must be at least 1") for a, n in given.items() if n < 1]
     if not problems:
         problems = _problems(dims, etp_was_given=etp is not None, **given)
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     stages = (dims.num_layers // (pp * vpp),) * (pp * vpp)
     return MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp_size, stages=stages)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.weights.megatron.arguments import (
     CHECKPOINT_VERSION,
     check_args,
@@ -97,8 +97,7 @@ class LegacyFiles:
             Problem(f"{self.where}/{name}", f"does not belong there: {said}", "remove it")
             for name in sorted(present - layout.grid())
         ]
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
 
     def _check_chunks(self) -> None:
         for name, chunks in self.chunks.items():
@@ -118,8 +117,7 @@ class LegacyFiles:
         for name in sorted(layout.folders() - self.chunks.keys()):
             rule = f"missing: the other folders are of a layout with {layout}"
             problems.append(Problem(f"{self.where}/{name}", rule, "fetch the folder again"))
-        if problems:
-            raise UserError(problems)
+        raise_problems(problems)
         check_rank_files(layout)
         return layout
 
@@ -189,15 +187,14 @@ def read_legacy(files: LegacyFiles, column: MegatronColumn) -> MegatronReader:
             if shape != piece.shape:
                 rule = f"shape {list(shape)}, but config and layout make it {list(piece.shape)}"
                 problems.append(Problem(f"{files.where}: {stored}", rule))
-            held.append(StoredPiece(piece, stored))
+            held.append((piece, stored))
     ranks = files.layout.folders()
     for name in files.infos:
         # A full grid of tp and ep has files that no rank of this layout reads: replicas.
         if name not in used and name.partition(":")[0] in ranks:
             rule = "no rule of the map knows it"
             problems.append(Problem(f"{files.where}: {name}", rule))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
     return MegatronReader(files.where, column, files, held)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.weights.cuts import Plan, cut_entry
 from pentad.weights.map import Entry, Rule, Sizes, WeightMap
 from pentad.weights.megatron.layout import MegatronLayout, MegatronRank
@@ -247,12 +247,8 @@ def extra_states(keys: Iterable[str], spelling: Spelling) -> list[str]:
     return [f"{module}.{EXTRA_STATE}" for module in modules]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """A piece and the stored tensor in which it was found."""
-
-    piece: TensorPiece
-    stored: str
+StoredPiece = tuple[TensorPiece, str]
+"""A piece and the stored tensor in which it was found."""
 
 
 class MegatronReader:
@@ -270,10 +266,10 @@ class MegatronReader:
         self.files = files
         parts: dict[str, list[Region]] = {}
         copies: dict[str, list[Region]] = {}
-        for one in held:
-            regions = one.piece.gives(one.stored, files.infos[one.stored].shape)
-            entry = one.piece.entry
-            if one.piece.is_copy:
+        for piece, stored in held:
+            regions = piece.gives(stored, files.infos[stored].shape)
+            entry = piece.entry
+            if piece.is_copy:
                 original = entry.rule.tied if entry.is_copy else entry.name
                 copies.setdefault(original, []).extend(regions)
             else:
@@ -334,5 +330,4 @@ def _check_coverage(where: str, column: MegatronColumn, parts: Mapping[str, list
         fault = coverage_fault([region.target_box for region in parts.get(name, ())], entry.shape)
         if fault:
             problems.append(Problem(f"{where}: {name}", fault, "fetch the checkpoint again"))
-    if problems:
-        raise UserError(problems)
+    raise_problems(problems)
