@@ -189,7 +189,8 @@ def _load(
         for keys, inner, line in _bounded_nodes(node, at):
             if sources is not None and isinstance(keys[-1], str):
                 sources[dotted(keys)] = f"{source}:{line}"
-            _keep_text(inner, keys, texts)
+            if inner.tag in NUMBERS and dotted(_names(keys)) in texts:
+                inner.tag = TEXT  # 1.10 is the text "1.10" there; as a number it would be 1.1
         return loader.construct_document(node)
     finally:
         loader.dispose()
@@ -232,12 +233,6 @@ def _iter_nodes(node: Any, keys: Keys = (), line: int = 0) -> Iterator[tuple[Key
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
             yield from _iter_nodes(value, (*keys, 0), node.start_mark.line + 1)
-
-
-def _keep_text(node: Any, keys: Keys, texts: Collection[str]) -> None:
-    """1.10 is the text "1.10" where a text is wanted; as a number it would be 1.1."""
-    if node.tag in NUMBERS and dotted(_names(keys)) in texts:
-        node.tag = TEXT
 
 
 def _syntax_problem(where: str, error: yaml.YAMLError) -> Problem:

@@ -42,7 +42,7 @@ class OrderedData(ABC):
     def __init__(self, settings: DataSettings) -> None:
         self.settings = settings
         self.warnings: set[str] = set()
-        self._order = lru_cache(maxsize=2)(self._make_order)
+        self._order = lru_cache(maxsize=2)(lambda e: epoch_order(len(self), settings.seed, e))
 
     @abstractmethod
     def __len__(self) -> int:
@@ -78,9 +78,6 @@ class OrderedData(ABC):
         """UserError if an ordinal would now stand for something else."""
         where = f"{self.settings.columns.key}.path = {self.settings.path}"
         check_same_data(where, saved, self.state())
-
-    def _make_order(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self), self.settings.seed, epoch)
 
 
 class Examples(OrderedData):

@@ -326,14 +326,8 @@ class Engine:
             return
         self.held.rest()
         states = self.optimizer.state.values() if self.optimizer else ()
-        copies = [*self.tags.copies.values(), *([self.tags.stash] if self.tags.stash else [])]
-        self.offloaded.leave(
-            [
-                *self.tensors.values(),
-                *(tensor for state in states for tensor in state.values()),
-                *(view for copy in copies for view in copy.views),
-            ]
-        )
+        moments = [tensor for state in states for tensor in state.values()]
+        self.offloaded.leave([*self.tensors.values(), *moments, *self.tags.memory()])
 
     def onload(self) -> None:
         if self.is_offloaded:

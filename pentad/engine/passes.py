@@ -161,20 +161,16 @@ def apply_loss(
         named: Predicted = (None, None, values_T)
     else:
         named = (logprobs_T, entropy_T, values_T)
-    if packed.num_rows == 0:
-        loss_sum, stats = _no_loss(named)
+    stats: dict[str, Tensor] = {}
+    if packed.num_rows == 0:  # all filling: nothing, by way of everything the model computed
+        heads = [x_T for x_T in named if x_T is not None]
+        loss_sum = torch.stack([x_T.sum() * 0 for x_T in heads]).sum()
     else:
         outputs = TokenOutputs(logprobs_T, shown_T, values_T, packed.segments)
         loss_sum, stats = loss(outputs, packed.columns)
     if not loss_sum.requires_grad:
         raise RunError(f"{type(loss).__name__} does not depend on what the model computed")
     return loss_sum, stats, named
-
-
-def _no_loss(predicted: Predicted) -> Sums:
-    """Of a microbatch that is all filling: nothing, by way of everything the model computed."""
-    heads = [x_T for x_T in predicted if x_T is not None]
-    return torch.stack([x_T.sum() * 0 for x_T in heads]).sum(), {}
 
 
 def detach_all(predicted: Predicted) -> Predicted:

@@ -26,18 +26,13 @@ MT_WORDS = 624
 
 
 def present_all(tensors: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
-    """Each as the tensor it is a part of, sharing memory: a DTensor under a layout."""
-    return {
-        name: cuts[name].present(tensor.detach())
-        if _is_cut(name, tensor, cuts)
-        else tensor.detach()
-        for name, tensor in tensors.items()
-    }
-
-
-def _is_cut(name: str, tensor: Tensor, cuts: Cuts) -> bool:
-    """Parameters and what has their shape; not the optimizer's step counts, nor buffers."""
-    return name in cuts and tensor.ndim == len(cuts[name].shape)
+    """Each as the tensor it is a part of, sharing memory: a DTensor under a layout. Cut are
+    parameters and what has their shape; not the optimizer's step counts, nor buffers."""
+    found = {name: tensor.detach() for name, tensor in tensors.items()}
+    for name in cuts.keys() & found.keys():
+        if found[name].ndim == len(cuts[name].shape):
+            found[name] = cuts[name].present(found[name])
+    return found
 
 
 def read_random(rank: int, device: torch.device) -> dict[str, Tensor]:

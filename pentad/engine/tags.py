@@ -112,6 +112,11 @@ class WeightTags:
     def views(self, tag: str) -> dict[str, Tensor]:
         return dict(zip(self.names, self.copies[tag].views, strict=True))
 
+    def memory(self) -> Iterator[Tensor]:
+        """All that is held besides the weights in place."""
+        for copy in filter(None, (*self.copies.values(), self.stash)):
+            yield from copy.views
+
     def prepare(self, tags: Iterable[str]) -> None:
         """Exactly these tags, their weights still to be written."""
         self.copies = {tag: self.copies.get(tag) or self._new() for tag in tags}

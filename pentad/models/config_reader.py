@@ -141,8 +141,7 @@ class ConfigReader:
         read = ConfigValues({**self.defaults, **hf}, self.defaults.keys() - hf.keys())
         dims = self._read(read)
         self._check(read, dims)
-        if read.problems:
-            raise UserError(read.problems)
+        raise_problems(read.problems)
         return dims
 
     def _read(self, read: ConfigValues) -> ModelDims:

@@ -153,10 +153,6 @@ class Opened:
         return [self.root, self.config.parent]
 
 
-def no_progress(what: str, done: int, total: int) -> None:
-    pass
-
-
 def open_source(conversion: Conversion) -> Opened:
     root = Path(conversion.source)
     folder, kind = find_weights(root, conversion.checkpoint)
@@ -185,7 +181,7 @@ def convert(
     *,
     processes: int = 1,
     force: bool = False,
-    progress: Progress = no_progress,
+    progress: Progress = lambda what, done, total: None,
 ) -> Converted:
     """Converts, or finds that it was done; raises before anything is written if it cannot be."""
     started = time.monotonic()

@@ -93,7 +93,10 @@ def draft(config: Mapping[str, Any]) -> str:
     adapter = "" if is_ours else _adapter(config, always, bool(defaults))
     reader = "OURS.read_dims" if is_ours else "read_dims" if adapter else ""
     conditions = [name for name in CONDITIONS if any(f"when={name}," in r for r in rules)]
-    functions = [_condition(name) for name in conditions] + ([adapter] if adapter else [])
+    functions = [
+        f"def {name}(dims: ModelDims, layer: int) -> bool:\n    return {CONDITIONS[name]}"
+        for name in conditions
+    ] + ([adapter] if adapter else [])
     body = [
         *_imports("\n".join([*functions, *rules]), family if is_ours else ""),
         "",
@@ -243,10 +246,6 @@ def _arguments(text: str) -> list[str]:
         else:
             out[-1] += char
     return [argument.strip() for argument in out]
-
-
-def _condition(name: str) -> str:
-    return f"def {name}(dims: ModelDims, layer: int) -> bool:\n    return {CONDITIONS[name]}"
 
 
 def _unread_keys(family: str) -> dict[str, Any]:

@@ -173,10 +173,11 @@ def _read_block(
     reader: Reader, region: Region, block: Tensor, *, must_be_finite: bool = False
 ) -> None:
     """`block` is the region's elements in the target, its runs as dims."""
-    name, box = region.source, region.source_box
-    if isinstance(reader, DirectReader) and _is_in_order(region):
-        for dim in _extra_dims(region):
-            block = block.unsqueeze(dim)
+    name, box, dims = region.source, region.source_box, [run.source_dim for run in region.runs]
+    if isinstance(reader, DirectReader) and dims == sorted(dims):
+        for dim in range(len(region.source_shape)):
+            if dim not in dims:  # where the region has extent 1 without a run
+                block = block.unsqueeze(dim)
         reader.read_into(name, box, block)
     else:
         block.copy_(source_block(reader.read(name, box), region.alone))
@@ -200,17 +201,6 @@ def check_finite(
         raise UserError(Problem(where, rule, remedy))
     rule = "holds numbers that are NaN or infinite"
     raise UserError(Problem(where, rule, "give a model whose weights are whole"))
-
-
-def _is_in_order(region: Region) -> bool:
-    dims = [run.source_dim for run in region.runs]
-    return dims == sorted(dims)
-
-
-def _extra_dims(region: Region) -> list[int]:
-    """Dims of the source in which the region has extent 1 without a run."""
-    dims = {run.source_dim for run in region.runs}
-    return [dim for dim in range(len(region.source_shape)) if dim not in dims]
 
 
 def _is_absent(entry: Entry, reader: Reader) -> bool:
@@ -242,11 +232,16 @@ def check(
     for name, shape in needed.items():
         problems += _shape_problem(reader, name, shape)
     known = {*weight_map.sources, *weight_map.tied}
+    optional = {name for name, source in weight_map.sources.items() if source.optional}
+    unused = optional - needed.keys() if has_heads else set()
     for name in reader.infos:
         if name not in known and not weight_map.ignores(name):
             problems.append(Problem(f"{reader.where}: {name}", "no rule of the map knows it"))
-        elif has_heads and name in weight_map.sources and weight_map.sources[name].optional:
-            problems += _unused_head(reader, name, needed)
+        elif name in unused:
+            rule = "the folder holds this head, but the model is built without it"
+            problems.append(
+                Problem(f"{reader.where}: {name}", rule, "load it with value_head=True")
+            )
     raise_problems(problems)
 
 
@@ -293,13 +288,6 @@ def _shape_problem(reader: Reader, name: str, shape: Shape) -> list[Problem]:
             Problem(f"{reader.where}: {name}", rule, "give the model as it was before quantising")
         ]
     return []
-
-
-def _unused_head(reader: Reader, name: str, needed: Mapping[str, Shape]) -> list[Problem]:
-    if name in needed:
-        return []
-    rule = "the folder holds this head, but the model is built without it"
-    return [Problem(f"{reader.where}: {name}", rule, "load it with value_head=True")]
 
 
 def held_sources(held: Iterable[str], weight_map: WeightMap) -> list[Source]:

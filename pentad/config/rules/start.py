@@ -24,7 +24,7 @@ from pentad.config.rules.algorithm import longest_sample
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
-from pentad.core.layout import Allocation, Component
+from pentad.core.layout import Allocation
 from pentad.core.machine import GIB, free_disk, host_memory, installed, num_cores
 from pentad.core.sizes import BLOCK_TOKENS, PROCESS_BYTES, DeviceKind, export_bytes, kv_token_bytes
 
@@ -77,7 +77,9 @@ def _unbuilt_layouts(config: Config, allocation: Allocation) -> Iterator[Problem
     where, actor = f"allocation_mode = {config.allocation_mode}", allocation.find("actor")
     needed = frozen_models(config)
     for part in allocation:
-        if not actor or part.is_inference or _share_ranks(allocation, actor, part):
+        if not actor or part.is_inference:
+            continue
+        if part.world == actor.world and allocation.shares_devices(actor, part):
             continue
         remedy = "give both as many, joined with |"
         if part.role in SCORERS and allocation.stands_alone(part.role):
@@ -86,10 +88,6 @@ def _unbuilt_layouts(config: Config, allocation: Allocation) -> Iterator[Problem
             remedy += ", or set mode: async, which scores on devices apart"
         rule = f"{part} and {actor} must stand on the same ranks, all that trains does"
         yield Problem(where, rule, remedy)
-
-
-def _share_ranks(allocation: Allocation, actor: Component, other: Component) -> bool:
-    return other.world == actor.world and allocation.shares_devices(actor, other)
 
 
 def device_problems(config: Config, kind: DeviceKind, *, samples: bool) -> list[Problem]:

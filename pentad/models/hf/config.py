@@ -37,8 +37,7 @@ def read_hf_config(source: ConfigLike) -> PretrainedConfig:
     except Exception as error:  # config classes check their fields in ways of their own
         rule = f"transformers cannot read it ({str(error).partition('. ')[0]})"
         raise UserError(Problem(where, rule, "give a model type it knows")) from error
-    problems = [Problem(where, rule) for rule in _faults(config)]
-    raise_problems(problems)
+    raise_problems(Problem(where, rule) for rule in _faults(config))
     return config
 
 

@@ -81,7 +81,7 @@ class HfModel(LanguageModel):
             self.logit_scale, self.logit_cap = rule.scale, rule.cap
             head = causal.get_output_embeddings()
             if head.weight is not causal.get_input_embeddings().weight:
-                self.head_name = _name_of(causal, head)
+                self.head_name = next(n for n, module in causal.named_modules() if module is head)
                 self.add_module(self.head_name, head)
         else:
             if self.dims.family not in SCALAR_CLASSES:
@@ -189,10 +189,6 @@ def _block_names(causal: PreTrainedModel) -> list[str]:
     names = [name for name, module in causal.named_modules() if type(module).__name__ in kinds]
     # Of blocks within blocks the outer ones.
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
-
-
-def _name_of(causal: PreTrainedModel, wanted: nn.Module) -> str:
-    return next(name for name, module in causal.named_modules() if module is wanted)
 
 
 class _Note:

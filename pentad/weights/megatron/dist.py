@@ -55,7 +55,7 @@ class DistFiles(DcpFolder):
 
     def __init__(self, folder: Path, dims: ModelDims) -> None:
         _check_format(folder)
-        super().__init__(folder, lambda key: not _is_other_state(key))
+        super().__init__(folder, lambda key: not key.startswith(NOT_WEIGHTS) and key not in IGNORED)
         common = folder / COMMON
         content = load_rank_file(common) if common.is_file() else {}
         self.args = read_args(content, str(common))
@@ -66,10 +66,6 @@ class DistFiles(DcpFolder):
         if EMBEDDING not in self.infos:
             raise UserError(Problem(f"{self.where}: {EMBEDDING}", "missing"))
         return self.infos[EMBEDDING].shape[0]
-
-
-def _is_other_state(key: str) -> bool:
-    return key.startswith(NOT_WEIGHTS) or key in IGNORED
 
 
 def _check_format(folder: Path) -> None:

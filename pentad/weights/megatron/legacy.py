@@ -60,14 +60,17 @@ class LegacyFiles:
         check_args(self.args, dims, self.where)
         self._check_claims(contents.keys())
         self.chunks = {name: chunks_of(content) for name, content in contents.items()}
-        self._check_chunks()
+        rule = "has neither model nor model0: no weights are in it"
+        empty = [name for name, chunks in self.chunks.items() if not chunks]
+        raise_problems(Problem(f"{self.where}/{name}", rule) for name in empty)
         self.layout = self._layout(dims)
         self.tensors = {
             f"{name}:{chunk}:{key}": value
             for name, chunks in self.chunks.items()
             for chunk, tensors in chunks.items()
             for key, value in tensors.items()
-            if isinstance(value, Tensor) and not _carries_nothing(key)
+            if isinstance(value, Tensor) and key not in IGNORED
+            if EXTRA_STATE not in key.rpartition(".")[2]
         }
         self.infos = {n: TensorInfo(tuple(t.shape), t.dtype) for n, t in self.tensors.items()}
 
@@ -98,12 +101,6 @@ class LegacyFiles:
             for name in sorted(present - layout.grid())
         ]
         raise_problems(problems)
-
-    def _check_chunks(self) -> None:
-        for name, chunks in self.chunks.items():
-            if not chunks:
-                rule = "has neither model nor model0: no weights are in it"
-                raise UserError(Problem(f"{self.where}/{name}", rule))
 
     def _layout(self, dims: ModelDims) -> MegatronLayout:
         found = {name: _found(name, chunks) for name, chunks in self.chunks.items()}
@@ -145,10 +142,6 @@ def chunks_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     while isinstance(content.get(f"model{len(out)}"), dict):
         out[f"model{len(out)}"] = content[f"model{len(out)}"]
     return out
-
-
-def _carries_nothing(key: str) -> bool:
-    return EXTRA_STATE in key.rpartition(".")[2] or key in IGNORED
 
 
 def _found(name: str, chunks: Mapping[str, Mapping[str, Any]]) -> FoundRank:
