@@ -142,7 +142,7 @@ class Engine:
             make_deterministic()
         self.passes = held.passes(settings)
         self.parameters, self.cuts = held.parameters, held.cuts
-        self.tensors = held.tensors
+        self.tensors = held.memory()
         self.boxes: dict[str, Box] = {}
         """Which part of each whole tensor that is; known with the first publish."""
         self.tags = WeightTags(self.tensors, settings.tag_memory)

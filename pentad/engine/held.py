@@ -118,9 +118,15 @@ class HeldModel:
             named = [item for item in named if item[0] != TIED]
         self.parameters: dict[str, Tensor] = {name: p for name, p, _ in named}
         self.cuts: dict[str, Cut] = {name: cut for name, _, cut in named}
+
+    def memory(self) -> dict[str, Tensor]:
+        """What this rank holds of all that makes up the weights, by native name: a tensor itself,
+        or the memory behind a sharded one, which an optimizer may step."""
         buffers = [pair for decoder in self.decoders for pair in kept_buffers(decoder).items()]
-        self.tensors = {name: _memory(x) for name, x in (*self.parameters.items(), *buffers)}
-        """This rank's memory of all that makes up the weights, by native name."""
+        return {
+            name: x.to_local().detach() if isinstance(x, DTensor) else x
+            for name, x in (*self.parameters.items(), *buffers)
+        }
 
     def passes(self, settings: EngineSettings) -> Passes:
         if self.pipeline is None:
@@ -172,8 +178,3 @@ class HeldModel:
             yield name, tensor
         for stage, stream in streams.items():
             assert next(stream, None) is None, f"stage {stage} holds more than the model has"
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """What an optimizer may step: a parameter itself, or the memory behind a sharded one."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
