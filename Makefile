@@ -23,16 +23,20 @@ $(TESTS): $(STAMP)
 demo: setup
 	$(BIN)/pentad demo $(ARGS)
 
-# Distributed tests have the cores to themselves: each case is several processes. They run also where
-# the others fail, and the exit status is that of whatever failed. megatron-core has a target of its own.
+# Distributed tests run beside the others, and show theirs after them: their ranks wait for each other,
+# other tests for processes and deadlines, and cores that stand still cost more than tests that share
+# them. Either runs also where the other fails, and the exit status is that of whatever failed.
+# megatron-core has a target of its own.
 WITH_MEGATRON := tests/unit/weights/test_megatron_core.py
 test: setup-tests
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	@status=0; trap 'exit 130' INT; export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
+	@status=0; shown=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
+	trap 'rm -f "$$shown"' EXIT; trap 'kill $$dist; exit 130' INT TERM; \
+	$(BIN)/python -m pytest -m "dist and not full" >"$$shown" 2>&1 & dist=$$!; \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not dist and not full" --ignore $(WITH_MEGATRON) || status=$$?; \
-	$(BIN)/python -m pytest -m "dist and not full" || status=$$?; \
+	wait $$dist || status=$$?; cat "$$shown"; \
 	exit $$status
 endif
 

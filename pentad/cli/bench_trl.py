@@ -73,9 +73,7 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
 
 
 def run_steps(folder: Path) -> TrlMeasured:
-    from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     case = json.loads((folder / "case.json").read_text())
     is_gpu = case["device"] == "cuda"
@@ -85,6 +83,9 @@ def run_steps(folder: Path) -> TrlMeasured:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     del model
+    from datasets import Dataset  # these import for long, and a model may fail before
+    from trl import GRPOConfig, GRPOTrainer
+
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
     times: list[float] = []

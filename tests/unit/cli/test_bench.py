@@ -141,6 +141,7 @@ def test_the_peer_takes_the_same_steps():
     assert isinstance(peer, bench_trl.TrlMeasured) and peer.tokens_per_s > 0
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_a_peer_that_fails_is_one_sentence():
     case = replace(bench_rl.cpu_cases()[0], config=bench_train.TOY | {"model_type": "none-such"})
     assert "TRL failed: " in str(bench_trl.measure(case, CPU, 1))
