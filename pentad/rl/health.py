@@ -116,18 +116,14 @@ def _ratios(window: Sequence[Record], correction: CorrectionKind) -> Iterator[st
 
 def _mismatch(window: Sequence[Record], first: Record) -> Iterator[str]:
     gap, start = _series(window, "logprob_diff_mean"), _number(first, "logprob_diff_mean")
-    if any(_is_stale(record) for record in (first, *window)):
+    lags = [record.get("staleness") for record in (first, *window)]
+    if any(isinstance(found, Mapping) and any(str(lag) != "0" for lag in found) for found in lags):
         return  # older weights sampled these: that the log-probs differ is what was asked for
     if gap and start is not None and min(gap) > max(MIN_MISMATCH, MISMATCH_GROWTH * start):
         yield (
             f"trainer and sampler differ by {gap[-1]:.3g} per log-prob, {start:.3g} at the start: "
             "they drift apart; check that published weights arrive, and compare dtypes"
         )
-
-
-def _is_stale(record: Record) -> bool:
-    lags = record.get("staleness")
-    return isinstance(lags, Mapping) and any(str(lag) != "0" for lag in lags)
 
 
 def _truncation(window: Sequence[Record], has_penalty: bool) -> Iterator[str]:

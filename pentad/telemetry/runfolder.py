@@ -183,7 +183,8 @@ def open_run_folder(
             _check_exports(exports)
         (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         place = "the run's checkpoint folder" if exports is None else str(exports)
-        (path / "README.md").write_text(readme(place), encoding="utf-8")
+        readme = README.format(table=file_table(), checkpoints=place)
+        (path / "README.md").write_text(readme, encoding="utf-8")
         current = {
             "format": FORMAT,
             "config_digest": config_digest,
@@ -201,10 +202,6 @@ def open_run_folder(
     folder = RunFolder(path, lock, manifest, current)
     folder.changes = changes
     return folder
-
-
-def readme(checkpoints: str) -> str:
-    return README.format(table=file_table(), checkpoints=checkpoints)
 
 
 def file_table() -> str:

@@ -156,7 +156,8 @@ def draw(picture: Picture, *, ascii_only: bool = False) -> RenderableType:
         line = f"{name} {sparkline(values, ascii_only=ascii_only)} {number(values[0])} -> "
         parts.append(Text(line + number(values[-1]), style="cyan"))
     if picture.evals:
-        parts.append(Text(eval_line(picture.evals), style="green"))
+        ends = picture.evals if len(picture.evals) == 1 else [picture.evals[0], picture.evals[-1]]
+        parts.append(Text("held out: " + " -> ".join(map(eval_text, ends)), style="green"))
     if picture.records:
         parts.append(_table(picture, ascii_only))
     for sample, style in ((picture.best, "green"), (picture.worst, "red")):
@@ -221,12 +222,6 @@ def _reward(sample: Record) -> str:
     reward = sample["reward"]
     parts = ", ".join(f"{k} {number(v)}" for k, v in sample["reward_parts"].items())
     return ("none" if reward is None else number(reward)) + (f" ({parts})" if parts else "")
-
-
-def eval_line(evals: Sequence[Record]) -> str:
-    """The first evaluation and the last."""
-    shown = [evals[0], evals[-1]] if len(evals) > 1 else [evals[0]]
-    return "held out: " + " -> ".join(eval_text(record) for record in shown)
 
 
 def eval_text(record: Record) -> str:
