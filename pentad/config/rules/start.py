@@ -111,6 +111,13 @@ def device_problems(config: Config, kind: DeviceKind, *, samples: bool) -> list[
         if config.offload_rollout:
             rule = f"{rollout.backend} cannot give back memory on a CPU"
             problems.append(Problem("offload_rollout = true", rule, "leave it out"))
+        is_started = not config.rollout.server.addresses
+        if config.rollout.replay_routes and rollout.backend == "vllm" and is_started:
+            rule = (
+                "vLLM does not say on a CPU which experts it used (its newer runner needs Triton)"
+            )
+            remedy = "leave it out, or use embedded in allocation_mode"
+            problems.append(Problem("rollout.replay_routes = true", rule, remedy))
         if config.rollout.server.weight_transport == "ipc":
             where = "rollout.server.weight_transport = ipc"
             problems.append(Problem(where, "there is no GPU to share", "use disk or broadcast"))

@@ -136,10 +136,13 @@ def test_what_servers_cannot_do_on_a_cpu_is_refused(no_gpu):
     given = [
         "allocation_mode=vllm:d1|archon:d1",
         "offload_rollout=true",
+        "rollout.replay_routes=true",
         "rollout.server.weight_transport=ipc",
     ]
     assert planned(*given) == [
         "offload_rollout = true: vllm cannot give back memory on a CPU; leave it out.",
+        "rollout.replay_routes = true: vLLM does not say on a CPU which experts it used (its newer "
+        "runner needs Triton); leave it out, or use embedded in allocation_mode.",
         "rollout.server.weight_transport = ipc: there is no GPU to share; use disk or broadcast.",
     ]
 
