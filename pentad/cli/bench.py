@@ -206,6 +206,8 @@ def show_rl(report: BenchReport, device: torch.device, models: list[str], num_st
         title = f"GRPO step, {case.name}, at most {case.max_new_tokens}"
         report.show(title, [*names, "first step s", "baseline"], [row])
         if bench_trl.is_installed():
+            if device.type == "cuda":
+                bench_train.free_memory(device)  # the peer is another process
             show_peer(report, case, device, num_steps, found.tokens_per_s)
 
 
@@ -218,8 +220,10 @@ def show_peer(
         report.say(peer)
         return
     report.add(f"rl {case.name}, TRL", peer.tokens_per_s, "tok/s")
-    row = [peer.sampler, f"{peer.wall_ms:.0f}", f"{peer.tokens_per_s:,.0f}"]
-    names = ["what", "step ms", "tok/s", "x TRL"]
+    row = [peer.sampler, f"{peer.wall_ms:.0f}", f"{peer.rollout_ms:.0f}"]
+    row += [f"{peer.tokens_per_s:,.0f}", percent(peer.idle_share)]
+    row += ["" if peer.peak_gib is None else f"{peer.peak_gib:.1f}"]
+    names = ["what", "step ms", "rollout", "tok/s", "idle", "peak GiB", "x TRL"]
     report.show("TRL, which samples with", names, [[*row, f"{ours / peer.tokens_per_s:.2f}x"]])
 
 

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
 from io import StringIO
@@ -121,15 +121,10 @@ def gpu_cases() -> list[RlCase]:
 
 
 def cpu_cases() -> list[RlCase]:
+    size: dict[str, Any] = {"mean_length": 16, "max_new_tokens": 32}
     return [
-        RlCase(
-            model="toy dense",
-            config=TOY,
-            num_prompts=8,
-            num_samples=8,
-            mean_length=16,
-            max_new_tokens=32,
-        )
+        RlCase(model="toy dense", config=TOY, num_prompts=8, num_samples=8, **size),
+        RlCase(model="SmolLM2-135M", config=SMOLLM2_135M, num_prompts=4, num_samples=4, **size),
     ]
 
 
@@ -138,14 +133,13 @@ def measure(case: RlCase, device: torch.device, num_steps: int, *extra: str) -> 
     total = NUM_WARM + num_steps
     with TemporaryDirectory(prefix="pentad-bench-") as folder:
         config, notes = prepare(write_recipe(case, Path(folder), total), list(extra), "train")
-        is_cuda = device.type == "cuda" and shutil.which("nvidia-smi") is not None
-        watch = watched(Path(folder, "busy.csv"), device.index or 0) if is_cuda else nullcontext()
-        with redirect_stdout(StringIO()), watch:
+        busy = Path(folder, "busy.csv")
+        with redirect_stdout(StringIO()), watched(busy, device):
             summary = run_train(config, notes, device=str(device))
         lines = (summary.records / "steps.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         span = records[NUM_WARM - 1]["time_s"], records[-1]["time_s"]
-        idle = idle_share(Path(folder, "busy.csv"), *span) if is_cuda else None
+        idle = idle_share(busy, *span)
     counted = records[NUM_WARM:]
     drawn = [r["num_samples"] * r["rl"]["length_mean"] for r in counted]
     walls = [r["wall_clock_ms"] for r in counted]
@@ -201,10 +195,13 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
 
 
 @contextmanager
-def watched(path: Path, index: int) -> Iterator[None]:
+def watched(path: Path, device: torch.device) -> Iterator[None]:
     """Writes to `path`, several times a second, for how much of the time the GPU was at work."""
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        yield
+        return
     query = ["--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits"]
-    command = ["nvidia-smi", *query, f"--loop-ms={WATCH_MS}", f"--id={index}"]
+    command = ["nvidia-smi", *query, f"--loop-ms={WATCH_MS}", f"--id={device.index or 0}"]
     with path.open("wb") as file, subprocess.Popen(command, stdout=file) as process:
         try:
             yield
@@ -213,7 +210,10 @@ def watched(path: Path, index: int) -> Iterator[None]:
 
 
 def idle_share(path: Path, begin_s: float, end_s: float) -> float | None:
-    """The share of a span of time in which nothing ran on the GPU, by its driver's own count."""
+    """The share of a span of time in which nothing ran on the GPU, by its driver's own count; None
+    where nobody watched it."""
+    if not path.is_file():
+        return None
     busy = []
     for line in path.read_text().splitlines():
         moment, _, share = line.partition(",")

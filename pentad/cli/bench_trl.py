@@ -15,14 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from pentad.cli.bench_rl import NUM_WARM, RlCase, write_recipe
+from pentad.cli.bench_rl import NUM_WARM, RlCase, idle_share, watched, write_recipe
 
 MICROBATCH_TOKENS = 32_768
 """Of a forward and backward of TRL, padded."""
@@ -36,8 +36,14 @@ class TrlMeasured:
     """Of one step, the median of the counted ones, and the tokens sampled over wall clock."""
 
     wall_ms: float
+    rollout_ms: float
+    """Sampling, and the weights' way to the sampler."""
     tokens_per_s: float
     sampler: str
+    span: tuple[float, float]
+    """When the counted steps began and ended."""
+    peak_gib: float | None
+    idle_share: float | None = None
 
 
 def is_installed() -> bool:
@@ -61,7 +67,7 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
         command = [sys.executable, "-m", "pentad.cli.bench_trl", name]
         log = folder / "trl.log"
         try:
-            with log.open("wb") as output:
+            with log.open("wb") as output, watched(folder / "busy.csv", device):
                 subprocess.run(command, stdout=output, stderr=output, timeout=LIMIT_S, check=True)
         except subprocess.TimeoutExpired:
             return f"TRL took longer than {LIMIT_S} s"
@@ -69,7 +75,8 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             print("\n".join(lines[-NUM_SHOWN:]), file=sys.stderr)
             return f"TRL failed: {lines[-1]}"
-        return TrlMeasured(**json.loads((folder / "found.json").read_text()))
+        found = TrlMeasured(**json.loads((folder / "found.json").read_text()))
+        return replace(found, idle_share=idle_share(folder / "busy.csv", *found.span))
 
 
 def run_steps(folder: Path) -> TrlMeasured:
@@ -89,6 +96,7 @@ def run_steps(folder: Path) -> TrlMeasured:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
     times: list[float] = []
+    sampling: list[float] = []
     lengths: list[int] = []
 
     def score(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -99,7 +107,7 @@ def run_steps(folder: Path) -> TrlMeasured:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if is_gpu:
                 torch.cuda.synchronize()
-            times.append(time.perf_counter())
+            times.append(time.time())
 
     whole = case["num_prompts"] * case["num_samples"]
     microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))
@@ -138,12 +146,24 @@ def run_steps(folder: Path) -> TrlMeasured:
     if not has_vllm:
         trainer.generation_config.eos_token_id = case["stop_ids"]
         trainer.generation_kwargs["eos_token_id"] = case["stop_ids"]
+    generate = trainer._generate
+
+    def timed(*given: Any) -> Any:
+        started = time.perf_counter()
+        found = generate(*given)
+        sampling.append(1e3 * (time.perf_counter() - started))
+        return found
+
+    trainer._generate = timed
     trainer.train()
     walls = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)][NUM_WARM - 1 :]
     drawn = lengths[NUM_WARM:]
     return TrlMeasured(
         wall_ms=statistics.median(walls),
+        rollout_ms=statistics.median(sampling[NUM_WARM:]),
         tokens_per_s=1e3 * sum(drawn) / sum(walls),
+        span=(times[NUM_WARM - 1], times[-1]),
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
         sampler="vLLM in the same process" if has_vllm else "transformers",
     )
 
@@ -151,9 +171,7 @@ def run_steps(folder: Path) -> TrlMeasured:
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    found = run_steps(folder)
-    words = {name: getattr(found, name) for name in TrlMeasured.__slots__}
-    (folder / "found.json").write_text(json.dumps(words))
+    (folder / "found.json").write_text(json.dumps(asdict(run_steps(folder))))
 
 
 if __name__ == "__main__":

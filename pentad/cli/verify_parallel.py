@@ -147,10 +147,10 @@ def make_payload(
 def engine_settings_of(subject: ParallelSubject, layout: Layout) -> dict[str, Any]:
     """What the recipe says about the engine, in full precision and without compilation."""
     actor = subject.config.actor
-    mode = actor.archon.ac_mode
-    found = asdict(actor.archon.chosen(layout.pp)) | {
+    keys = actor.archon.chosen(layout.pp, "cuda")
+    found = asdict(keys) | {
         "gradient_checkpointing": actor.gradient_checkpointing,
-        "ac_mode": mode if mode in ("selective", "full") else "none",
+        "ac_mode": keys.ac_mode if keys.ac_mode in ("selective", "full") else "none",
         "ac_debug": False,
         "layers_per_stage": None,
         "offload_params": False,

@@ -272,11 +272,11 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
         draft.set(f"{key}.enable_compile", True, "ac_mode = memory_budget needs it")
     elif archon.enable_compile == "auto" and archon.ac_debug:
         draft.set(f"{key}.enable_compile", False, "ac_debug = true looks at every operation")
-    if ac_mode == "auto" and model.gradient_checkpointing:
+    if ac_mode == "auto" and not model.gradient_checkpointing:
+        draft.set(f"{key}.ac_mode", "none", "gradient_checkpointing = false")
+    elif ac_mode == "auto" and (pp > 1 or archon.ac_selective is not None):
         ac_mode = "selective"
         draft.set(f"{key}.ac_mode", ac_mode)
-    elif ac_mode == "auto":
-        draft.set(f"{key}.ac_mode", "none", "gradient_checkpointing = false")
     if ac_mode == "selective" and archon.ac_selective is None:
         why = f"{schedule} hangs with op" if is_zero_bubble else ""
         draft.set(f"{key}.ac_selective", archon.selection(pp), why)

@@ -172,7 +172,8 @@ class EngineKeys:
     """How many layers each pipeline stage holds, first to last. null: balanced by cost, embedding
     and head counted."""
     ac_mode: Literal["auto", "none", "selective", "full", "memory_budget"] = "auto"
-    """Activation checkpointing. auto: selective. Needs `gradient_checkpointing`."""
+    """Activation checkpointing. auto: selective; on a CPU none, unless the layout has a pipeline
+    or `ac_selective` is given. Needs `gradient_checkpointing`."""
     ac_selective: Literal["op"] | Count | None = None
     """What selective keeps: `op` (the results of expensive operations), or a stride n (every n-th
     layer is recomputed). null: op, or 2 under a zero-bubble schedule, which op would hang."""
@@ -190,9 +191,11 @@ class EngineKeys:
         is_split = pp > 1 and splits_backward(self.pp_schedule)
         return self.ac_selective or (2 if is_split else "op")
 
-    def chosen(self, pp: int) -> EngineKeys:
+    def chosen(self, pp: int, device: str) -> EngineKeys:
         """These keys with a choice where they leave it to the engine."""
-        mode = "selective" if self.ac_mode == "auto" else self.ac_mode
+        selects = device == "cuda" or self.ac_selective is not None
+        auto: Literal["none", "selective"] = "selective" if selects else "none"
+        mode = auto if self.ac_mode == "auto" else self.ac_mode
         return into(EngineKeys, self, ac_mode=mode, ac_selective=self.selection(pp))
 
     @property

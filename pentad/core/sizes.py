@@ -21,11 +21,11 @@ STAGING_HEADROOM = 1.25
 
 PUBLISH_BUCKET_BYTES = 64 << 20
 """The most of a shard, as float32, that a rank casts and hashes at a time for a publish."""
-DIGEST_WORDS = {"cpu": 1 << 14, "cuda": 1 << 20}
+DIGEST_WORDS = {"cpu": 1 << 15, "cuda": 1 << 20}
 """Words of a block that are hashed at once, each with a work space of DIGEST_BYTES."""
 DIGEST_BYTES = 64
 
-MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 8192}
+MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
 """Tokens in flight where mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Room for the logits of one chunk, their exponentials and their gradient, by device type."""

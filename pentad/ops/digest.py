@@ -182,7 +182,7 @@ def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
     which begin at the words `firsts` of their tensor."""
     if not length:
         return 0
-    golden, first, second = (np.uint64(value & MASK) for value in (GOLDEN, FIRST, SECOND))
+    golden, first = (np.uint64(value & MASK) for value in (GOLDEN, FIRST))
     # `numpy()` would mark the memory as not resizable for good, and a trainer that makes room
     # resizes it.
     rows = np.from_dlpack(words).reshape(len(firsts), length)
@@ -203,9 +203,8 @@ def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
             np.multiply(h, first, out=h)
             np.right_shift(h, np.uint64(32), out=t)
             np.bitwise_xor(h, t, out=h)
-            np.multiply(h, second, out=h)
             total += int(h.sum(dtype=np.uint64))
-    return total & MASK
+    return total * (SECOND & MASK) & MASK  # modulo 2**64 the last product is one of the sum
 
 
 def is_of_words(itemsize: int, shape: Sequence[int], box: Box) -> bool:

@@ -216,6 +216,8 @@ def plan_trainer(
     archon = model.archon
     layout = component.layout(archon.dp_replicate)
     number, tokens = microbatches(part, layout, batch, device)
+    keys = archon.chosen(layout.pp, device.kind)
+    assert keys.ac_mode != "auto", "one was chosen"
     compiles = archon.enable_compile is True or archon.enable_compile == "auto"
     trains = part.key == "critic" or component.role in ("actor", "critic")
     rollout = allocation.find("rollout")
@@ -224,9 +226,9 @@ def plan_trainer(
         dims=part.dims,
         layout=layout,
         keeping=Checkpointing(
-            mode=archon.ac_mode if archon.ac_mode != "auto" else "selective",
-            selective=archon.selection(layout.pp),
-            budget=archon.ac_memory_budget,
+            mode=keys.ac_mode,
+            selective=keys.selection(layout.pp),
+            budget=keys.ac_memory_budget,
             is_compiled=compiles and device.kind == "cuda",
             compute_bytes=compute_bytes(model, device.kind),
         ),

@@ -74,7 +74,7 @@ def engine_settings(
         EngineSettings,
         model,
         model.mb_spec,
-        archon.chosen(pp),
+        archon.chosen(pp, device.type),
         compute_dtype=compute_dtype(model, device),
         temperature=temperature,
         max_tokens_per_mb=budget,

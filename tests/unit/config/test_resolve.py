@@ -96,11 +96,8 @@ def test_zero_bubble_schedules_get_what_they_can_live_with():
 
 def test_a_schedule_without_a_pipeline_changes_nothing():
     archon = resolved("actor.archon.pp_schedule=ZBV")[0].actor.archon
-    assert (archon.enable_compile, archon.ac_selective, archon.stages_per_rank) == (
-        "auto",
-        "op",
-        None,
-    )
+    assert (archon.enable_compile, archon.ac_mode, archon.ac_selective) == ("auto", "auto", None)
+    assert archon.stages_per_rank is None
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,13 @@ def test_engine_settings_follow_the_config():
     assert made.compute_dtype == "float32" and not made.compile
 
 
+@pytest.mark.parametrize(("device", "mode"), [("cpu", "none"), ("cuda", "selective")])
+def test_what_is_recomputed_by_default_depends_on_the_device(device, mode):
+    how = {"temperature": 1.0, "total_steps": 10, "max_row_tokens": 50}
+    made = engine_settings(config_of().actor, torch.device(device), **how)
+    assert made.ac_mode == mode
+
+
 def test_microbatches_are_as_large_as_the_plan_counts_them():
     config = config_of("allocation_mode=embedded:d1+archon:d1p2t2", "actor.path=Qwen/Qwen3-8B")
     how = {"temperature": 1.0, "total_steps": 10, "max_row_tokens": 50, "pp": 2, "world": 4}
