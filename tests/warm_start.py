@@ -39,6 +39,7 @@ READ_AT_IMPORT = ("CUDA", "LD_", "OMP", "MKL", "PYTHON", "TORCH", "TRITON")
 those of the process that forks is started in earnest."""
 GIVEN_LATER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED")
 GIVEN_LATER += ("TORCHINDUCTOR_CACHE_DIR",)  # by torch itself, when its compiler is imported
+OF_TORCHRUN = ("TORCHELASTIC_", "TORCH_NCCL_")
 PLAIN = {"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None}
 PLAIN |= {"uid": None, "umask": -1, "process_group": -1, "close_fds": True}
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
@@ -77,7 +78,9 @@ class Forker:
         names = {
             name
             for name in self.environment.keys() | environment.keys()
-            if name.startswith(READ_AT_IMPORT) and name not in GIVEN_LATER
+            if name.startswith(READ_AT_IMPORT)
+            and name not in GIVEN_LATER
+            and not name.startswith(OF_TORCHRUN)
         }
         return all(self.environment.get(name) == environment.get(name) for name in names)
 
@@ -107,6 +110,7 @@ class WarmPopen(subprocess.Popen):
             "targets": [0, 1, 2, *passed],
             "parent": os.getpid(),
             "ends_with": ends_with,
+            "is_for_all": is_for_all,
         }
         self.pid = found.fork(job, [*fds, *passed])
         self._child_created = True
@@ -118,7 +122,9 @@ class WarmPopen(subprocess.Popen):
 def unwrapped(words, environment) -> tuple[list, dict[str, str], int]:
     """The command of a server's process (`samplers/process.py`) where its interpreter is a script
     around ours: what is executed in the end, with which environment, and the signal it asks for
-    when its parent ends."""
+    when its parent ends. Torchrun's are without their `-u`."""
+    if is_for_all and list(words[:2]) == [sys.executable, "-u"]:
+        return [words[0], *words[2:]], environment | {"PYTHONUNBUFFERED": "1"}, 0
     if isinstance(words, str) or list(words[1:2]) != ["-c"] or words[0] != (*words, "")[3]:
         return words, environment, 0
     script = STAND_IN.match(Path(words[0]).read_text(errors="replace"))
@@ -140,8 +146,12 @@ def is_warm(words, asked) -> bool:
 
 
 def install() -> None:
-    if sys.platform == "linux":
-        subprocess.Popen = WarmPopen
+    if sys.platform != "linux":
+        return
+    subprocess.Popen = WarmPopen
+    of_torchrun = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    if of_torchrun in sys.modules:
+        sys.modules[of_torchrun].Popen = WarmPopen  # the name it has imported
 
 
 @contextlib.contextmanager
@@ -290,6 +300,8 @@ def run(job: dict, fds: list[int]) -> None:
         prctl(SET_PDEATHSIG, job["ends_with"])
     if words[0] != "-m" or words[1] not in LEAVES:
         nest()
+    global is_for_all
+    is_for_all = job["is_for_all"]
     code = 0
     try:
         execute(words)

@@ -254,6 +254,7 @@ def test_sigterm_ends_a_run_over_ranks_as_it_ends_one_process(task, tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(folder).values())
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_under_torchrun_every_rank_starts_alike_and_rank_0_speaks(task, tmp_path, alone):
     words = settings_of(task, tmp_path, "sft", "torchrun", "total_train_steps=3")
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
