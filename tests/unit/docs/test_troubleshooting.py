@@ -28,7 +28,6 @@ from pentad.engine.engine import build_engine
 from pentad.planner.plan import build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.rewards.functions import check_columns, read_signature
-from pentad.rewards.sandbox import Signature
 from pentad.rl.health import WINDOW, find_alarms
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import name_rank
@@ -92,7 +91,7 @@ def starts():
     yield from trained(*devices, "cluster.n_nodes=2")
     Path("model/config.json").write_text(json.dumps({"model_type": "gpt2"}))
     yield trained()[0]
-    signature = Signature(required=("completion", "label"), optional=(), takes_any=False)
+    signature = {"required": ["completion", "label"], "optional": [], "takes_any": False}
     takes = read_signature("mine/reward.py:score", signature)
     said = refusal(lambda: check_columns("mine/reward.py:score", takes, ["question", "solution"]))
     yield said[0].partition("; every reward")[0]
