@@ -100,7 +100,7 @@ def wrap_model(
     """The decoder with everything the settings and the layout ask for around it."""
     meshes = meshes or build_meshes(Layout(), device)
     if settings.strict:
-        raise_problems(strict_problems(meshes.layout, "the layout"))
+        check_strict(meshes.layout)
     predictor = Predictor(
         decoder, settings.temperature, settings.logprob_bytes, strict=settings.strict
     )
@@ -124,6 +124,10 @@ def wrap_model(
     if meshes.layout.world > 1:
         decoder.present = partial(present_cut, cuts)
     return predictor
+
+
+def check_strict(layout: Layout) -> None:
+    raise_problems(strict_problems(layout, "the layout"))
 
 
 def mixtures_of(decoder: Decoder) -> dict[int, Parts]:
