@@ -202,7 +202,8 @@ class RemoteSampler:
     async def open(cls, process: RoleProcess, handoff: Handoff) -> RemoteSampler:
         """Once the sampler is made there. Raises what kept it from being made."""
         sampler = cls(process, handoff)
-        sampler.connection = await roles.connect(process, sampler._on_event)
+        connect = roles.connect(process, sampler._on_event, patience_s=roles.PATIENCE_S)
+        sampler.connection = await connect
         try:
             hello = await sampler._call("hello")
         except BaseException:

@@ -181,6 +181,7 @@ def test_a_smaller_group_holds_bit_for_bit_what_the_larger_one_saved(
 def test_rl_goes_on_with_fewer_ranks_and_grows_again_and_its_sampler_stays(task, tmp_path):
     given = ["total_train_steps=5", "total_train_epochs=2"]
     given += ["allocation_mode=embedded:d1|archon:d2"]
+    given += ["saver.mode=sync"]  # every step ends with the checkpoint at which ranks may join
     config, notes = config_of(task, tmp_path, "train", "met", *given, *ELASTIC)
     slots = Slots(tmp_path / "logs/me/default/met/slots")
     seen = []

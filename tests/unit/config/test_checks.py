@@ -523,10 +523,10 @@ BROKEN = [
         [
             "rollout.replay_routes=true",
             "actor.path=Qwen/Qwen3-30B-A3B",
-            "allocation_mode=archon:d1+vllm:d1p2",
+            "allocation_mode=archon:d1+sglang:d1p2",
         ],
         "rollout.replay_routes = true",
-        "vllm:d1p2 has pipeline stages",
+        "sglang:d1p2 has pipeline stages",
     ),
     (
         "servers_fit_the_allocation",

@@ -127,7 +127,7 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
         alive = [weakref.ref(tensor) for _, tensor in sent]
         pump.submit(take_snapshot(1, sent, copy=False))
         del sent
-        await pump.wait_published(1)
+        await state.changed.until(lambda: state.budget.published >= 1)
         await asyncio.sleep(0)
         gc.collect()
         found = [ref() is not None for ref in alive]
