@@ -288,6 +288,9 @@ def shrink_and_grow(trial: ChaosRun) -> None:
     check_groups(trial, None)
 
 
+HOW = {"hang": "hangs", "crash": "crashes"}
+
+
 def fail_reward(trial: ChaosRun, how: str) -> None:
     """Rewards of two rows fail every time; other rows take their place."""
     folder = trial.workload.folder
@@ -296,9 +299,9 @@ def fail_reward(trial: ChaosRun, how: str) -> None:
         row["answer"] = "BAD"
     data = Path(f"{trial.folder / trial.name}.jsonl")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trial.done = f"the reward of {NUM_BAD} rows {how}s"
+    trial.done = f"the reward of {NUM_BAD} rows {HOW[how]}"
     words = [f"train_dataset.path={data}", f"reward.fn={folder / 'rewards.py'}:{how}"]
-    trial.start(words=[*words, "train_dataset.shuffle=false", "reward.timeout_s=5"])
+    trial.start(words=[*words, "train_dataset.shuffle=false", "reward.timeout_s=2"])
     trial.wait_end()
     dropped = trial.lines[-1]["funnel"]["dropped"]
     require(sum(dropped.values()) >= NUM_BAD, f"dropped: {dropped}")
