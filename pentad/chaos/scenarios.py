@@ -189,13 +189,18 @@ def preempt(trial: ChaosRun) -> None:
     says(trial, f"resumed after step {step} from")
 
 
-def kill_scheduler(trial: ChaosRun, at: str = "optimizer") -> None:
+def kill_run(trial: ChaosRun, at: str, where: str) -> None:
+    """SIGKILL of the process that leads the run, while a fault holds it or its ranks."""
     step = trial.some_step()
-    trial.done = f"SIGKILL of the scheduler while ranks are in {at}, step {step}"
+    trial.done = f"SIGKILL of {where} step {step}"
     fault = trial.fault(at, "hold", step=step)
     trial.start_until(fault)
     again(trial)
     says(trial, f"resumed after step {step - 1} from")
+
+
+def kill_scheduler(trial: ChaosRun, at: str = "optimizer") -> None:
+    kill_run(trial, at, f"the scheduler while ranks are in {at},")
 
 
 def again(trial: ChaosRun) -> None:
@@ -337,12 +342,7 @@ def stall(trial: ChaosRun) -> None:
 
 def kill_in_save(trial: ChaosRun, at: str) -> None:
     """Saves are written by the training process itself."""
-    step = trial.some_step()
-    trial.done = f"SIGKILL of the run in the {at} of step {step}"
-    fault = trial.fault(at, "hold", step=step)
-    trial.start_until(fault)
-    again(trial)
-    says(trial, f"resumed after step {step - 1} from")
+    kill_run(trial, at, f"the run in the {at} of")
 
 
 def spoil(trial: ChaosRun, what: str, change: Callable[[ChaosRun], Path], sentence: str) -> None:

@@ -127,11 +127,14 @@ def received(
 
 
 def opened(handles: dict[str, str], device: torch.device) -> Pairs:
-    """The sender counts devices by its own CUDA_VISIBLE_DEVICES: the index becomes ours."""
+    """The sender counts devices by its own CUDA_VISIBLE_DEVICES: the index becomes ours. All are
+    held to the end: torch waits for the GPU when it lets go of one."""
+    tensors = {}
     for name, packed in handles.items():
         arguments = list(pickle.loads(base64.b64decode(packed)))
         arguments[DEVICE_ARGUMENT] = device.index or 0
-        yield name, rebuild_cuda_tensor(*arguments)
+        tensors[name] = rebuild_cuda_tensor(*arguments)
+    yield from tensors.items()
 
 
 def take(worker: WeightReceiver, pairs: Pairs, *, is_part: bool = False) -> Receipt:
