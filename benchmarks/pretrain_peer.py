@@ -1,9 +1,10 @@
 """The peer of `pretrain_gpu`: a recipe of `pentad pretrain` trained by transformers, step for step.
 
 The same weights, batches in the same order, microbatches, AdamW (embeddings and norms not decayed),
-learning rate, clipping and balancing loss, all read from the recipe. Products are in bfloat16 on a
-GPU, with masters, moments and summed gradients in float32. transformers' own balancing loss is
-another one (over all layers together), so that of Pentad is computed here from the routers' logits.
+learning rate, clipping and balancing loss, all read from the recipe, as is the dtype of products
+(by default bfloat16 on a GPU); masters, moments and summed gradients are in float32. transformers'
+own balancing loss is another one (over all layers together), so that of Pentad is computed here
+from the routers' logits.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from pentad.config.schema import Config
+from pentad.core.device import DTYPES
 from pentad.core.settings import OptimizerSettings, into
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.optim import compute_lr
 from pentad.models.families import dims_of
 from pentad.trainer.sft_service import PretrainService
+from pentad.trainer.translate import compute_dtype
 
 
 class Objective(nn.Module):
@@ -62,11 +65,10 @@ class Peer:
         self.device, self.batch_size = device, config.train_dataset.batch_size
         self.per_pass = (actor.mb_spec.max_tokens_per_mb or 1) // self.data.length
         self.optim = into(OptimizerSettings, actor.optimizer, total_steps=config.total_train_steps)
-        is_gpu = device.type == "cuda"
         disable_progress_bar()
         self.model = Qwen3MoeForCausalLM.from_pretrained(
             actor.path,
-            dtype=torch.bfloat16 if is_gpu else torch.float32,
+            dtype=DTYPES[compute_dtype(actor, device)],
             attn_implementation="sdpa",
             experts_implementation="grouped_mm",
         ).to(device)
@@ -76,7 +78,7 @@ class Peer:
         self.parameters = list(self.model.parameters())
         wide = Qwen3MoeForCausalLM.from_pretrained(actor.path, dtype=torch.float32)
         named = {n: nn.Parameter(x.detach().to(device)) for n, x in wide.named_parameters()}
-        self.masters = list(named.values())
+        self.masters, self.names = list(named.values()), list(named)
         decayed = [p for n, p in named.items() if p.ndim >= 2 and "embed_tokens" not in n]
         kept = [p for n, p in named.items() if p.ndim < 2 or "embed_tokens" in n]
         self.optimizer = torch.optim.AdamW(
@@ -109,22 +111,31 @@ class Peer:
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:
         """Its loss, and the tokens of each expert by layer."""
-        losses, loads = [], []
-        parts = self.batch(step).split(self.per_pass)
-        for part in parts:
-            nll, loss, load = self.run(part)
-            (loss / len(parts)).backward()
-            losses.append(nll.detach())
-            loads.append(load)
-            self._add_gradients()
+        found = self.accumulate(self.batch(step))
         if self.optim.gradient_clipping:
             nn.utils.clip_grad_norm_(self.masters, self.optim.gradient_clipping)
         for group in self.optimizer.param_groups:
             group["lr"] = compute_lr(self.optim, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.masters)
+        self.cast()
+        return found
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """The masters to what is computed with."""
+        torch._foreach_copy_(self.parameters, self.masters)
+
+    def accumulate(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the gradient of the mean loss to the masters'."""
+        losses, loads = [], []
+        parts = ids_BT.split(self.per_pass)
+        for part in parts:
+            nll, loss, load = self.run(part)
+            (loss / len(parts)).backward()
+            losses.append(nll.detach())
+            loads.append(load)
+            self._add_gradients()
         return torch.stack(losses).mean(), torch.stack(loads).sum(0)
 
     @torch.no_grad()
