@@ -5,11 +5,12 @@
     python benchmarks/pretrain_gap.py --out OUT --work WORK --size tiny            # on a CPU
 
 Recipe, weights, batches and peer are those of `pretrain_gpu`. `gradients`: those of both sides in
-bfloat16 held against float32, by kind of parameter, at the first weights and after a run; the error
-of one step's gradient, that of the mean over several steps (noise falls with their number, a bias
-stays), and how much longer the gradient is than it should be. `runs`: each side trains several
-times, from weights that differ by less than bfloat16 can tell (the same ones on both sides), so the
-spread within a side is that of rounding alone. Words at the end override keys of the recipe.
+bfloat16 held against float32, by kind of parameter, at the first weights and after a run: the
+relative error; how much of it lasts over the steps that are looked at (1: nothing, their errors are
+independent; their number: all of it); and by which share the gradient is too long. `runs`: each
+side trains several times, from weights that differ by less than bfloat16 can tell (the same ones on
+both sides), so the spread within a side is that of rounding alone. Words at the end override keys
+of the recipe.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ WIDE = (
     "actor.archon.enable_compile=false",
 )
 """Words of the reference: attention in float32 takes memory."""
+COLUMNS = ("error", "lasting", "longer")
 SHAKE = 1e-4
-"""By which share weights are moved: bfloat16 keeps steps of 4e-3 to 8e-3."""
+"""By which share weights are moved: neighbours in bfloat16 are 4e-3 to 8e-3 apart."""
 THEIRS = {
     "model.": "",
     "embed_tokens": "embed",
@@ -162,7 +164,7 @@ class Theirs:
         self.peer = Peer(config, device)
         self.is_compiled = compiles and self.peer.compiles()
         named = zip(self.peer.names, self.peer.masters, strict=True)
-        self.masters = {our_name(name): x for name, x in named}
+        self.masters: Weights = {our_name(name): x for name, x in named}
 
     def train(self, step: int) -> Tensor:
         return self.peer.train(step)[0]
@@ -205,38 +207,31 @@ class Errors:
     """Of one side's gradients against the reference, gathered over steps."""
 
     def __init__(self) -> None:
-        self.squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self.error: Weights = {}
-        self.true: Weights = {}
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        """By kind: of errors squared, of true gradients squared, of one times the other."""
+        self.total: Weights = {}
         self.losses: list[float] = []
 
     def add(self, loss: float, found: Weights, true_loss: float, true: Weights) -> None:
         self.losses.append(loss - true_loss)
         for name, wanted in true.items():
-            error = found[name].reshape(wanted.shape) - wanted
-            sums = self.squares[kind_of(name)]
-            sums[0] += float(error.square().sum())
-            sums[1] += float(wanted.square().sum())
-            if name in self.true:
-                self.error[name] += error
-                self.true[name] += wanted
-            else:
-                self.error[name], self.true[name] = error, wanted.clone()
+            error, mine = found[name].reshape(wanted.shape) - wanted, self.sums[kind_of(name)]
+            mine[0] += float(error.square().sum())
+            mine[1] += float(wanted.square().sum())
+            mine[2] += float((error * wanted).sum())
+            self.total[name] = self.total[name] + error if name in self.total else error
 
     def result(self) -> dict[str, dict[str, float]]:
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        for name, true in self.true.items():
-            error, mine = self.error[name], sums[kind_of(name)]
-            mine[0] += float(error.square().sum())
-            mine[1] += float(true.square().sum())
-            mine[2] += float((error * true).sum())
+        totals: dict[str, float] = defaultdict(float)
+        for name, error in self.total.items():
+            totals[kind_of(name)] += float(error.square().sum())
         return {
             kind: {
-                "one": math.sqrt(self.squares[kind][0] / self.squares[kind][1]),
-                "mean": math.sqrt(mine[0] / mine[1]),
-                "longer": mine[2] / mine[1],
+                "error": math.sqrt(errors / true),
+                "lasting": totals[kind] / errors if errors else 1.0,
+                "longer": both / true,
             }
-            for kind, mine in sums.items()
+            for kind, (errors, true, both) in self.sums.items()
         }
 
 
@@ -269,16 +264,12 @@ def compare_gradients(
 def show_gradients(title: str, found: Mapping[str, object]) -> None:
     names = [name for name in found if name not in ("float32", "loss")]
     print(f"\nrelative errors of gradients, {title}")
-    head = "".join(f"{name + ' ' + key:>14}" for name in names for key in ("one", "mean", "longer"))
+    head = "".join(f"{name + ' ' + key:>14}" for name in names for key in COLUMNS)
     print(f"{'':22}{head}{'float32 apart':>15}")
     tables: dict[str, dict[str, dict[str, float]]] = dict(found)  # type: ignore[arg-type]
     for kind in tables[names[0]]:
-        words = "".join(
-            f"{tables[name][kind][key]:14.5f}"
-            for name in names
-            for key in ("one", "mean", "longer")
-        )
-        print(f"{kind:22}{words}{tables['float32'][kind]['one']:15.2e}")
+        words = "".join(f"{tables[name][kind][key]:14.5f}" for name in names for key in COLUMNS)
+        print(f"{kind:22}{words}{tables['float32'][kind]['error']:15.2e}")
     losses: dict[str, list[float]] = tables["loss"]  # type: ignore[assignment]
     for name in names:
         print(f"loss, {name} - float32: mean {statistics.fmean(losses[name]):+.2e}", flush=True)
