@@ -16,6 +16,14 @@ NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """(HF-on-disk name, full tensor), in layer order."""
 
 
+class SentWeights:
+    """Weights of a sender in this process that keeps them as they are until it has the receipt:
+    whoever installs them may compare bytes, which is quicker than hashing them on a host."""
+
+    __slots__ = ()
+    weights: tuple[tuple[str, Tensor], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Installed:
     """The receipt of a weight update: what arrived, to be held against what was sent."""
@@ -23,6 +31,9 @@ class Installed:
     version: int
     num_tensors: int
     digest: str
+    """Empty where `is_same`."""
+    is_same: bool = field(default=False, kw_only=True)
+    """Byte for byte what was sent, by comparison: only of `SentWeights`."""
     install_s: float = field(default=0.0, compare=False)
     """From the weights at hand to the receipt; 0 where it is not known."""
     pause_s: float = field(default=0.0, compare=False)

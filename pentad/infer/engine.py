@@ -28,7 +28,7 @@ from pentad.infer.sequence import Sequence, Table
 from pentad.infer.settings import RequestLimits, SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import install_hf, iter_hf
-from pentad.ops.digest import digest_of
+from pentad.ops.digest import digest_of, is_same_on_host
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import Launched
@@ -256,8 +256,11 @@ class InferenceEngine:
 
     # Weights and memory.
 
-    def install(self, version: int, weights: Seq[tuple[str, Tensor]]) -> Installed:
-        """Overwrites the weights; the receipt's digest is of what then lies in the model."""
+    def install(
+        self, version: int, weights: Seq[tuple[str, Tensor]], *, compares: bool = False
+    ) -> Installed:
+        """Overwrites the weights; the receipt's digest is of what then lies in the model, unless
+        that is compared with the weights."""
         if version < self.version:
             raise UserError(
                 Problem(f"install of version {version}", f"version {self.version} is already here")
@@ -270,8 +273,10 @@ class InferenceEngine:
         if self.settings.on_update == "reprefill":
             self.scheduler.preempt_all()
         self.pool.forget_prefixes()
-        digest = digest_of(iter_hf(self.model)).hex()
-        return Installed(version, num_tensors, digest, pause_s=time.perf_counter() - started)
+        is_same = compares and is_same_on_host(iter_hf(self.model), weights)
+        digest = "" if is_same else digest_of(iter_hf(self.model)).hex()
+        pause_s = time.perf_counter() - started
+        return Installed(version, num_tensors, digest, is_same=is_same, pause_s=pause_s)
 
     def rewind(self) -> None:
         self.version = -1

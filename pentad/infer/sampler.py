@@ -21,7 +21,7 @@ import torch
 
 from pentad.core.device import settle, unsettle
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.roles import Installed, NamedTensors
+from pentad.core.roles import Installed, NamedTensors, SentWeights
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.infer.engine import Decode, InferenceEngine, Report
 from pentad.infer.sequence import Sequence
@@ -150,7 +150,8 @@ class EmbeddedSampler:
         pairs, started = list(weights), time.perf_counter()
         self.num_installs += 1
         settle(self.num_installs)
-        receipt = await self._do(partial(self.engine.install, version, pairs))
+        compares = isinstance(weights, SentWeights)
+        receipt = await self._do(partial(self.engine.install, version, pairs, compares=compares))
         return replace(receipt, install_s=time.perf_counter() - started)
 
     async def rewind(self) -> None:

@@ -1,4 +1,4 @@
-"""Publishing: every sampler gets the learner's weights, whole, proven by digest.
+"""Publishing: every sampler gets the learner's weights, whole, proven by digest or comparison.
 
 A snapshot is taken in the learner's own program order. In place (samplers idle) it holds
 references; overlapped it holds copies, so that training may go on while it travels. What several
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pentad.core.errors import InfraFailure, RunError, WrongWeights
-from pentad.core.roles import Installed, Sampler
+from pentad.core.roles import Installed, Sampler, SentWeights
 from pentad.ops.digest import WeightDigest, digest_of
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,27 @@ class Snapshot:
         return iter(self.weights)
 
 
+@dataclass(frozen=True, slots=True)
+class LiveSnapshot(Snapshot, SentWeights):
+    """The learner's own tensors: samplers of this process compare with them."""
+
+
 def take_snapshot(
-    version: int, weights: Iterable[tuple[str, Tensor]], *, copy: bool, on_host: bool = False
+    version: int,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    copy: bool,
+    on_host: bool = False,
+    hashed: bool = True,
 ) -> Snapshot:
     """Call it where the learner runs; `copy` when the learner will move on before the install.
 
     `on_host` for weights that are gathered from several ranks: no one device need hold them all.
+    Not `hashed` where they are compared in place: the digest is made if somebody asks for it.
     """
+    if not hashed and not copy and not on_host:
+        pairs = tuple((name, tensor.detach()) for name, tensor in weights)
+        return LiveSnapshot(version, pairs, WeightDigest(pairs))
     kept: list[tuple[str, Tensor]] = []
 
     def passing() -> Iterator[tuple[str, Tensor]]:
@@ -85,8 +99,8 @@ class Publisher:
         self.times: PublishTimes | None = None
         """Of the last publish that was confirmed."""
 
-    async def publish(self, snapshot: Snapshot) -> str:
-        """The digest of what all samplers now hold."""
+    async def publish(self, snapshot: Snapshot) -> None:
+        """Returns when all samplers hold it."""
         if snapshot.version < self.version:
             raise RunError(
                 f"publish of version {snapshot.version} after version {self.version}: "
@@ -97,7 +111,6 @@ class Publisher:
             *(sampler.install(snapshot.version, snapshot) for sampler in self.samplers),
             return_exceptions=True,
         )
-        expected = snapshot.digest.hex()
         receipts = answered(results)
         for index, receipt in receipts:
             if receipt.num_tensors != len(snapshot.weights):
@@ -105,10 +118,12 @@ class Publisher:
                     f"sampler {index} wrote {receipt.num_tensors} of {len(snapshot.weights)} "
                     f"tensors of version {snapshot.version}; its policy is not the trained one"
                 )
-            if receipt.version != snapshot.version or receipt.digest != expected:
+            is_same = receipt.is_same or receipt.digest == snapshot.digest.hex()
+            if receipt.version != snapshot.version or not is_same:
                 raise RunError(
                     f"sampler {index} holds version {receipt.version}, digest {receipt.digest}; "
-                    f"the learner published version {snapshot.version} with digest {expected}"
+                    f"the learner published version {snapshot.version} with digest "
+                    f"{snapshot.digest.hex()}"
                 )
         self.version = snapshot.version
         seconds = time.monotonic() - started
@@ -118,7 +133,6 @@ class Publisher:
         transfer = max(seconds - install, 0.0)
         self.times = PublishTimes(snapshot.gather_s, transfer, pause, install, num_bytes)
         log.debug("published version %d: %s", snapshot.version, self.times)
-        return expected
 
 
 def answered(results: Sequence[Installed | BaseException]) -> list[tuple[int, Installed]]:

@@ -242,13 +242,13 @@ class Assembly:
             self.crew.note_loaded()
             snapshot = await self.side.take(trained, copy=self.placement.offload_train)
             await self.side.turnstile.enter("rollout")
-            digest = await self.side.publisher.publish(snapshot)
+            await self.side.publisher.publish(snapshot)
             found = await run_selftest(
                 self.learner,
                 list(self.side.samplers.values()),
                 [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)],
                 temperature=self.params.temperature,
-                weights_digest=digest,
+                weights_digest=snapshot.digest.hex(),
                 tolerance=tolerance_of(
                     compute_dtype(self.config.actor, self.device), strict=self.config.strict
                 ),

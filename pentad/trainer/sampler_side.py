@@ -18,6 +18,7 @@ from pentad.core.machine import gpu_memory_used
 from pentad.core.roles import Sampler
 from pentad.data.file_blobs import make_blobs
 from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
+from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.rank import is_one_machine
 from pentad.samplers.replica import ReplicaSampler
@@ -50,7 +51,11 @@ class SamplerSide:
         }
         handoff, started = self.handoff, time.perf_counter()
         if handoff is None:
-            await self.learner.call("snapshot", **given)
+            compared = all(
+                isinstance(one, EmbeddedSampler) and one.engine.runner.device.type == "cpu"
+                for one in self.samplers.values()
+            )
+            await self.learner.call("snapshot", hashed=not compared, **given)
             service = own_service(self.learner.calls)
             assert service is not None, "one rank in this process, or there is a handoff"
             return replace(service.fetch(version), gather_s=time.perf_counter() - started)

@@ -103,13 +103,16 @@ class EngineService:
         on_host: bool,
         place: list[str] | None = None,
         deltas: bool = False,
+        hashed: bool = True,
     ) -> dict[str, Any]:
         """Keeps the actor's weights as `version` for `fetch`; with a `place` (kind and folder) for
         other processes, by ticket: every rank writes its shards."""
         actor = self.engines["actor"]
         if place is None:
             assert self.rank.world == 1, "several ranks hand weights over by ticket"
-            taken = take_snapshot(version, actor.iter_weights(), copy=copy, on_host=on_host)
+            taken = take_snapshot(
+                version, actor.iter_weights(), copy=copy, on_host=on_host, hashed=hashed
+            )
             self.snapshots[version] = taken
             return {}
         shards = actor.weight_shards()

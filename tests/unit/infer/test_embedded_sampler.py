@@ -10,10 +10,12 @@ import torch
 from closeness import assert_logprobs
 
 from pentad.core.errors import RunError, UserError
+from pentad.infer import engine as infer_engine
 from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import install_hf, iter_hf
 from pentad.models.registry import create_model
 from pentad.ops.digest import digest_of
+from pentad.sync.publisher import Publisher, take_snapshot
 
 
 async def update_under_way(sampler, request, weights):
@@ -187,10 +189,10 @@ def test_a_request_that_ends_while_weights_arrive_is_never_run(
     arriving, release = threading.Event(), threading.Event()
     install = sampler.engine.install
 
-    def slow(*given):
+    def slow(*given, **how):
         arriving.set()
         release.wait(240)
-        return install(*given)
+        return install(*given, **how)
 
     monkeypatch.setattr(sampler.engine, "install", slow)
 
@@ -333,3 +335,31 @@ def test_any_mixture_of_calls_ends_with_nothing_held(make_sampler, make_request,
     assert stats["running"] == stats["waiting"] == stats["kv_usage"] == 0
     assert sampler.open == {}
     assert len(sampler.engine.table.free_rows) == 6
+
+
+@pytest.mark.parametrize("name", [None, "embed.weight", "layers.1.attn.o.weight", "norm.weight"])
+def test_weights_of_this_process_are_compared_instead_of_hashed(
+    make_sampler, tiny_dims, monkeypatch, name
+):
+    """One flipped bit of what was installed, even the sign of a zero, is seen all the same."""
+    sampler, learner = make_sampler(), create_model(tiny_dims, seed=2)
+    for parameter in learner.parameters():
+        parameter.data.view(-1)[3] = 0.0
+    install = infer_engine.install_hf
+
+    def damaged(model, pairs):
+        num = install(model, pairs)
+        if name is not None:
+            model.get_parameter(name).data.view(-1)[3] = -0.0
+        return num
+
+    monkeypatch.setattr(infer_engine, "install_hf", damaged)
+    snapshot = take_snapshot(1, iter_hf(learner), copy=False, hashed=False)
+    publishing = Publisher([sampler]).publish(snapshot)
+    if name is None:
+        asyncio.run(publishing)
+        assert "entries" not in vars(snapshot.digest)
+        assert snapshot.digest.hex() == digest_of(iter_hf(sampler.engine.model)).hex()
+    else:
+        with pytest.raises(RunError, match="sampler 0 holds version 1, digest"):
+            asyncio.run(publishing)

@@ -41,8 +41,9 @@ def test_all_samplers_end_with_the_published_weights():
     receivers = [Receiver(), Receiver()]
     sent = weights()
     publisher = Publisher(receivers)
-    digest = asyncio.run(publisher.publish(take_snapshot(3, sent, copy=False)))
-    assert publisher.version == 3 and digest == digest_of(sent).hex()
+    snapshot = take_snapshot(3, sent, copy=False)
+    asyncio.run(publisher.publish(snapshot))
+    assert publisher.version == 3 and snapshot.digest.hex() == digest_of(sent).hex()
     for receiver in receivers:
         assert all(torch.equal(receiver.weights[name], tensor) for name, tensor in sent)
 
