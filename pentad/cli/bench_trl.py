@@ -90,11 +90,15 @@ def run_steps(folder: Path) -> TrlMeasured:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     del model
-    from datasets import Dataset  # these import for long, and a model may fail before
+    import pyarrow  # these import for long, and a model may fail before
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    data = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
+    table = pyarrow.Table.from_pylist([{"prompt": row["prompt"]} for row in rows])
+    # With a fingerprint: to make one datasets pickles types of pyarrow, which fails on Python 3.12.
+    data = Dataset(InMemoryTable(table), fingerprint=folder.name)
     times: list[float] = []
     sampling: list[float] = []
     lengths: list[int] = []

@@ -6,11 +6,15 @@ sequence is decoded, their launches are most of the time. Forward only.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Sequence
 
-from pentad.core.swap import swap_classes
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
-from pentad.models.decoder import Decoder
+from pentad.models.decoder import Block, Decoder
 from pentad.models.layers import Attention, Mlp, Norm
 from pentad.ops import fused
 
@@ -26,12 +30,28 @@ class FusedMlp(Mlp):
 
 
 class FusedAttention(Attention):
+    """Its projections are one product, once `join` has laid their weights side by side."""
+
+    joined: tuple[Tensor, Tensor | None] | None = None
+    """Weight and bias of all three; the parameters are views of them."""
+
+    def join(self) -> None:
+        parts = (self.q, self.k, self.v)
+        weight = lay_side_by_side([part.weight for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.joined = weight, lay_side_by_side(biases) if biases else None
+
+    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        parts = (self.q, self.k, self.v)
+        assert self.joined is not None
+        widths = [len(part.weight) for part in parts]
+        found = F.linear(x_TD, *self.joined).split(widths, dim=-1)
+        return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in found)
+
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend) -> Tensor:
         if cos_Td.shape[-1] != self.head_dim:  # the kernel turns whole heads
             return super().forward(x_TD, cos_Td, sin_Td, attend)
-        q_THd, k_TKd, v_TKd = (
-            linear(x_TD).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v)
-        )
+        q_THd, k_TKd, v_TKd = self.project(x_TD)
         q_weight = k_weight = None
         eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
@@ -44,6 +64,14 @@ class FusedAttention(Attention):
         return self.o(o_THd.flatten(-2))
 
 
+class FusedBlock(Block):
+    def mix(
+        self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        y_TD = self.attn(self.attn_norm(x_TD), cos_Td, sin_Td, attend)
+        return fused.add_norm(x_TD, y_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+
+
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     Norm: FusedNorm,
     Mlp: FusedMlp,
@@ -51,5 +79,32 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def lay_side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of all rows, of which the parameters become views: what is installed in them is
+    seen in it."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    rows = [len(parameter) for parameter in parameters]
+    for parameter, part in zip(parameters, whole.split(rows), strict=True):
+        parameter.data = part
+    return whole
+
+
 def apply_fused(model: Decoder) -> None:
     swap_classes(model, FUSED)
+    for block in model.blocks.values():
+        if type(block) is Block and type(block.ffn_norm) is FusedNorm:
+            swap_class(block, FusedBlock)
+
+
+def join_projections(model: Decoder) -> None:
+    """Anew whenever the weights have come to another place."""
+    for module in model.modules():
+        if isinstance(module, FusedAttention):
+            module.join()
+
+
+def part_projections(model: Decoder) -> None:
+    """Before the weights leave: nothing else holds on to their memory."""
+    for module in model.modules():
+        if isinstance(module, FusedAttention):
+            module.joined = None

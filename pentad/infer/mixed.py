@@ -58,7 +58,9 @@ class MixedAttend:
     ) -> Tensor:
         cache = self.cache
         k_BbKd, v_BbKd = cache.k[layer], cache.v[layer]
-        store(k_BbKd.flatten(0, 1), v_BbKd.flatten(0, 1), self.places_T, k_TKd, v_TKd.contiguous())
+        store(k_BbKd.flatten(0, 1), v_BbKd.flatten(0, 1), self.places_T, k_TKd, v_TKd)
+        if self.fresh is not None and len(self.fresh_T) == len(q_THd):
+            return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window=window)
         o_THd = torch.empty_like(q_THd)
         if len(self.single_T):
             q_SHd = q_THd.index_select(0, self.single_T)

@@ -59,11 +59,13 @@ class Runner:
         """Row -> what it asked for of the last step."""
         self.cache: KVCache | None = None
         self.decoder: GraphDecoder | None = None
-        if self.has_kernels:  # Triton is optional: everything that needs it is imported here
+        self.is_fused = self.has_kernels and not settings.strict
+        if (
+            self.is_fused
+        ):  # Triton is optional: everything that needs it is imported where it is used
             from pentad.infer.fuse import apply_fused
 
-            if not settings.strict:
-                apply_fused(self.model)
+            apply_fused(self.model)
         if settings.strict:
             apply_strict(self.model)
         self.wake()
@@ -73,6 +75,10 @@ class Runner:
     def wake(self) -> None:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
+        if self.is_fused:
+            from pentad.infer.fuse import join_projections
+
+            join_projections(self.model)
         self.cache = KVCache(
             self.model.dims,
             self.num_blocks,
@@ -98,6 +104,10 @@ class Runner:
         """Frees the cache, and on a GPU the weights, which wait in host memory."""
         self.cache = self.decoder = None
         if self.device.type == "cuda":
+            if self.is_fused:
+                from pentad.infer.fuse import part_projections
+
+                part_projections(self.model)
             for name, parameter in self.model.named_parameters():
                 if name not in self.resting:
                     self.resting[name] = torch.empty_like(

@@ -51,6 +51,57 @@ def _norm(
     tl.store(out_ptr + row * WIDTH + d, y * weight, mask=mask)
 
 
+def reference_add_norm(
+    x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    x_TD = x_TD + y_TD
+    return x_TD, reference_norm(x_TD, weight_D, eps)
+
+
+def add_norm(x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, and its RMS norm."""
+    width = x_TD.shape[-1]
+    assert x_TD.is_contiguous() and y_TD.is_contiguous() and weight_D.dtype == x_TD.dtype
+    sum_TD, out_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    _add_norm[(x_TD.numel() // width,)](
+        x_TD,
+        y_TD,
+        weight_D,
+        sum_TD,
+        out_TD,
+        eps,
+        WIDTH=width,
+        WIDE=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+    return sum_TD, out_TD
+
+
+@triton.jit
+def _add_norm(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDE)
+    mask = d < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + row * WIDTH + d, mask=mask, other=0.0).to(tl.float32)
+    total = (x + y).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + row * WIDTH + d, total, mask=mask)
+    x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + d, mask=mask, other=0.0)
+    out = (x * scale).to(out_ptr.dtype.element_ty) * weight
+    tl.store(out_ptr + row * WIDTH + d, out, mask=mask)
+
+
 def reference_rotate(
     x_THd: Tensor, weight_d: Tensor | None, cos_Td: Tensor, sin_Td: Tensor, eps: float
 ) -> Tensor:
@@ -59,6 +110,10 @@ def reference_rotate(
     first, second = x_THd.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x_THd * cos_Td[:, None] + turned * sin_Td[:, None]
+
+
+HEADS = 8
+"""Heads that a program norms and turns."""
 
 
 def norm_rotate(
@@ -70,14 +125,16 @@ def norm_rotate(
     sin_Td: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Head norms (where weights are given) and rotary of queries and keys, in one kernel."""
+    """Head norms (where weights are given) and rotary of queries and keys, in one kernel. Both may
+    be parts of one tensor: a token's heads are contiguous, the distance of tokens is free."""
     num_tokens, num_heads, head_dim = q_THd.shape
     num_kv_heads = k_TKd.shape[1]
-    assert q_THd.is_contiguous() and k_TKd.is_contiguous()
+    assert has_dense_rows(q_THd) and has_dense_rows(k_TKd)
     assert cos_Td.is_contiguous() and sin_Td.is_contiguous() and head_dim % 2 == 0
-    q_out, k_out = torch.empty_like(q_THd), torch.empty_like(k_TKd)
+    q_out = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
+    k_out = torch.empty(k_TKd.shape, dtype=k_TKd.dtype, device=k_TKd.device)
     has_norm = q_weight is not None and k_weight is not None
-    _norm_rotate[(num_tokens, num_heads + num_kv_heads)](
+    _norm_rotate[(num_tokens, triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS))](
         q_THd,
         k_TKd,
         q_weight if has_norm else q_THd,
@@ -86,15 +143,22 @@ def norm_rotate(
         sin_Td,
         q_out,
         k_out,
+        q_THd.stride(0),
+        k_TKd.stride(0),
         eps,
         HAS_NORM=has_norm,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         WIDE=triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        HEADS=HEADS,
+        num_warps=2,
     )
     return q_out, k_out
+
+
+def has_dense_rows(x_Tnd: Tensor) -> bool:
+    return x_Tnd.stride(2) == 1 and x_Tnd.stride(1) == x_Tnd.shape[2]
 
 
 @triton.jit
@@ -107,60 +171,72 @@ def _norm_rotate(
     sin_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
     k_out_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
     eps: tl.tensor,
     HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    if head < NUM_HEADS:
-        at = (token * NUM_HEADS + head) * 2 * HALF
-        _rotate_head(q_ptr + at, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr + at, token, eps,
-                     HAS_NORM, HALF, WIDE)  # fmt: skip
+    part = tl.program_id(1)
+    q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    if part < q_parts:
+        _rotate_heads(
+            q_ptr + token * q_stride, q_weight_ptr, cos_ptr, sin_ptr,
+            q_out_ptr + token * NUM_HEADS * 2 * HALF, token, part * HEADS, eps,
+            HAS_NORM, NUM_HEADS, HALF, WIDE, HEADS)  # fmt: skip
     else:
-        at = (token * NUM_KV_HEADS + head - NUM_HEADS) * 2 * HALF
-        _rotate_head(k_ptr + at, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr + at, token, eps,
-                     HAS_NORM, HALF, WIDE)  # fmt: skip
+        _rotate_heads(
+            k_ptr + token * k_stride, k_weight_ptr, cos_ptr, sin_ptr,
+            k_out_ptr + token * NUM_KV_HEADS * 2 * HALF, token, (part - q_parts) * HEADS, eps,
+            HAS_NORM, NUM_KV_HEADS, HALF, WIDE, HEADS)  # fmt: skip
 
 
 @triton.jit
-def _rotate_head(
+def _rotate_heads(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     out_ptr: tl.tensor,
     token: tl.tensor,
+    first_head: tl.tensor,
     eps: tl.tensor,
     HAS_NORM: tl.constexpr,
+    NUM: tl.constexpr,
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     d = tl.arange(0, WIDE)
+    head = first_head + tl.arange(0, HEADS)
     mask = d < HALF
-    first = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + HALF + d, mask=mask, other=0.0).to(tl.float32)
+    mask_hd = (head < NUM)[:, None] & mask[None, :]
+    x_at = head[:, None] * 2 * HALF + d[None, :]
+    first = tl.load(x_ptr + x_at, mask=mask_hd, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + x_at + HALF, mask=mask_hd, other=0.0).to(tl.float32)
     if HAS_NORM:
-        total = tl.sum(first * first, 0) + tl.sum(second * second, 0)
-        scale = tl.rsqrt(total / (2 * HALF) + eps)
-        weight_1 = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
-        weight_2 = tl.load(weight_ptr + HALF + d, mask=mask, other=0.0).to(tl.float32)
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(total / (2 * HALF) + eps)[:, None]
+        weight_1 = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)[None, :]
+        weight_2 = tl.load(weight_ptr + HALF + d, mask=mask, other=0.0).to(tl.float32)[None, :]
         first = ((first * scale).to(dtype).to(tl.float32) * weight_1).to(dtype).to(tl.float32)
         second = ((second * scale).to(dtype).to(tl.float32) * weight_2).to(dtype).to(tl.float32)
     at = token * 2 * HALF + d
-    cos_1 = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos_1 = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)[None, :]
     # Both products are rounded before they are added, as in the plain version.
     out_1 = (first * cos_1).to(dtype).to(tl.float32) - (second * sin_1).to(dtype).to(tl.float32)
     out_2 = (second * cos_2).to(dtype).to(tl.float32) + (first * sin_2).to(dtype).to(tl.float32)
-    tl.store(out_ptr + d, out_1.to(dtype), mask=mask)
-    tl.store(out_ptr + HALF + d, out_2.to(dtype), mask=mask)
+    tl.store(out_ptr + x_at, out_1.to(dtype), mask=mask_hd)
+    tl.store(out_ptr + x_at + HALF, out_2.to(dtype), mask=mask_hd)
 
 
 def reference_silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
@@ -205,16 +281,19 @@ def reference_store(
 
 
 def store(k_NKd: Tensor, v_NKd: Tensor, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-    """Writes keys and values of T tokens to their places among N, in one kernel."""
+    """Writes keys and values of T tokens to their places among N, in one kernel. A token's heads
+    are contiguous, the distance of tokens is free."""
     width = k_TKd.shape[1] * k_TKd.shape[2]
     assert k_NKd.is_contiguous() and v_NKd.is_contiguous()
-    assert k_TKd.is_contiguous() and v_TKd.is_contiguous()
+    assert has_dense_rows(k_TKd) and has_dense_rows(v_TKd)
     _store[(k_TKd.shape[0],)](
         k_NKd,
         v_NKd,
         places_T,
         k_TKd,
         v_TKd,
+        k_TKd.stride(0),
+        v_TKd.stride(0),
         WIDTH=width,
         WIDE=triton.next_power_of_2(width),
         num_warps=4,
@@ -228,6 +307,8 @@ def _store(
     places_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
@@ -235,7 +316,7 @@ def _store(
     place = tl.load(places_ptr + token).to(tl.int64)
     d = tl.arange(0, WIDE)
     mask = d < WIDTH
-    k = tl.load(k_ptr + token * WIDTH + d, mask=mask, other=0.0)
-    v = tl.load(v_ptr + token * WIDTH + d, mask=mask, other=0.0)
+    k = tl.load(k_ptr + token * k_stride + d, mask=mask, other=0.0)
+    v = tl.load(v_ptr + token * v_stride + d, mask=mask, other=0.0)
     tl.store(k_cache_ptr + place * WIDTH + d, k, mask=mask)
     tl.store(v_cache_ptr + place * WIDTH + d, v, mask=mask)

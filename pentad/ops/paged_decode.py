@@ -17,6 +17,7 @@ from torch import Tensor
 
 PLACES = 64
 """Places a program loads at a time."""
+NUM_WARPS, NUM_STAGES = 4, 3
 MIN_PROGRAMS = 512
 """Splits are added until there are about this many programs: a few on every multiprocessor."""
 MAX_SPLITS = 16
@@ -91,8 +92,8 @@ def paged_decode(
         PLACES=PLACES,
         SPLITS=splits,
         PRECISION="ieee" if q_SHd.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     if splits > 1:
         _merge[(num_seqs, num_heads)](

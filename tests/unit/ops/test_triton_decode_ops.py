@@ -61,9 +61,20 @@ def test_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm(dtype):
+    x, y, weight = rand(5, 48, dtype=dtype), rand(5, 48, dtype=dtype), rand(48, dtype=dtype)
+    total, normed = fused.add_norm(x, y, weight, 1e-6)
+    wanted_total, wanted = fused.reference_add_norm(x, y, weight, 1e-6)
+    assert torch.equal(total, wanted_total)
+    torch.testing.assert_close(normed, wanted, atol=ATOL[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [True, False])
-def test_norm_rotate(dtype, has_norm):
-    q, k = rand(5, 4, 24, dtype=dtype), rand(5, 2, 24, dtype=dtype)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (16, 8)])
+def test_norm_rotate_of_parts_of_one_tensor(dtype, has_norm, heads, kv_heads):
+    whole = rand(5, heads + kv_heads, 24, dtype=dtype)
+    q, k = whole.split([heads, kv_heads], dim=1)
     weights = (rand(24, dtype=dtype), rand(24, dtype=dtype)) if has_norm else (None, None)
     angle = rand(5, 24)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -85,7 +96,7 @@ def test_silu_mul_of_the_halves_of_one_tensor(dtype, width):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_store(dtype):
     places = torch.randperm(20, device=DEVICE)[:5]
-    k, v = rand(5, 2, 24, dtype=dtype), rand(5, 2, 24, dtype=dtype)
+    k, v = rand(5, 4, 24, dtype=dtype).chunk(2, dim=1)
     ours = [torch.zeros(20, 2, 24, device=DEVICE, dtype=dtype) for _ in range(2)]
     theirs = [x.clone() for x in ours]
     fused.store(*ours, places, k, v)
