@@ -85,6 +85,20 @@ class Generation:
     one after it was drawn, from a sampler that records them. The last token's mean nothing."""
     tops: list[TopTokens] = field(default_factory=list)
     """One entry a new token, if `num_top` of them were asked for."""
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """What `columns` gave; a sampler that has arrays gives them here."""
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """ids, log-probs and versions as a sample has them, made once: three parties read them."""
+        if self.arrays is None:
+            self.arrays = (
+                np.array(self.ids, dtype=np.int64),
+                np.array(self.logprobs, dtype=np.float32),
+                np.array(self.versions, dtype=np.int64),
+            )
+        return self.arrays
 
 
 @dataclass(slots=True)

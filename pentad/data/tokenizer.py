@@ -65,6 +65,8 @@ class Tokenizer:
         return [list(ids) for ids in found["input_ids"]]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        if is_plain_decoder(self.inner):
+            return str(self.inner.backend_tokenizer.decode(ids, not keep_special))
         text = self.inner.decode(
             list(ids),
             skip_special_tokens=not keep_special,
@@ -83,6 +85,21 @@ class Tokenizer:
         )
         assert isinstance(text, str)
         return text
+
+
+def is_plain_decoder(inner: Any) -> bool:
+    """Whether transformers decodes with what lies beneath it and adds nothing but time: it looks
+    at every id. Where it would mend spaces, callers that want that do not ask this."""
+    own = (getattr(type(inner), name, None) for name in ("decode", "_decode"))
+    plain = ["PreTrainedTokenizerBase.decode", "TokenizersBackend._decode"]
+    return [getattr(method, "__qualname__", "") for method in own] == plain
+
+
+def decode_all(inner: Any, many: Sequence[Sequence[int]]) -> list[str]:
+    """Texts without special tokens, as the transformers tokenizer `inner` gives them one by one."""
+    if is_plain_decoder(inner) and not inner.clean_up_tokenization_spaces:
+        return list(inner.backend_tokenizer.decode_batch(many, True))  # other threads go on
+    return [inner.decode(ids, skip_special_tokens=True) for ids in many]
 
 
 def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:

@@ -138,8 +138,8 @@ class RequestScheduler:
         for sequence, reason in ended.items():
             self.vacate(sequence)
             sequence.finish = reason
-        self.running = [s for s in self.running if s not in ended]
-        self.seat_changed()
+        self.running = [s for s in self.running if s.row >= 0]
+        self.rows = self.rows[self.table.is_seated[self.rows]]
 
     # What plan() is made of.
 
@@ -161,10 +161,20 @@ class RequestScheduler:
     def remember_filled(self, rows: np.ndarray, counts: np.ndarray) -> None:
         computed = self.table.num_computed[rows]
         size = self.pool.block_size
-        for i in np.flatnonzero((computed + counts) // size > computed // size):
+        is_filled = (computed + counts) // size > computed // size
+        for i in np.flatnonzero(is_filled & (counts > 1)):
             sequence = self.table.sequences[rows[i]]
             assert sequence is not None
             self.remember_blocks(sequence, int(computed[i]), int(counts[i]))
+        # Of one token each, as nearly all are: their blocks are read at once.
+        which = np.flatnonzero(is_filled & (counts == 1))
+        index_N = computed[which] // size
+        places = (index_N * size)[:, None] + np.arange(size)
+        tokens = self.table.tokens[rows[which][:, None], places].tolist()
+        for row, index, filled in zip(rows[which].tolist(), index_N.tolist(), tokens, strict=True):
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            sequence.node = self.pool.remember(sequence.node, filled, sequence.blocks[index])
 
     # A step that was launched before the one ahead of it was recorded.
 
@@ -180,11 +190,7 @@ class RequestScheduler:
         full = rows[num_tokens > table.num_blocks[rows] * pool.block_size]
         if not len(rows) or pool.num_free < len(full):
             return None
-        for row in full:
-            sequence = table.sequences[row]
-            assert sequence is not None
-            sequence.blocks.append(pool.take())
-            table.set_blocks(row, len(sequence.blocks) - 1, sequence.blocks[-1:])
+        self.grow(full)
         return rows
 
     def plan_ahead(self, rows: np.ndarray) -> Plan:
@@ -250,13 +256,24 @@ class RequestScheduler:
         """A block for each sequence whose next token needs one; latecomers make room."""
         table, pool = self.table, self.pool
         full = table.num_tokens[self.rows] > table.num_blocks[self.rows] * pool.block_size
+        if pool.num_free >= full.sum():
+            self.grow(self.rows[full])
+            return
         for row in self.rows[full]:
             sequence = table.sequences[row]
             while sequence is not None and sequence.row == row and pool.num_free == 0:
                 self.preempt(self.running[-1])
             if sequence is not None and sequence.row == row:
-                sequence.blocks.append(pool.take())
-                table.set_blocks(row, len(sequence.blocks) - 1, sequence.blocks[-1:])
+                self.grow(np.array([row]))
+
+    def grow(self, rows: np.ndarray) -> None:
+        """A block more for each; the caller has seen that there are as many."""
+        blocks = [self.pool.take() for _ in rows]
+        for row, block in zip(rows.tolist(), blocks, strict=True):
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            sequence.blocks.append(block)
+        self.table.add_blocks(rows, blocks)
 
     def fork_followers(self, plan: Plan) -> None:
         """Where a prefill ends, its followers draw from the same logits."""

@@ -40,6 +40,8 @@ class Sequence:
     """Of its first tokens, those kept when it last gave up its blocks."""
     tops: list[TopTokens] = field(default_factory=list)
     """Of every new token, if they were asked for."""
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """New ids, `logprobs` and `versions`, as they lay in its row."""
 
     @property
     def num_prompt(self) -> int:
@@ -49,7 +51,8 @@ class Sequence:
         assert self.row < 0 and self.finish is not None, "the sequence is still running"
         new_ids = self.ids[self.num_prompt :]
         routes = None if self.routes is None else filled(self.routes, len(self.ids))
-        return Generation(new_ids, self.logprobs, self.versions, self.finish, routes, self.tops)
+        columns = new_ids, self.logprobs, self.versions
+        return Generation(*columns, self.finish, routes, self.tops, self.arrays)
 
 
 class Table:
@@ -72,6 +75,7 @@ class Table:
         self.num_top = np.zeros(num_rows, np.int64)
         self.num_seated = np.zeros(num_rows, np.int64)
         """How many sequences have left each row: tells two that had the same one apart."""
+        self.is_seated = np.zeros(num_rows, bool)
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.has_followers = np.zeros(num_rows, bool)
         self.stops = StopSets(num_rows)
@@ -84,6 +88,7 @@ class Table:
         """Gives the sequence a row; nothing of it is computed yet."""
         row = sequence.row = self.free_rows.pop()
         self.sequences[row] = sequence
+        self.is_seated[row] = True
         params = sequence.request.params
         size = len(sequence.ids)
         self.reserve_columns(size + 1)
@@ -109,9 +114,13 @@ class Table:
         row, prompt = sequence.row, sequence.num_prompt
         size = int(self.num_tokens[row])
         sequence.ids = self.tokens[row, :size].tolist()
-        sequence.logprobs = self.logprobs[row, prompt:size].tolist()
-        sequence.versions = self.versions[row, prompt:size].tolist()
+        ids, logprobs, versions = (
+            table[row, prompt:size].copy() for table in (self.tokens, self.logprobs, self.versions)
+        )
+        sequence.logprobs, sequence.versions = logprobs.tolist(), versions.tolist()
+        sequence.arrays = ids, logprobs, versions
         self.sequences[row] = None
+        self.is_seated[row] = False
         self.num_seated[row] += 1
         self.stops.drop(row)
         self.free_rows.append(row)
@@ -124,6 +133,14 @@ class Table:
             self.blocks = widen(self.blocks, last)
         self.blocks[row, first:last] = blocks
         self.num_blocks[row] = last
+
+    def add_blocks(self, rows: np.ndarray, blocks: list[int]) -> None:
+        """One more block for each of these rows."""
+        places = self.num_blocks[rows]
+        if len(rows) and places.max() >= self.blocks.shape[1]:
+            self.blocks = widen(self.blocks, int(places.max()) + 1)
+        self.blocks[rows, places] = blocks
+        self.num_blocks[rows] = places + 1
 
     def reserve_columns(self, num_columns: int) -> None:
         if num_columns > self.tokens.shape[1]:

@@ -93,7 +93,9 @@ class Fleet:
             self._probe_suspects(at_once=not trusted)
             if trusted:
                 least = min(trusted, key=lambda r: r.load)
-                home = max(trusted, key=lambda r: derive_seed(r.name, *prompt.ids))
+                home = least
+                if len(trusted) > 1:
+                    home = max(trusted, key=lambda r: derive_seed(r.name, *prompt.ids))
                 picked = home if home.load <= least.load + num_samples else least
                 picked.load += num_samples
                 return picked

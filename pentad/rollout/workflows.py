@@ -16,6 +16,7 @@ import numpy as np
 from pentad.core.errors import DataFailure, is_cancelled
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
+from pentad.data.tokenizer import decode_all
 from pentad.rollout.environments import Environment, RolloutTokenizer, observation_ids
 
 T = TypeVar("T")
@@ -66,10 +67,12 @@ class Context:
 
     def text_of(self, generation: Generation) -> str:
         """The sampled ids as text, without special tokens and without the id that ended them."""
-        ids = generation.ids
-        if self.ending_id(generation) is not None:
-            ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.texts_of([generation])[0]
+
+    def texts_of(self, generations: Sequence[Generation]) -> list[str]:
+        is_ended = [self.ending_id(generation) is not None for generation in generations]
+        pairs = zip(generations, is_ended, strict=True)
+        return decode_all(self.tokenizer, [g.ids[:-1] if ended else g.ids for g, ended in pairs])
 
     def ending_id(self, generation: Generation) -> int | None:
         """The stop id at the end of the answer, if that is what ended it."""
@@ -146,18 +149,37 @@ def check_fits(prompt: Prompt, context: Context) -> None:
         raise DataFailure("too_long", f"{detail}, {limit}", is_final=True)
 
 
+def answered(
+    prompt_ids: Sequence[int], generations: Sequence[Generation], texts: Sequence[str]
+) -> list[Sample]:
+    """The samples that `Transcript`s of one answer come to, without the way over lists."""
+    given = Transcript(prompt_ids).finished("stop", "")
+    drawn = [generation.columns() for generation in generations]
+    ids, logprobs, versions, mask = (
+        np.concatenate([part for column in columns for part in (before, column)])
+        for before, columns in (
+            (given.ids, [ids for ids, _, _ in drawn]),
+            (given.rollout_logprobs, [logprobs for _, logprobs, _ in drawn]),
+            (given.versions, [versions for _, _, versions in drawn]),
+            (given.mask, [np.ones(len(ids), dtype=bool) for ids, _, _ in drawn]),
+        )
+    )
+    samples, end = [], 0
+    for generation, text in zip(generations, texts, strict=True):
+        own = slice(end, end := end + len(prompt_ids) + len(generation.ids))
+        columns = ids[own], mask[own], logprobs[own], versions[own]
+        samples.append(Sample(*columns, generation.finish, text, routes=generation.routes))
+    return samples
+
+
 class SingleTurn:
     """n answers to one prompt, drawn by one request, so that the prompt is prefilled once."""
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         check_fits(prompt, context)
         seeds = [context.seed(prompt.gid, i) for i in range(context.num_samples)]
-        samples = []
-        for generation in await sampler.generate(context.request(prompt.ids, seeds)):
-            transcript = Transcript(prompt.ids)
-            transcript.add_sampled(generation)
-            samples.append(transcript.finished(generation.finish, context.text_of(generation)))
-        return samples
+        generations = await sampler.generate(context.request(prompt.ids, seeds))
+        return answered(prompt.ids, generations, context.texts_of(generations))
 
 
 class MultiTurn:

@@ -325,6 +325,28 @@ def dotted(number: Sequence[int]) -> str:
     return ".".join(map(str, number))
 
 
+def are_sound(answers: Sequence[Generation], max_new_tokens: int, vocab_size: int) -> bool:
+    """Whether `flaw_of` finds nothing in any of them, looked at together: a batch has thousands.
+    False as well where versions differ or numbers do not fit their types."""
+    for answer in answers:
+        num = len(answer.ids)
+        if answer.finish not in ("stop", "length") or not 1 <= num <= max_new_tokens:
+            return False
+        if not num == len(answer.logprobs) == len(answer.versions):
+            return False
+    try:
+        columns = zip(*(answer.columns() for answer in answers), strict=True)
+        ids, logprobs, versions = map(np.concatenate, columns)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return bool(
+        (ids.view(np.uint64) < vocab_size).all()
+        and np.isfinite(logprobs).all()
+        and logprobs.max() <= LOGPROB_ROUNDING
+        and versions.min() == versions.max() >= 0
+    )
+
+
 def flaw_of(answer: Generation, max_new_tokens: int, vocab_size: int) -> str | None:
     """What is wrong with a sampler's answer, in words; None if nothing is."""
     num = len(answer.ids)
