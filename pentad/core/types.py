@@ -133,7 +133,7 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        return int(self.mask.sum())
+        return int(np.count_nonzero(self.mask))
 
 
 @dataclass(slots=True)
@@ -150,7 +150,8 @@ class Group:
 
     @property
     def min_version(self) -> int:
-        return min(int(s.versions[s.mask].min()) for s in self.samples if s.mask.any())
+        mask = np.concatenate([s.mask for s in self.samples])
+        return int(np.concatenate([s.versions for s in self.samples])[mask].min())
 
 
 @dataclass(slots=True)

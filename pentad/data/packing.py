@@ -43,18 +43,24 @@ def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
     parts: dict[str, list[np.ndarray]] = {}
     """Arrays alike in name, type and shape lie end to end, in the order of the samples."""
     meta = []
+    kinds: dict[tuple[str, str, tuple[int, ...]], tuple[str, list[np.ndarray]]] = {}
+    """Of each kind its key and its parts: a name is written once, not for every sample."""
     for group in groups:
         samples = []
         for sample in group.samples:
             own = {}
             for name, array in _arrays_of(sample):
-                if array.dtype.hasobject:
-                    raise RunError(
-                        f"group {group.gid} cannot be kept in a file: {name} has objects"
-                    )
-                key = f"{name} {array.dtype.str} {array.shape[1:]}"
+                kind = name, array.dtype.str, array.shape[1:]
+                if kind not in kinds:
+                    if array.dtype.hasobject:
+                        raise RunError(
+                            f"group {group.gid} cannot be kept in a file: {name} has objects"
+                        )
+                    key = f"{name} {array.dtype.str} {array.shape[1:]}"
+                    kinds[kind] = key, parts.setdefault(key, [])
+                key, alike = kinds[kind]
                 own[name] = [key, len(array)]
-                parts.setdefault(key, []).append(array)
+                alike.append(array)
             samples.append({name: getattr(sample, name) for name in PLAIN} | {"arrays": own})
         meta.append({"gid": group.gid, "attempt": group.attempt, "samples": samples})
     joined = {key: np.concatenate(arrays) for key, arrays in parts.items()}

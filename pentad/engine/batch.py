@@ -27,6 +27,7 @@ from pentad.core.errors import RunError
 from pentad.core.types import Row
 from pentad.parallel.collectives import sum_ranks
 from pentad.parallel.mesh import ALONE, Axis
+from pentad.rl.ragged import cut
 
 NO_LABEL = -1
 
@@ -247,4 +248,4 @@ def split_out(x_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     out_T[1:] = x_T[:-1]
     first_S = np.cumsum(np.asarray([0, *lengths[:-1]], dtype=np.int64))
     out_T[torch.from_numpy(first_S)] = 0
-    return out_T.split(list(lengths))
+    return cut(out_T, lengths)

@@ -83,8 +83,9 @@ def _of_all(
     if not mine:
         return
     cp = meshes.cp.size
+    sizes_of = [row.ids.numel() for row in rows]
     lengths = [
-        [fill_up([rows[i].ids.numel() for i in mb], meshes.token_multiple, at_least) for mb in mbs]
+        [fill_up([sizes_of[i] for i in mb], meshes.token_multiple, at_least) for mb in mbs]
         for mbs in plan
     ]
     totals = [sum(map(sum, mbs)) // cp for mbs in lengths]

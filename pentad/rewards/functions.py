@@ -183,13 +183,15 @@ class RewardFunction:
         given = {name: value for name, value in values.items() if self._wants(name)}
         return self._columns(prompt) | given
 
-    def _own(self, sample: Sample) -> dict[str, Any]:
-        values: dict[str, Callable[[], Any]] = {
-            "completion": lambda: sample.text,
-            "ids": lambda: sample.ids[sample.mask].tolist(),
-            "sample": lambda: _as_dict(sample),
+    def _own(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """The arguments of each sample."""
+        values: dict[str, Callable[[Sample], Any]] = {
+            "completion": lambda sample: sample.text,
+            "ids": lambda sample: sample.ids[sample.mask].tolist(),
+            "sample": _as_dict,
         }
-        return {name: value() for name, value in values.items() if self._wants(name)}
+        wanted = [(name, value) for name, value in values.items() if self._wants(name)]
+        return [{name: value(sample) for name, value in wanted} for sample in samples]
 
     # --- in the caller, or as the program of a sample ------------------------------------------
 
@@ -216,7 +218,7 @@ class RewardFunction:
         self, prompt: Prompt, samples: Sequence[Sample], retries: int
     ) -> list[Verdict]:
         shared = pickled(self.fn, self._shared(prompt))
-        own = [self._own(sample) for sample in samples]
+        own = self._own(samples)
         size = self._calls_per_job(len(own))
         parts = [own[i : i + size] for i in range(0, len(own), size)]
         judged = await asyncio.gather(*(self._share_job(shared, part, retries) for part in parts))
@@ -313,6 +315,8 @@ def as_scored(result: Any) -> Scored | JobFailed:
     """Reads what a reward function returned, after its way through JSON."""
     if isinstance(result, JobFailed):
         return result
+    if type(result) is float and math.isfinite(result):
+        return Scored(result)
     scored: Scored | None = None
     if _is_number(result):
         scored = Scored(float(result))

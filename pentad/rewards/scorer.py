@@ -133,6 +133,9 @@ class RewardScorer:
         return [self._combine(verdicts) for verdicts in zip(*columns, strict=True)]
 
     def _combine(self, verdicts: Sequence[Verdict]) -> Scored | JobFailed:
+        first = verdicts[0]
+        if len(verdicts) == 1 and isinstance(first, Scored) and self.weights[0] == 1:
+            return first
         for name, verdict in zip(self.names, verdicts, strict=True):
             if isinstance(verdict, JobFailed):
                 detail = f"{name}: {verdict.detail}" if len(verdicts) > 1 else verdict.detail

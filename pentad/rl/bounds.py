@@ -49,11 +49,17 @@ class Signs:
 
 def compare(samples: Sequence[Sample], trainer: Sequence[np.ndarray], version: int) -> Signs:
     """`trainer` has each sample's token-aligned log-probs under the weights of `version`."""
-    oldest = [np.full(s.num_sampled, s.versions[s.mask].min(initial=version)) for s in samples]
-    sampler = [s.rollout_logprobs[s.mask] for s in samples]
-    own = [logprobs[s.mask] for s, logprobs in zip(samples, trainer, strict=True)]
-    oldest_N, sampler_N, trainer_N = (
-        np.concatenate([*parts, np.zeros(0)]) for parts in (oldest, sampler, own)
+    pairs = [pair for pair in zip(samples, trainer, strict=True) if pair[0].ids.size]
+    if not pairs:
+        return Signs(0, None, None, False)
+    mask_T = np.concatenate([s.mask for s, _ in pairs])
+    lengths = [s.ids.size for s, _ in pairs]
+    versions_T = np.where(mask_T, np.concatenate([s.versions for s, _ in pairs]), version)
+    oldest_S = np.minimum.reduceat(versions_T, np.cumsum([0, *lengths[:-1]])).clip(max=version)
+    oldest_N = np.repeat(oldest_S, lengths)[mask_T]
+    sampler_N, trainer_N = (
+        np.concatenate(parts)[mask_T].astype(np.float64)
+        for parts in ([s.rollout_logprobs for s, _ in pairs], [said for _, said in pairs])
     )
     impossible = int((~np.isfinite(trainer_N)).sum())
     gap = logprob_gap(trainer_N - sampler_N, oldest_N == version)

@@ -64,7 +64,7 @@ def token_metrics(
 
     kl_sampler is the k3 estimate of KL(sampler || trainer), kl_ref that of KL(trainer || ref).
     """
-    lengths = [len(row.columns["weights"]) for row in rows]
+    lengths = [row.columns["weights"].numel() for row in rows]
     mask = _flat([row.columns["weights"] for row in rows]) != 0
     trainer = _flat([output["logprobs"] for output in outputs])[mask]
     sampler = _flat([row.columns["rollout_logprobs"] for row in rows])[mask]

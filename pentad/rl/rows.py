@@ -16,7 +16,7 @@ from pentad.core.algorithms import AlgorithmSettings
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Row, Sample
 from pentad.rl.advantages import Advantages
-from pentad.rl.ragged import Rollouts
+from pentad.rl.ragged import Rollouts, cut
 from pentad.rl.shaping import (
     kl_rewards,
     normalise,
@@ -61,11 +61,7 @@ def build_rows(
         columns["advantages"] = computed.advantages_T
         if settings.needs_critic:
             columns["returns"] = computed.returns_T
-    parts = {name: _cut(column_T, samples) for name, column_T in columns.items()}
-    return [
-        _row(sample, {name: part[i] for name, part in parts.items()}, float(norm.counts_S[i]))
-        for i, sample in enumerate(samples)
-    ]
+    return _cut(samples, columns, norm.counts_S.tolist())
 
 
 def flatten(
@@ -146,17 +142,25 @@ def _concatenate(samples: Sequence[Sample], name: str) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.float64))
 
 
-def _cut(column_T: Tensor, samples: Sequence[Sample]) -> tuple[Tensor, ...]:
-    return column_T.float().split([sample.ids.size for sample in samples])
-
-
-def _row(sample: Sample, columns: dict[str, Tensor], count: float) -> Row:
-    carried = {name: sample.columns[name] for name in CARRIED if name in sample.columns}
-    carried["rollout_logprobs"] = sample.rollout_logprobs
-    for name, array in carried.items():
-        columns[name] = torch.from_numpy(np.asarray(array, dtype=np.float32))
-    routes = None if sample.routes is None else torch.from_numpy(sample.routes).long()
-    return Row(torch.from_numpy(sample.ids), columns, count, routes)
+def _cut(
+    samples: Sequence[Sample], columns_T: dict[str, Tensor], counts: Sequence[float]
+) -> list[Row]:
+    lengths = [sample.ids.size for sample in samples]
+    ids = cut(torch.from_numpy(np.concatenate([s.ids for s in samples])), lengths)
+    drawn = np.concatenate([s.rollout_logprobs for s in samples]).astype(np.float32, copy=False)
+    columns_T["rollout_logprobs"] = torch.from_numpy(drawn)
+    parts = [cut(column_T.float(), lengths) for column_T in columns_T.values()]
+    rows = [
+        Row(ids[i], dict(zip(columns_T, own, strict=True)), counts[i])
+        for i, own in enumerate(zip(*parts, strict=True))
+    ]
+    for row, sample in zip(rows, samples, strict=True):
+        for name in CARRIED if sample.columns else ():
+            if name in sample.columns:
+                row.columns[name] = torch.from_numpy(np.asarray(sample.columns[name], np.float32))
+        if sample.routes is not None:
+            row.routes = torch.from_numpy(sample.routes).long()
+    return rows
 
 
 def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False) -> set[str]:
@@ -174,10 +178,31 @@ def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False)
 
 def check_groups(groups: Sequence[Group], needed: set[str], *, has_reward: bool) -> None:
     """Stops at the first sample that cannot be trained on as it is."""
+    if _are_sound([s for group in groups for s in group.samples], needed, has_reward):
+        return
     for group in groups:
         for i, sample in enumerate(group.samples):
             if problem := _problem_of(sample, needed, has_reward):
                 raise RunError(f"group {group.gid}, sample {i}: {problem}")
+
+
+def _are_sound(samples: Sequence[Sample], needed: set[str], has_reward: bool) -> bool:
+    """Whether `_problem_of` finds nothing in any of them, looked at together. False as well for
+    samples with columns of their own."""
+    plain = needed == {"rollout_logprobs"} and not any(sample.columns for sample in samples)
+    if not samples or not plain:
+        return False
+    for sample in samples:
+        if has_reward and (sample.reward is None or not math.isfinite(sample.reward)):
+            return False
+        shape = sample.ids.shape
+        if not shape[0] or not shape == sample.mask.shape == sample.rollout_logprobs.shape:
+            return False
+        if sample.mask[0]:
+            return False
+    mask = np.concatenate([sample.mask for sample in samples])
+    logprobs = np.concatenate([sample.rollout_logprobs for sample in samples])
+    return bool(np.isfinite(logprobs[mask]).all())
 
 
 def _problem_of(sample: Sample, needed: set[str], has_reward: bool) -> str:

@@ -343,7 +343,7 @@ class LearnerService(EngineService):
         return BatchFacts(
             result.steps,
             result.critic_steps,
-            [len(row.ids) for row in result.rows],
+            [row.ids.numel() for row in result.rows],
             compute_metrics(
                 self.update.groups, result.rows, result.outputs, self.algorithm, stats=result.stats
             ),

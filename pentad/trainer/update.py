@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,10 @@ class BatchUpdate:
     def _score(self, groups: Sequence[Group]) -> None:
         """Adds the columns that the algorithm needs and no one has written yet."""
         samples = samples_of(groups)
+        needs_old = self.settings.needs_old_logprobs(self.num_updates)
+        has_routes = any(sample.routes is not None for sample in samples)
+        if not (self.tags or needs_old or has_routes or self.critic is not None):
+            return
         rows = [Row(torch.from_numpy(sample.ids), {}) for sample in samples]
         for tag in self.tags:
             _write(samples, column_of(tag), self.learner.forward(rows, tag), "logprobs")
@@ -179,7 +183,7 @@ class BatchUpdate:
             for row, sample in zip(rows, samples, strict=True)
             if sample.routes is not None
         ]
-        if self.settings.needs_old_logprobs(self.num_updates):
+        if needs_old:
             _write(samples, "actor_logprobs", self.learner.forward(routed or rows), "logprobs")
         if routed and not self.rerouted:
             some = routed[:MAX_REROUTED]
@@ -204,8 +208,9 @@ def on_host(columns: Sequence[Tensor]) -> list[np.ndarray]:
     """fp32 columns of many rows, in one copy from the device."""
     if not columns:
         return []
-    flat = torch.cat([column.detach() for column in columns]).float().cpu()
-    return [part.numpy() for part in flat.split([len(column) for column in columns])]
+    flat = torch.cat(list(columns)).detach().float().cpu().numpy()
+    ends = itertools.accumulate(column.numel() for column in columns)
+    return [flat[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
@@ -250,7 +255,9 @@ class BatchFacts:
     signs: Signs
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        steps = {key: [asdict(step) for step in plain[key]] for key in ("steps", "critic_steps")}
+        return plain | steps | {"signs": asdict(self.signs)}
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> BatchFacts:
