@@ -12,6 +12,10 @@ from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.types import Generation, Prompt, Request, Sample
 from pentad.samplers.dialect import are_sound, flaw_of
 
+INT64, BOOL, FLOAT32 = map(np.dtype, ("int64", "bool", "float32"))
+TYPES = INT64, BOOL, FLOAT32, INT64
+"""Of the ids, mask, log-probs and versions of a sample."""
+
 
 def check_generations(request: Request, answers: Sequence[Generation], vocab_size: int) -> None:
     """Raises InfraFailure if the sampler's answer does not fit the request."""
@@ -62,8 +66,7 @@ class Drawn:
         logprobs, versions = sample.rollout_logprobs, sample.versions
         if sample.columns or not ids.shape == mask.shape == logprobs.shape == versions.shape:
             return False
-        types = ids.dtype, mask.dtype, logprobs.dtype, versions.dtype
-        if types != (np.int64, np.bool_, np.float32, np.int64):
+        if (ids.dtype, mask.dtype, logprobs.dtype, versions.dtype) != TYPES:
             return False
         key = ids.tobytes()
         spans = self.by_sequence.get(key)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pentad.core.errors import UserError
-from pentad.data.tokenizer import DIRECT, load_tokenizer, resolve_stop_ids
+from pentad.data.tokenizer import DIRECT, decode_all, load_tokenizer, resolve_stop_ids
 
 
 def test_encoding_adds_nothing_and_decoding_gives_the_text_back(plain):
@@ -36,6 +36,20 @@ def test_special_ids_are_hidden_from_people_unless_asked_for(plain):
     ids = [*plain.encode("42"), plain.eos_id]
     assert plain.decode(ids) == "42"
     assert plain.decode(ids, keep_special=True) == "42<|im_end|>"
+
+
+class Shouting:
+    """A tokenizer that is none of transformers' own."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        return f"{ids}!"
+
+
+def test_texts_decoded_together_are_those_of_one_by_one(plain):
+    answers = [[*plain.encode("6 , 7 \u00e9"), plain.eos_id], [], plain.encode(" a .")[:2]]
+    alone = [plain.inner.decode(ids, skip_special_tokens=True) for ids in answers]
+    assert decode_all(plain.inner, answers) == alone == ["6 , 7 \u00e9", "", " a"]
+    assert decode_all(Shouting(), [[1], [2, 3]]) == ["[1]!", "[2, 3]!"]
 
 
 def test_stop_ids_join_tokenizer_and_generation_config(plain, chat):

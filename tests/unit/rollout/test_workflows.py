@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from pentad.core.errors import DataFailure, UserError
 from pentad.core.seeds import derive_seed
-from pentad.core.types import Prompt, SamplingParams
+from pentad.core.types import Generation, Prompt, SamplingParams
 from pentad.rollout.environments import Step, ToolEnvironment, observation_ids
 from pentad.rollout.executor import load_workflow
-from pentad.rollout.workflows import Context, MultiTurn, SingleTurn
+from pentad.rollout.workflows import Context, MultiTurn, SingleTurn, Transcript, answered
 
 
 def context_for(tokenizer, num_samples=1, **changes) -> Context:
@@ -52,6 +52,23 @@ class Counting:
 
     async def close(self) -> None:
         self.log.append(("close",))
+
+
+def test_answers_made_into_samples_together_are_those_of_transcripts():
+    generations = [
+        Generation([7, 2], [-0.1, -0.7], [3, 4], "stop"),
+        Generation([9], [-0.25], [4], "length"),
+    ]
+    for generation, sample in zip(
+        generations, answered([5, 6, 1], generations, ["a", "b"]), strict=True
+    ):
+        transcript = Transcript([5, 6, 1])
+        transcript.add_sampled(generation)
+        alone = transcript.finished(generation.finish, "")
+        for name in ("ids", "mask", "rollout_logprobs", "versions"):
+            mine, its = getattr(sample, name), getattr(alone, name)
+            assert mine.dtype == its.dtype and mine.tolist() == its.tolist(), name
+    assert [s.text for s in answered([5], generations, ["a", "b"])] == ["a", "b"]
 
 
 def test_single_turn_builds_the_arrays_of_the_contract(scripted, plain_tokenizer):
