@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pentad.core.types import Attend, TopTokens
 from pentad.infer.attend import KVCache, PagedAttend, StepRows
+from pentad.infer.host import apply_host, product
 from pentad.infer.sampling import draw, likeliest, uniforms
 from pentad.infer.scheduler import Plan
 from pentad.infer.sequence import Table
@@ -53,6 +54,8 @@ class Runner:
         self.has_kernels = wants_triton(settings, self.device)
         is_static = self.device.type == "cuda" and never_asks_the_device(model, settings)
         self.captures_graphs = self.has_kernels and is_static and settings.cuda_graphs
+        self.is_host = self.dtype == torch.float32 and self.device.type == "cpu"
+        self.is_host &= not (self.has_kernels or settings.strict)
         self.resting: dict[str, Tensor] = {}
         """Pinned host memory for the weights of a sleeping GPU; kept, since to pin takes long."""
         self.tops: dict[int, TopTokens] = {}
@@ -68,6 +71,8 @@ class Runner:
             apply_fused(self.model)
         if settings.strict:
             apply_strict(self.model)
+        elif self.is_host:
+            apply_host(self.model)
         self.wake()
 
     # Memory.
@@ -156,7 +161,10 @@ class Runner:
             part = slice(start, start + step)
             ends, which = np.unique(last[plan.drawn_from[part]], return_inverse=True)
             hidden_ND = hidden_TD.index_select(0, self.put(ends))
-            logits_NV = head_logits(self.model, hidden_ND, strict=self.settings.strict)
+            if self.is_host:
+                logits_NV = product(hidden_ND, self.model.head_weight).contiguous()
+            else:
+                logits_NV = head_logits(self.model, hidden_ND, strict=self.settings.strict)
             if len(ends) < len(which) or (np.diff(which) < 0).any():
                 logits_NV = logits_NV.index_select(0, self.put(which))
             drawn = self.draw(plan.drawn_rows[part], logits_NV)

@@ -52,7 +52,9 @@ def draw(
     weights_NV = torch.exp(scaled_NV - total_N[:, None])
     if top_k_N is not None and top_p_N is not None:
         weights_NV = truncate(weights_NV, top_k_N, top_p_N)
-    ids_N = torch.where(is_greedy_N, scaled_NV.argmax(dim=-1), invert_cdf(weights_NV, uniform_N))
+    ids_N = invert_cdf(weights_NV, uniform_N)
+    if logits_NV.device.type != "cpu" or is_greedy_N.any():
+        ids_N = torch.where(is_greedy_N, scaled_NV.argmax(dim=-1), ids_N)
     logprobs_N = scaled_NV.gather(1, ids_N[:, None]).squeeze(1) - total_N
     return ids_N, logprobs_N
 

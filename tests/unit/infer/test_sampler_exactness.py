@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pentad.core.dims import ModelDims
+from pentad.infer import host
 
 
 def ragged(make_request, num, n=1, **params):
@@ -175,3 +176,19 @@ def test_a_mixture_of_experts_is_exact(
             buffer.copy_(torch.tensor([0.3, -0.2, 0.1, -0.4]))
     requests = ragged(make_request, 6, n=2)
     check_exact(sampler, requests, generate(sampler, requests))
+
+
+def test_products_of_few_rows_the_other_way_round(
+    make_sampler, make_request, generate, check_exact, tiny_dims, monkeypatch
+):
+    """As large weights are multiplied on a CPU; sizes here are small."""
+    turned = []
+    monkeypatch.setattr(host, "TURNED_SIZE", 1)
+    monkeypatch.setattr(host, "HAS_MKL", True)
+    monkeypatch.setattr(torch, "mm", lambda *x, mm=torch.mm: turned.append(1) or mm(*x))
+    sampler = make_sampler(replace(tiny_dims, qkv_bias=True, mlp_bias=True))
+    requests = ragged(make_request, 8)
+    results = generate(sampler, requests)
+    monkeypatch.undo()
+    assert turned
+    check_exact(sampler, requests, results)
