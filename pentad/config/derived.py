@@ -242,7 +242,7 @@ def num_running(config: Config) -> int:
     groups = groups or config.train_dataset.batch_size * (config.max_staleness + 1)
     replicas = rollout.size("d") if rollout else 1
     wanted = max(256, min(1024, -(-groups * config.gconfig.n_samples // replicas)))
-    return min(wanted, config.rollout.max_batch_tokens)
+    return min(wanted, config.rollout.max_batch_tokens or wanted)
 
 
 def pipeline_size(config: Config, role: str) -> int:

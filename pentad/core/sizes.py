@@ -32,6 +32,11 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 LOGIT_COPIES = 3
 """How many arrays of the size of the logits a chunk makes room for; the kernels need half of it."""
 
+PASS_TOKENS = {"cuda": 32768, "cpu": 8192}
+"""Most tokens of a forward pass of the embedded sampler where rollout.max_batch_tokens is unset:
+on a GPU a pass of fewer is bound by its launches."""
+PASS_BYTES = 2 * GIB
+"""And what the activations of a layer may take then, unless the pass is as small as on a CPU."""
 BLOCK_TOKENS = 16
 """Tokens in one block of the embedded sampler's cache."""
 EMBEDDED_SHARE = 0.5
@@ -54,6 +59,15 @@ class RunSize:
     """Of the whole run; the learning rate may follow it."""
     max_row_tokens: int
     """The longest sequence the run can meet: no microbatch is smaller."""
+
+
+def pass_tokens(dims: ModelDims, itemsize: int, device: str) -> int:
+    """Tokens of a forward pass of the embedded sampler: hidden states, projections and the ffn's
+    activations of one layer are held at once."""
+    ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
+    width = 5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)
+    room = PASS_BYTES // (width * itemsize)
+    return min(PASS_TOKENS[device], max(room, PASS_TOKENS["cpu"]))
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.faults import hit
 from pentad.core.roles import Installed
-from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes
+from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes, pass_tokens
 from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.blocks import BlockPool
 from pentad.infer.runner import Runner
@@ -95,11 +95,13 @@ class InferenceEngine:
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.table = Table(settings.max_running, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
+        head = model.head_weight
+        by_default = pass_tokens(dims, head.dtype.itemsize, head.device.type)
         admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
         self.scheduler = RequestScheduler(
             self.table,
             self.pool,
-            settings.max_batch_tokens,
+            settings.max_batch_tokens or max(by_default, settings.max_running),
             settings.admit_batch or admit_batch,
             self.keep_routes if settings.record_routes else lambda sequence: None,
         )

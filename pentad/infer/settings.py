@@ -20,8 +20,9 @@ class SamplerSettings:
 
     max_running: int = 256
     """Most sequences decoded together."""
-    max_batch_tokens: int = 8192
-    """Most tokens in one forward pass; longer prompts are prefilled in chunks."""
+    max_batch_tokens: int | None = None
+    """Most tokens in one forward pass; longer prompts are prefilled in chunks. None: 8192 on a CPU,
+    32768 on a GPU, where a wide model takes fewer; `max_running` where that is more."""
     max_context: int | None = None
     """Most tokens of one sequence, prompt included. None: what the model's positions allow."""
     block_size: int = BLOCK_TOKENS
@@ -67,7 +68,7 @@ class SamplerSettings:
             )
             if value is not None and value < 1
         ]
-        if self.max_batch_tokens < self.max_running:
+        if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running:
             problems.append(
                 Problem(
                     f"sampler.max_batch_tokens = {self.max_batch_tokens}",

@@ -17,7 +17,8 @@ from torch import Tensor
 
 PLACES = 64
 """Places a program loads at a time."""
-NUM_WARPS, NUM_STAGES = 4, 3
+NUM_WARPS, NUM_STAGES = 4, 2
+"""Two stages: their memory lets three programs share a multiprocessor."""
 MIN_PROGRAMS = 512
 """Splits are added until there are about this many programs: a few on every multiprocessor."""
 MAX_SPLITS = 16

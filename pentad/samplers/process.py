@@ -39,7 +39,7 @@ class ServerSettings:
     dtype: str
     max_context: int
     max_running: int
-    max_batch_tokens: int
+    max_batch_tokens: int | None
     kv_cache_bytes: int | None
     on_update: Literal["continue", "reprefill"]
     device: str

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed
+from pentad.core.sizes import PASS_TOKENS
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
@@ -379,7 +380,9 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_context,
         "--max-num-seqs": settings.max_running,
-        "--max-num-batched-tokens": max(settings.max_batch_tokens, settings.max_context),
+        "--max-num-batched-tokens": max(
+            settings.max_batch_tokens or PASS_TOKENS["cpu"], settings.max_context
+        ),
         "--tensor-parallel-size": settings.tensor_parallel,
         "--pipeline-parallel-size": settings.pipeline_parallel,
         "--load-format": "dummy",

@@ -118,7 +118,6 @@ def sampler_settings(config: Config, dims: ModelDims) -> SamplerSettings:
         SamplerSettings,
         rollout,
         max_running=num_running(config),
-        max_batch_tokens=max(rollout.max_batch_tokens, num_running(config)),
         max_context=dims.max_position,
         kv_cache_bytes=kv_bytes,
         record_routes=rollout.replay_routes,

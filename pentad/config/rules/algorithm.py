@@ -226,7 +226,7 @@ def someone_computes_advantages(config: Config) -> Problem | None:
 @RULES.add("rollout.max_batch_tokens", "rollout.max_running")
 def every_running_sequence_gets_its_token(config: Config) -> Problem | None:
     tokens, running = config.rollout.max_batch_tokens, num_running(config)
-    if tokens >= running:
+    if tokens is None or tokens >= running:
         return None
     rule = f"each of rollout.max_running = {running} sequences needs one token a step"
     remedy = f"give at least {running}, or lower max_running"

@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from pentad.config.derived import known_config
 from pentad.config.describe import fields
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.core.settings import EngineKeys, OptimizerKeys, into
-from pentad.core.sizes import default_microbatch_tokens
+from pentad.core.sizes import PASS_BYTES, default_microbatch_tokens, pass_tokens
+from pentad.models.families import dims_of
 from pentad.trainer.translate import algorithm_settings, engine_settings
 
 
@@ -144,3 +146,16 @@ def test_a_section_that_lacks_a_value_is_noticed():
         into(Wanted, section, other=1, unknown=2)
     with pytest.raises(AssertionError, match="n_mbs stands in several sections"):
         into(Wanted, section, section, other=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "wanted"),
+    [("Qwen3-0.6B", "cuda", 32768), ("Qwen3-0.6B", "cpu", 8192), ("Qwen3-8B", "cuda", None)],
+)
+def test_a_forward_pass_of_the_sampler_is_as_large_as_its_activations_allow(name, device, wanted):
+    dims = dims_of(known_config(name))
+    found = pass_tokens(dims, 2, device)
+    assert found == wanted or wanted is None
+    if wanted is None:
+        each = 2 * (5 * dims.hidden_size + 3 * dims.intermediate_size)
+        assert PASS_BYTES - each < found * each <= PASS_BYTES
