@@ -122,7 +122,7 @@ def _math_dtype(x: Tensor) -> torch.dtype:
 def _iter_chunks(num_tokens: int, size: int) -> Iterator[slice]:
     """Slices of nearly equal size, none above `size`."""
     num_chunks = -(-num_tokens // size)
-    bounds = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
+    bounds = [num_tokens * i // max(num_chunks, 1) for i in range(num_chunks + 1)]
     yield from (slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
@@ -161,6 +161,13 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if glp_T is None and gent_T is None:
             return (None,) * 7
+        live_N = _live(glp_T, gent_T) if hidden_TD.device.type == "cpu" else None
+        if live_N is not None:
+            full_TD = hidden_TD
+            hidden_TD, labels_T, lse_T, entropy_T = (
+                x.index_select(0, live_N) for x in (hidden_TD, labels_T, lse_T, entropy_T)
+            )
+            glp_T, gent_T = (None if g is None else g[live_N] for g in (glp_T, gent_T))
         dhidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         # The head's gradient is summed over chunks, so in full precision.
         dweight_VD = (
@@ -188,7 +195,16 @@ class _TokenLogprobs(torch.autograd.Function):
             if dweight_VD is not None:
                 _add_product(dweight_VD, dlogits_CV.t(), hidden_TD[chunk])
         dweight_VD = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
+        if live_N is not None and dhidden_TD is not None:
+            dhidden_TD = torch.zeros_like(full_TD).index_copy_(0, live_N, dhidden_TD)
         return dhidden_TD, dweight_VD, None, None, None, None, None
+
+
+def _live(*grads: Tensor | None) -> Tensor | None:
+    """The tokens that a gradient comes from, such as those of answers and not of prompts; None:
+    all. Only where to ask is no wait for the device."""
+    is_live_T = torch.stack([g != 0 for g in grads if g is not None]).any(0)
+    return None if is_live_T.all() else is_live_T.nonzero()[:, 0]
 
 
 def _bend(x_CV: Tensor, cap: float | None) -> Tensor:

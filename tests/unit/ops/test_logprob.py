@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pentad.ops import logprob
 from pentad.ops.logprob import (
     VocabShard,
     chunk_tokens,
@@ -65,6 +66,26 @@ def test_tokens_without_a_label_are_zero_and_pass_no_gradient():
     assert hidden.grad is not None
     assert (hidden.grad[3] == 0).all() and (hidden.grad[T - 1] == 0).all()
     assert (hidden.grad[4] != 0).all()
+
+
+@pytest.mark.parametrize("num_live", [0, 1, 5])
+def test_tokens_that_no_gradient_comes_from_cost_nothing_in_backward(num_live, monkeypatch):
+    """A loss that reads only answers leaves out prompts."""
+    hidden, weight, labels = inputs()
+    mix = torch.zeros(2, T, dtype=torch.float64)
+    mix[0, 2 : 2 + num_live] = torch.randn(num_live, dtype=torch.float64)
+    mix[1, 4 : 2 + num_live] = 1.0
+    ours = token_logprobs(hidden, weight, labels, chunk_bytes=bytes_for(2, 8))
+    plain = reference_logprobs(hidden, weight, labels)
+    plain_grads = torch.autograd.grad((torch.stack(plain) * mix).sum(), (hidden, weight))
+    made = []
+    compute = logprob.compute_logits
+    monkeypatch.setattr(
+        logprob, "compute_logits", lambda h, w: made.append(len(h)) or compute(h, w)
+    )
+    ours_grads = torch.autograd.grad((torch.stack(ours) * mix).sum(), (hidden, weight))
+    torch.testing.assert_close(ours_grads, plain_grads, rtol=1e-11, atol=1e-12)
+    assert sum(made) == num_live - (num_live > 1)  # one of them has no label
 
 
 def test_bf16_inputs_lose_nothing_in_the_softmax():
