@@ -19,7 +19,7 @@ from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model
 from pentad.models.language_model import LanguageModel
-from pentad.parallel.blocks import apply_to_blocks
+from pentad.parallel.blocks import apply_to_blocks, compiling
 from pentad.parallel.cuts import cut_parameters
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.storage import apply_storage
@@ -80,6 +80,7 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp)
     blocks = model.blocks
+    compiling.expect(model.dims, settings, meshes.layout, meshes.device)
     apply_to_blocks(blocks, settings, meshes.device)
     apply_storage(predictor, model, blocks.values(), cuts, {}, settings, meshes)
     predictor.cuts = cuts

@@ -10,17 +10,27 @@ Shapes: T packed tokens, H query heads, K key-value heads, d head width.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pentad.core.kept import kept_folder, last_time, note_seconds, seconds_of
+from pentad.telemetry.log import NOTICE
+
 if TYPE_CHECKING:
     from types import ModuleType
 
+log = logging.getLogger(__name__)
+
+NOTABLE_S = 1.0
+"""A compilation of less is not worth a line."""
 HEAD_DIMS = frozenset({32, 64, 96, 128, 192, 256})
 """Widths whose gradients were held against the reference. At 8, 16, 40 and 48 those of version
 4.0.0b36 on Hopper are wrong by more than their own size, without an error."""
@@ -34,14 +44,34 @@ def kernels() -> ModuleType:
 
 
 def keep_compiled() -> None:
-    """Not for a user without a home."""
-    try:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+    if (folder := kept_folder()) is not None:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash4"))
+
+
+_compiled: set[str] = set()
+"""Kinds of kernels that this process has run."""
+
+
+@contextmanager
+def announced(direction: str, q_THd: Tensor, window: int) -> Iterator[None]:
+    """Around a call: the first of its kind compiles a kernel, which takes seconds unless an earlier
+    run did."""
+    limit = f"window {window}, " if window else ""
+    kind = f"{direction}, width {q_THd.shape[-1]}, {limit}{q_THd.dtype}"
+    if kind in _compiled:
+        yield
         return
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    kept = place / "pentad" / "flash4"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kept))
+    what = f"FlashAttention-4's kernel ({kind})"
+    known_s, started = seconds_of(what), time.monotonic()
+    if known_s is None or known_s >= NOTABLE_S:
+        log.info("compiling %s (%s) ...", what, last_time(what), extra=NOTICE)
+    yield
+    seconds = time.monotonic() - started
+    note_seconds(what, seconds)
+    if seconds >= NOTABLE_S:
+        log.info("compiled %s in %.1f s", what, seconds, extra=NOTICE)
+    _compiled.add(kind)
 
 
 @cache
@@ -82,14 +112,15 @@ def flash4(
     q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, bounds_S: Tensor, max_length: int, window: int
 ) -> tuple[Tensor, Tensor]:
     """Causal attention and, for its gradient, the log-sum-exp of every query."""
-    out_THd, lse_HT, *_ = kernels()._flash_attn_fwd(
-        q_THd,
-        k_TKd,
-        v_TKd,
-        return_lse=True,
-        **_mask(window),
-        **_bounds(bounds_S, max_length),
-    )
+    with announced("forward", q_THd, window):
+        out_THd, lse_HT, *_ = kernels()._flash_attn_fwd(
+            q_THd,
+            k_TKd,
+            v_TKd,
+            return_lse=True,
+            **_mask(window),
+            **_bounds(bounds_S, max_length),
+        )
     return out_THd, lse_HT
 
 
@@ -114,17 +145,18 @@ def flash4_backward(
     max_length: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_THd, dk_TKd, dv_TKd = kernels()._flash_attn_bwd(
-        q_THd,
-        k_TKd,
-        v_TKd,
-        out_THd,
-        grad_THd,
-        lse_HT,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_mask(window),
-        **_bounds(bounds_S, max_length),
-    )
+    with announced("backward", q_THd, window):
+        dq_THd, dk_TKd, dv_TKd = kernels()._flash_attn_bwd(
+            q_THd,
+            k_TKd,
+            v_TKd,
+            out_THd,
+            grad_THd,
+            lse_HT,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_mask(window),
+            **_bounds(bounds_S, max_length),
+        )
     return dq_THd, dk_TKd, dv_TKd
 
 

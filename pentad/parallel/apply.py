@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from pentad.core.dims import ModelDims
 from pentad.core.settings import EngineSettings
 from pentad.core.swap import swap_class
-from pentad.parallel.blocks import Parts, apply_to_blocks
+from pentad.parallel.blocks import Parts, apply_to_blocks, compiling
 from pentad.parallel.collectives import gather_parts, scatter_sum
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
 from pentad.parallel.experts import CellDispatch
@@ -68,6 +68,7 @@ def lay_out(parts: ModelParts, settings: EngineSettings, meshes: Meshes) -> dict
     is_sharded = needs_storage(settings, meshes, cuts) and not is_cast_whole(settings, meshes)
     is_apart = meshes.cell.size > 1 or is_sharded
     mixtures = parts.mixtures if is_apart else {}
+    compiling.expect(dims, settings, meshes.layout, meshes.device)
     apply_to_blocks(parts.blocks, settings, meshes.device, mixtures)
     entries = parts.weight_map.entries
     own_dtypes = {name: entries[name].rule.dtype for name in named if entries[name].rule.dtype}

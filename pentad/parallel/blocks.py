@@ -22,7 +22,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.kept import last_time, note_seconds
+from pentad.core.layout import Layout
 from pentad.core.settings import EngineSettings
 from pentad.parallel.recompute_log import RecomputeLog
 from pentad.telemetry.log import NOTICE
@@ -132,6 +135,19 @@ class Compiling:
         self.num_graphs = 0
         self.seconds = 0.0
         """Spent since the last report."""
+        self.total_s = 0.0
+        self.what = ""
+        """The model and where it runs: the time is noted, and told, under this name."""
+
+    def expect(
+        self, dims: ModelDims, settings: EngineSettings, layout: Layout, device: torch.device
+    ) -> None:
+        """Of which model the blocks are that will be compiled."""
+        if not (settings.compile and device.type in COMPILED_ON):
+            return
+        model = f"{dims.family}, {dims.num_layers} layers of width {dims.hidden_size}"
+        place = f"{settings.compute_dtype}, layout {layout}, {torch.cuda.get_device_name(device)}"
+        self.what, self.total_s = f"{model}, {place}, torch {torch.__version__}", 0.0
 
     def watch(self) -> None:
         from torch._dynamo.callback import callback_handler  # slow to import, and not for all
@@ -142,8 +158,11 @@ class Compiling:
 
     def _begin(self, *args: Any) -> None:
         self.since = time.monotonic()
-        if not self.seconds:
-            log.info("compiling the model's blocks ...", extra=NOTICE)
+        if self.seconds:
+            return
+        is_first = self.what and not self.total_s
+        more = f" ({self.what}; {last_time(self.what)})" if is_first else ""
+        log.info("compiling the model's blocks%s ...", more, extra=NOTICE)
 
     def _end(self, *args: Any) -> None:
         self.num_graphs += 1
@@ -154,7 +173,9 @@ class Compiling:
         if self.seconds:
             text = "compiled the model's blocks in %.1f s (%d graphs so far)"
             log.info(text, self.seconds, self.num_graphs, extra=NOTICE)
-            self.seconds = 0.0
+            self.total_s, self.seconds = self.total_s + self.seconds, 0.0
+            if self.what:
+                note_seconds(self.what, self.total_s)
 
 
 compiling = Compiling()

@@ -1,6 +1,7 @@
 """Packed attention equals one sequence at a time; a neighbour never changes my numbers."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def test_compiled_kernels_are_kept_in_a_home_alone(tmp_path, monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(flash4.Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", homeless)
     flash4.keep_compiled()
     assert not set(names) & set(os.environ)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,13 +1,15 @@
 """What is laid around blocks: recomputation draws what forward drew, and compiling is announced."""
 
 import logging
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from pentad.core import kept
 from pentad.core.settings import EngineSettings
-from pentad.parallel.blocks import apply_to_blocks, compile_run, compiling
+from pentad.parallel.blocks import Compiling, apply_to_blocks, compile_run, compiling
 
 CPU = torch.device("cpu")
 
@@ -64,3 +66,54 @@ def test_compiling_says_that_it_runs_and_how_long_it_took(caplog):
     assert begun.getMessage() == "compiling the model's blocks ..."
     assert done.getMessage().startswith("compiled the model's blocks in ")
     assert all(record.is_notice for record in (begun, done))
+
+
+def compile_once(what: str) -> list[str]:
+    """The lines of a process that compiles the blocks of this model."""
+    told: list[str] = []
+    watch = Compiling()
+    watch.what = what
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pentad.parallel.blocks")
+    logger.addHandler(handler)
+    try:
+        for seconds in (2.0, 0.5):
+            watch._begin()
+            watch.since = time.monotonic() - seconds
+            watch._end()
+            watch.tell()
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_compiling_says_how_long_it_took_the_last_time(caplog, tmp_path, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, again, other = (compile_once(what) for what in ("tiny, d1", "tiny, d1", "tiny, d2"))
+    assert first[0] == "compiling the model's blocks (tiny, d1; not known here yet) ..."
+    assert first[2] == "compiling the model's blocks ...", "of this process all is known"
+    assert again[0] == "compiling the model's blocks (tiny, d1; 2.5 s the last time) ..."
+    assert "not known" in other[0], "another layout is another program"
+    assert [line[:-1] for line in first[1::2]] == [
+        "compiled the model's blocks in 2.0 s (1 graphs so far",
+        "compiled the model's blocks in 0.5 s (2 graphs so far",
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"tiny": "long"}'])
+def test_times_that_cannot_be_read_are_not_known(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "pentad").mkdir()
+    (tmp_path / "pentad" / "compile-seconds.json").write_text(content)
+    assert kept.seconds_of("tiny") is None
+    kept.note_seconds("tiny", 3.0)
+    assert kept.seconds_of("tiny") == 3.0
+
+
+def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kept.note_seconds("tiny", 3.0)
+    assert kept.last_time("tiny") == "not known here yet"

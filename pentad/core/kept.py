@@ -1,0 +1,48 @@
+"""What this machine keeps between runs: a folder for compiled code, and how long compiling took."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def kept_folder() -> Path | None:
+    """None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pentad"
+    except RuntimeError:
+        return None
+
+
+def seconds_of(what: str) -> float | None:
+    """How long it took to compile this the last time here; None: nobody knows."""
+    seconds = _read().get(what)
+    return seconds if isinstance(seconds, float) else None
+
+
+def note_seconds(what: str, seconds: float) -> None:
+    """For the next time. A folder that cannot be written to costs a run nothing but that."""
+    folder = kept_folder()
+    if folder is None:
+        return
+    aside = folder / f".compile-seconds.{os.getpid()}"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(_read() | {what: seconds}, indent=1))
+        aside.replace(folder / "compile-seconds.json")
+
+
+def last_time(what: str) -> str:
+    """In words, for a line that says that it is being compiled."""
+    seconds = seconds_of(what)
+    return "not known here yet" if seconds is None else f"{seconds:.1f} s the last time"
+
+
+def _read() -> dict[str, object]:
+    folder = kept_folder()
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "compile-seconds.json").read_text()) if folder else {}
+        return found if isinstance(found, dict) else {}
+    return {}
