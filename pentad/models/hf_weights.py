@@ -6,18 +6,20 @@ Parameters may be plain tensors or DTensors of any layout; a model may be one pi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch import Tensor, nn
 
 from pentad.models.language_model import LanguageModel
 from pentad.weights import transfer
 from pentad.weights.cuts import cut_range
 from pentad.weights.regions import Box, full_box
 from pentad.weights.transfer import PairsReader, TensorInfo
+
+if TYPE_CHECKING:  # a second to import, and samplers have none
+    from torch.distributed.tensor import DTensor, Placement
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into parameter names."""
@@ -52,16 +54,27 @@ def native_shards(model: LanguageModel) -> dict[str, transfer.Shard]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    spread = as_dtensor(tensor)
+    return tensor if spread is None else spread.to_local()
+
+
+def as_dtensor(tensor: Tensor) -> DTensor | None:
+    """None for one that is whole here."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
 
 
 def box_of(tensor: Tensor) -> Box:
     """Which part of the global tensor lies here."""
-    if not isinstance(tensor, DTensor):
+    spread = as_dtensor(tensor)
+    if spread is None:
         return full_box(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = spread.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    cuts = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+    cuts = list(zip(spread.placements, spread.device_mesh.shape, coordinate, strict=True))
     return tuple(rows_of(size, dim, cuts) for dim, size in enumerate(tensor.shape))
 
 
@@ -70,6 +83,9 @@ def rows_of(size: int, dim: int, cuts: Sequence[tuple[Placement, int, int]]) -> 
 
     FSDP over tensor parallelism says it with a strided shard; the rows are a block all the same.
     """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     rows = torch.arange(size)
     for placement, num, rank in cuts:
         if isinstance(placement, _StridedShard) and placement.dim == dim:
@@ -118,12 +134,15 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
     Without DTensor's own redistribution, which remembers process groups that may be gone.
     """
-    if not isinstance(tensor, DTensor):
+    spread = as_dtensor(tensor)
+    if spread is None:
         return tensor
-    mesh, whole = tensor.device_mesh, tensor.to_local()
+    from torch.distributed.tensor import Shard
+
+    mesh, whole = spread.device_mesh, spread.to_local()
     at = mesh.get_coordinate()
     assert at is not None, "this rank is not part of the tensor's mesh"
-    cuts = list(zip(tensor.placements, mesh.shape, at, strict=True))
+    cuts = list(zip(spread.placements, mesh.shape, at, strict=True))
     for axis in reversed(range(mesh.ndim)):
         placement, num, _ = cuts[axis]
         if num > 1 and isinstance(placement, Shard):

@@ -24,7 +24,6 @@ from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
-from pentad.models.conversion import Conversion, convert
 from pentad.models.families import dims_of, known_families, read_config
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
@@ -85,6 +84,9 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
     if not config.megatron.use_hf_ckpt:
         return
     target = chosen(convertor.save_path, "megatron.ckpt_convertor.save_path")
+    # Here, since few runs convert, and it reads torch.distributed.checkpoint.
+    from pentad.models.conversion import Conversion, convert
+
     conversion = Conversion(
         source=str(Path(convertor.hf_model_path or model_folder(config)).expanduser()),
         target=str(Path(target).expanduser()),
