@@ -216,18 +216,18 @@ class RequestScheduler:
             admitted.append((leader, count))
             self.running.append(leader)
             num_taken += 1
+            first = num_taken
             while (
                 num_taken < len(self.waiting)
-                and self.table.free_rows
+                and num_taken - first < len(self.table.free_rows)
                 and self.waiting[num_taken].request is leader.request
                 and not self.waiting[num_taken].logprobs
                 and not leader.logprobs
             ):
-                follower = self.waiting[num_taken]
-                self.table.seat(follower)
-                leader.followers.append(follower)
-                self.table.has_followers[leader.row] = True
                 num_taken += 1
+            if num_taken > first:
+                leader.followers = self.waiting[first:num_taken]
+                self.table.seat_beside(leader, leader.followers)
         del self.waiting[:num_taken]
         return admitted
 
@@ -285,6 +285,7 @@ class RequestScheduler:
             assert leader is not None
             size = leader.num_prompt
             num_full = size // pool.block_size
+            forked: list[Sequence] = []
             for follower in leader.followers:
                 if num_full < len(leader.blocks) and pool.num_free == 0:
                     self.vacate(follower)
@@ -296,12 +297,13 @@ class RequestScheduler:
                     follower.blocks = [*follower.blocks, pool.take()]
                     plan.copies.append((leader.blocks[num_full], follower.blocks[num_full]))
                 follower.node = leader.node
-                table.set_blocks(follower.row, 0, follower.blocks)
-                table.num_computed[follower.row] = size
-                self.num_reused += size
-                self.running.append(follower)
-                rows.append(follower.row)
-                origins.append(i)
+                forked.append(follower)
+            if forked:
+                table.set_blocks_of([f.row for f in forked], [f.blocks for f in forked], size)
+            self.num_reused += size * len(forked)
+            self.running += forked
+            rows += [follower.row for follower in forked]
+            origins += [i] * len(forked)
             leader.followers = []
             table.has_followers[leader.row] = False
         if rows:

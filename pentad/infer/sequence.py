@@ -109,14 +109,36 @@ class Table:
         self.has_followers[row] = False
         self.stops.put(row, params.stop_ids)
 
+    def seat_beside(self, leader: Sequence, followers: list[Sequence]) -> None:
+        """Gives rows to further sequences of a request that has one and has drawn nothing: all but
+        their seeds is the same."""
+        rows = [self.free_rows.pop() for _ in followers]
+        for row, follower in zip(rows, followers, strict=True):
+            follower.row = row
+            self.sequences[row] = follower
+        size, first = len(leader.ids), leader.row
+        self.tokens[rows, :size] = self.tokens[first, :size]
+        seeds = leader.request.seeds
+        self.seed[rows] = [seeds[follower.index] & 0xFFFFFFFFFFFFFFFF for follower in followers]
+        self.num_computed[rows] = 0
+        self.num_blocks[rows] = 0
+        self.has_followers[rows] = False
+        for column in (
+            *(self.is_seated, self.num_tokens, self.limit, self.temperature, self.top_p),
+            *(self.top_k, self.is_truncated, self.num_top, self.has_stop_strings),
+        ):
+            column[rows] = column[first]
+        self.stops.put_beside(first, rows)
+        self.has_followers[first] = True
+
     def unseat(self, sequence: Sequence) -> None:
         """Takes the row back; the sequence gets its tokens."""
         row, prompt = sequence.row, sequence.num_prompt
         size = int(self.num_tokens[row])
         sequence.ids = self.tokens[row, :size].tolist()
-        ids, logprobs, versions = (
-            table[row, prompt:size].copy() for table in (self.tokens, self.logprobs, self.versions)
-        )
+        ids = self.tokens[row, prompt:size].copy()
+        logprobs = self.logprobs[row, prompt:size].copy()
+        versions = self.versions[row, prompt:size].copy()
         sequence.logprobs, sequence.versions = logprobs.tolist(), versions.tolist()
         sequence.arrays = ids, logprobs, versions
         self.sequences[row] = None
@@ -133,6 +155,15 @@ class Table:
             self.blocks = widen(self.blocks, last)
         self.blocks[row, first:last] = blocks
         self.num_blocks[row] = last
+
+    def set_blocks_of(self, rows: list[int], blocks: list[list[int]], num_computed: int) -> None:
+        """All blocks of several rows that hold equally many, with that many tokens computed."""
+        num = len(blocks[0])
+        if num > self.blocks.shape[1]:
+            self.blocks = widen(self.blocks, num)
+        self.blocks[rows, :num] = blocks
+        self.num_blocks[rows] = num
+        self.num_computed[rows] = num_computed
 
     def add_blocks(self, rows: np.ndarray, blocks: list[int]) -> None:
         """One more block for each of these rows."""
@@ -176,6 +207,12 @@ class StopSets:
             index = self._add(stop_ids)
         self.num_users[index] += 1
         self.set_of_row[row] = index
+
+    def put_beside(self, row: int, others: list[int]) -> None:
+        """The set of `row` for others as well."""
+        index = self.set_of_row[row]
+        self.num_users[index] += len(others)
+        self.set_of_row[others] = index
 
     def drop(self, row: int) -> None:
         self.num_users[self.set_of_row[row]] -= 1
