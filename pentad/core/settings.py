@@ -302,6 +302,8 @@ class EngineSettings(EngineKeys):
     """Of the run: log-probs and entropies are those of softmax(logits / temperature)."""
     max_tokens_per_mb: int | None = None
     """Most tokens of one forward pass; None: all rows of a call in one."""
+    max_row_tokens: int | None = None
+    """The longest sequence there will be, where that is known: attention is chosen by it."""
     n_mbs: int = 1
     """Microbatches a call is cut into, at least."""
     balance_data: bool = True

@@ -108,6 +108,8 @@ class HeldModel:
             for part in self.parts
             for name, p in part.decoder.named_parameters()
         ]
+        self.holders = [module._parameters for part in self.parts for module in part.modules()]
+        """Where modules keep their parameters, whichever those are at the time."""
         self.tied = TiedHead()
         is_tied = self.face.dims.tie_embeddings and self.face.has_lm_head
         if self.pipeline is not None and is_tied:
@@ -136,9 +138,11 @@ class HeldModel:
         return PipelinedPasses(self.pipeline, self.parts, self.tied, settings, self.meshes)
 
     def drop_gradients(self) -> None:
-        for part in self.parts:
-            for parameter in part.parameters():
-                parameter.grad = None
+        """Twice a step: to walk the modules for it would take longer than all else there."""
+        for held in self.holders:
+            for parameter in held.values():
+                if parameter is not None:
+                    parameter.grad = None
 
     def rest(self) -> None:
         """Puts the master weights in place, wherever a pass left gathered ones."""

@@ -124,6 +124,7 @@ def run_part(
         device=meshes.device,
         dtype=DTYPES[settings.compute_dtype],
         head_dim=dims.head_dim,
+        longest=settings.max_row_tokens,
     )
     if settings.strict:
         attend = PackedAttend(packed.lengths, attend, meshes.device)

@@ -37,6 +37,8 @@ BUCKET_RATIO = 0.75
 """Sequences shorter than this share of the longest one of a bucket open the next bucket..."""
 BUCKET_SLACK = 16
 """...unless they are at most this many tokens shorter: a call costs more than such padding."""
+FLASH4_FROM = 128
+"""Shorter sequences attend by torch's kernel, which takes a third of the host's time for a call."""
 MAX_FLASH_HEAD_DIM = 256
 MAX_CUDNN_HEAD_DIM = 128
 CUDNN_STEP = 128
@@ -44,10 +46,22 @@ CUDNN_STEP = 128
 
 
 def build_attend(
-    lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype, head_dim: int
+    lengths: Sequence[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    longest: int | None = None,
 ) -> PaddedAttend | VarlenAttend | EqualAttend:
-    """The fastest attention that honours the boundaries on this device, dtype and head width."""
-    is_flash4 = flash4.takes(dtype, head_dim) and flash4.has_flash4(device)
+    """The fastest attention that honours the boundaries on this device, dtype and head width.
+
+    `longest` is the longest sequence of all calls: compiled layers then meet one kernel only.
+    """
+    is_flash4 = (
+        (longest or max(lengths)) >= FLASH4_FROM
+        and flash4.takes(dtype, head_dim)
+        and flash4.has_flash4(device)
+    )
     if not is_flash4 and not has_varlen_attention(device, dtype, head_dim):
         return PaddedAttend(lengths, device=device)
     packed = VarlenAttend(lengths, device=device, is_flash4=is_flash4)

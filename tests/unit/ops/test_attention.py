@@ -200,6 +200,18 @@ def test_flash_attention_4_is_left_alone_at_widths_it_was_not_proven_at(monkeypa
     assert not getattr(attend, "is_flash4", False)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "longest", "is_taken"),
+    [([3, 300], None, True), ([3, 90], None, False), ([3, 90], 300, True), ([3, 9], 127, False)],
+)
+def test_flash_attention_4_takes_sequences_that_are_worth_its_launch(
+    monkeypatch, lengths, longest, is_taken
+):
+    monkeypatch.setattr(flash4, "has_flash4", lambda device: True)
+    attend = build_attend(lengths, device=CPU, dtype=torch.bfloat16, head_dim=64, longest=longest)
+    assert getattr(attend, "is_flash4", False) is is_taken
+
+
 def test_compiled_kernels_are_kept_in_a_home_alone(tmp_path, monkeypatch):
     names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{end}" for end in ("ENABLED", "DIR")]
     for name in (*names, "XDG_CACHE_HOME"):
