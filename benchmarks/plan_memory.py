@@ -2,6 +2,7 @@
 
     python benchmarks/plan_memory.py                        # the whole grid, about 8 minutes
     python benchmarks/plan_memory.py --models 0.6b --tokens 16384 --compile off --json out.json
+    python benchmarks/plan_memory.py --long --modes op full --compile on  # 32k and 128k tokens
     python benchmarks/plan_memory.py --toy                  # proves the script on a CPU, no more
 
 Allocated bytes are compared, so the constant for context and allocator slack is left out of both.
@@ -16,6 +17,7 @@ import argparse
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from pentad.core.errors import RunError  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.core.settings import EngineSettings, OptimizerSettings  # noqa: E402
 from pentad.engine.engine import Engine  # noqa: E402
+from pentad.engine.flops import detect_peak_tflops, measure_throughput  # noqa: E402
 from pentad.engine.held import HeldModel, decoder_maker  # noqa: E402
 from pentad.models.families import dims_of  # noqa: E402
 from pentad.parallel.cuts import local  # noqa: E402
@@ -63,6 +66,8 @@ GRID = {
     "moe": ((16384, 2048), (32768, 4096)),
 }
 """(tokens a microbatch, tokens a sequence) of each model."""
+LONG = {"0.6b": ((32768, 32768), (131072, 131072)), "4b": ((32768, 32768),), "moe": ()}
+"""Of one sequence in one microbatch, with the time of a step."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,10 @@ class Case:
     compile: bool
     mode: str
     offload: bool = False
+
+    @property
+    def num_microbatches(self) -> int:
+        return 1 if self.tokens == self.length else 2
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
         layout=Layout(),
         keeping=keeping,
         microbatch_tokens=case.tokens,
-        num_microbatches=2,
+        num_microbatches=case.num_microbatches,
         offload=case.offload,
         reshard=case.offload,
         device=DEVICE.type,
@@ -154,12 +163,20 @@ def measure(config: dict[str, Any], case: Case) -> dict[str, float]:
     before = allocated()  # of compiled code and libraries, which count as overhead
     engine = make_engine(config, case)
     found = {"load": allocated()}
-    rows = make_rows([case.length] * (2 * case.tokens // case.length), config["vocab_size"])
+    num_rows = case.num_microbatches * case.tokens // case.length
+    rows = make_rows([case.length] * num_rows, config["vocab_size"])
     for _ in range(2):  # the first round compiles
+        started = time.perf_counter()
         engine.begin_step()
         found["backward"] = peak_of(lambda: engine.accumulate(rows, MeanNll()))
         found["optimizer"] = peak_of(lambda: _step(engine))
+        seconds = time.perf_counter() - started
         found["log-prob"] = peak_of(lambda: engine.forward(rows))
+    speed = measure_throughput(
+        dims_of(config), [case.length] * num_rows, seconds, peak_tflops=detect_peak_tflops(DEVICE)
+    )
+    share = "" if speed.mfu_causal is None else f", MFU {speed.mfu_causal:.1%} causal"
+    print(f"{case}: a step takes {seconds:.2f} s, {speed.tokens_per_s:,.0f} tok/s{share}")
     sizes = {phase: size - before * IS_GPU for phase, size in found.items()}
     return {phase: size for phase, size in sizes.items() if size}  # offloaded, loading takes none
 
@@ -171,7 +188,7 @@ def _step(engine: Engine) -> None:
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     for model in args.models:
-        for tokens, length in GRID[model]:
+        for tokens, length in (LONG if args.long else GRID)[model]:
             if args.tokens and tokens not in args.tokens:
                 continue
             for word in args.compile:
@@ -214,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--long", action="store_true", help="long sequences, with their speed")
     parser.add_argument("--tokens", nargs="+", type=int, help="of the grid's sizes only these")
     parser.add_argument("--compile", nargs="+", default=["off", "on"], choices=["off", "on"])
     parser.add_argument("--offload", action="store_true", help="also offload_params, once a model")
