@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK = 128
+HOST_LOGITS = 1 << 18
+"""Logits looked at together in host memory: more do not stay in its caches, and an array of several
+MiB is fresh memory every time."""
 UNIFORM_BITS = 40
 """Resolution of the uniform numbers; (1 - 2**-40) * total stays below total in fp64."""
 
@@ -44,12 +47,19 @@ def draw(
     top_p_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ids and log-probs; temperature 0 takes the most likely id. No host synchronisation."""
+    num_rows = max(1, HOST_LOGITS // logits_NV.shape[1])
+    if logits_NV.device.type == "cpu" and len(logits_NV) > num_rows:
+        given = (logits_NV, uniform_N, temperature_N, top_k_N, top_p_N)
+        parts = zip(*(x.split(num_rows) for x in given if x is not None), strict=True)
+        drawn = [draw(*part) for part in parts]
+        return torch.cat([ids for ids, _ in drawn]), torch.cat([x for _, x in drawn])
     logits_NV = logits_NV.float()
     is_greedy_N = temperature_N <= 0
     divisor_N = torch.where(is_greedy_N, 1.0, temperature_N)
     scaled_NV = logits_NV / divisor_N[:, None]
-    total_N = torch.logsumexp(scaled_NV, dim=-1)
-    weights_NV = torch.exp(scaled_NV - total_N[:, None])
+    largest_N = scaled_NV.amax(dim=-1)
+    weights_NV = (scaled_NV - largest_N[:, None]).exp_()
+    total_N = largest_N + weights_NV.sum(-1).log()  # `logsumexp` would take all exponentials anew
     if top_k_N is not None and top_p_N is not None:
         weights_NV = truncate(weights_NV, top_k_N, top_p_N)
     ids_N = invert_cdf(weights_NV, uniform_N)

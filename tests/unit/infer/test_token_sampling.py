@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pentad.infer import sampling
 from pentad.infer.sampling import CHUNK, draw, invert_cdf, truncate, uniforms
 
 
@@ -79,12 +80,15 @@ def test_two_levels_agree_with_one_long_sum():
     assert torch.equal(invert_cdf(weights, u), wanted)
 
 
-def test_a_draw_is_the_same_in_any_batch():
+@pytest.mark.parametrize("num_together", [None, 1, 7])
+def test_a_draw_is_the_same_in_any_batch(monkeypatch, num_together):
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(2))
     u = torch.from_numpy(uniforms(seeds_of(50), np.arange(50)))
     heat = torch.linspace(0, 2, 50)
     k, p = torch.arange(50) % 5, torch.linspace(0.2, 1, 50)
     ids, logprobs = draw(logits, u, heat, k, p)
+    if num_together is not None:
+        monkeypatch.setattr(sampling, "HOST_LOGITS", num_together * 300)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(4))
     for part in (order[:1], order[1:8], order[8:]):
         again = draw(logits[part], u[part], heat[part], k[part], p[part])
