@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,11 +23,15 @@ from typing import Any
 
 import torch
 
-from pentad.cli.bench_rl import NUM_WARM, RlCase, idle_share, watched, write_recipe
+from pentad.cli.bench_rl import RlCase, idle_share, watched, write_recipe
 
 MICROBATCH_TOKENS = 32_768
 """Of a forward and backward of TRL, padded."""
+NUM_WARM = 1
+"""Steps that are not counted: TRL compiles nothing, and vLLM has captured its graphs before."""
 LIMIT_S = 900
+"""After this long the peer is ended; its figure is of the steps it had counted."""
+FOUND = "found.json"
 NUM_SHOWN = 20
 """Last lines of a peer that failed."""
 
@@ -70,16 +75,63 @@ def measure(case: RlCase, device: torch.device, num_steps: int) -> TrlMeasured |
             with log.open("wb") as output, watched(folder / "busy.csv", device):
                 subprocess.run(command, stdout=output, stderr=output, timeout=LIMIT_S, check=True)
         except subprocess.TimeoutExpired:
-            return f"TRL took longer than {LIMIT_S} s"
+            if not (folder / FOUND).is_file():
+                return f"TRL took longer than {LIMIT_S} s"
         except subprocess.CalledProcessError:
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             print("\n".join(lines[-NUM_SHOWN:]), file=sys.stderr)
             return f"TRL failed: {lines[-1]}"
-        found = TrlMeasured(**json.loads((folder / "found.json").read_text()))
+        found = TrlMeasured(**json.loads((folder / FOUND).read_text()))
         return replace(found, idle_share=idle_share(folder / "busy.csv", *found.span))
 
 
-def run_steps(folder: Path) -> TrlMeasured:
+class StepClock:
+    """When steps ended, how long sampling took and how much it drew; written after every counted
+    step, so that a peer that is ended before its last one leaves a figure, too."""
+
+    def __init__(self, path: Path, *, is_gpu: bool, sampler: str) -> None:
+        self.path, self.is_gpu, self.sampler = path, is_gpu, sampler
+        self.ends: list[float] = []
+        self.sampling_ms: list[float] = []
+        self.num_drawn: list[int] = []
+
+    def score(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """The reward of `bench_rl`."""
+        self.num_drawn.append(sum(map(len, completion_ids)))
+        return [(sum(ids) % 97) / 97 for ids in completion_ids]
+
+    def timed(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            started = time.perf_counter()
+            found = generate(*given)
+            self.sampling_ms.append(1e3 * (time.perf_counter() - started))
+            return found
+
+        return call
+
+    def end_step(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+        self.ends.append(time.time())
+        print(f"step {len(self.ends)} ended", flush=True)
+        if len(self.ends) > NUM_WARM:
+            self.path.write_text(json.dumps(asdict(self.measured())))
+
+    def measured(self) -> TrlMeasured:
+        ends = self.ends[NUM_WARM - 1 :]
+        walls = [1e3 * (b - a) for a, b in zip(ends, ends[1:], strict=False)]
+        last = NUM_WARM + len(walls)
+        return TrlMeasured(
+            wall_ms=statistics.median(walls),
+            rollout_ms=statistics.median(self.sampling_ms[NUM_WARM:last]),
+            tokens_per_s=1e3 * sum(self.num_drawn[NUM_WARM:last]) / sum(walls),
+            span=(ends[0], ends[-1]),
+            peak_gib=torch.cuda.max_memory_allocated() / 2**30 if self.is_gpu else None,
+            sampler=self.sampler,
+        )
+
+
+def run_steps(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     case = json.loads((folder / "case.json").read_text())
@@ -90,92 +142,73 @@ def run_steps(folder: Path) -> TrlMeasured:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     del model
-    import pyarrow  # these import for long, and a model may fail before
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # it imports for long, and a model may fail before
 
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    table = pyarrow.Table.from_pylist([{"prompt": row["prompt"]} for row in rows])
-    # With a fingerprint: to make one datasets pickles types of pyarrow, which fails on Python 3.12.
-    data = Dataset(InMemoryTable(table), fingerprint=folder.name)
-    times: list[float] = []
-    sampling: list[float] = []
-    lengths: list[int] = []
+    sampler = "vLLM in the same process" if has_vllm else "transformers"
+    clock = StepClock(folder / FOUND, is_gpu=is_gpu, sampler=sampler)
 
-    def score(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        lengths.append(sum(map(len, completion_ids)))
-        return [(sum(ids) % 97) / 97 for ids in completion_ids]
-
-    class Clock(TrainerCallback):
+    class Ends(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if is_gpu:
-                torch.cuda.synchronize()
-            times.append(time.time())
+            clock.end_step()
 
-    whole = case["num_prompts"] * case["num_samples"]
-    microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))
-    while whole % microbatch:
-        microbatch -= 1
-    stops = {"stop_token_ids": case["stop_ids"]} if has_vllm else None
-    config = GRPOConfig(
-        output_dir=str(folder / "out"),
-        learning_rate=1e-6,
-        per_device_train_batch_size=microbatch,
-        gradient_accumulation_steps=whole // microbatch,
-        num_generations=case["num_samples"],
-        max_completion_length=case["max_new_tokens"],
-        max_steps=case["num_steps"],
-        beta=0.0,
-        bf16=is_gpu,
-        use_cpu=not is_gpu,
-        gradient_checkpointing=False,
-        use_vllm=has_vllm,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.3,
-        generation_kwargs=stops,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
     trainer = GRPOTrainer(
         model=str(folder / "model"),
-        reward_funcs=score,
-        args=config,
-        train_dataset=data,
+        reward_funcs=clock.score,
+        args=GRPOConfig(output_dir=str(folder / "out"), **options_of(case, has_vllm=has_vllm)),
+        train_dataset=read_prompts(folder / "train.jsonl"),
         processing_class=tokenizer,
-        callbacks=[Clock()],
+        callbacks=[Ends()],
     )
     trainer.eos_token_ids = case["stop_ids"]
     if not has_vllm:
         trainer.generation_config.eos_token_id = case["stop_ids"]
         trainer.generation_kwargs["eos_token_id"] = case["stop_ids"]
-    generate = trainer._generate
-
-    def timed(*given: Any) -> Any:
-        started = time.perf_counter()
-        found = generate(*given)
-        sampling.append(1e3 * (time.perf_counter() - started))
-        return found
-
-    trainer._generate = timed
+    trainer._generate = clock.timed(trainer._generate)
     trainer.train()
-    walls = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)][NUM_WARM - 1 :]
-    drawn = lengths[NUM_WARM:]
-    return TrlMeasured(
-        wall_ms=statistics.median(walls),
-        rollout_ms=statistics.median(sampling[NUM_WARM:]),
-        tokens_per_s=1e3 * sum(drawn) / sum(walls),
-        span=(times[NUM_WARM - 1], times[-1]),
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
-        sampler="vLLM in the same process" if has_vllm else "transformers",
-    )
+
+
+def options_of(case: dict[str, Any], *, has_vllm: bool) -> dict[str, Any]:
+    """Of GRPOConfig."""
+    is_gpu = case["device"] == "cuda"
+    whole = case["num_prompts"] * case["num_samples"]
+    microbatch = max(1, min(whole, MICROBATCH_TOKENS // (case["max_new_tokens"] + 16)))
+    while whole % microbatch:
+        microbatch -= 1
+    return {
+        "learning_rate": 1e-6,
+        "per_device_train_batch_size": microbatch,
+        "gradient_accumulation_steps": whole // microbatch,
+        "num_generations": case["num_samples"],
+        "max_completion_length": case["max_new_tokens"],
+        "max_steps": case["num_steps"],
+        "beta": 0.0,
+        "bf16": is_gpu,
+        "use_cpu": not is_gpu,
+        "gradient_checkpointing": False,
+        "use_vllm": has_vllm,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "generation_kwargs": {"stop_token_ids": case["stop_ids"]} if has_vllm else None,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def read_prompts(path: Path) -> Any:
+    import pyarrow
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    table = pyarrow.Table.from_pylist([{"prompt": row["prompt"]} for row in rows])
+    # With a fingerprint: to make one datasets pickles types of pyarrow, which fails on Python 3.12.
+    return Dataset(InMemoryTable(table), fingerprint="prompts")
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    (folder / "found.json").write_text(json.dumps(asdict(run_steps(folder))))
+    run_steps(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

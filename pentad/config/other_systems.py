@@ -228,7 +228,7 @@ MOE_ENGINE = {
 """Key of moe-engine that means something else, or stands elsewhere -> (key here, remark)."""
 
 BY_COMPILE = ("actor.archon.enable_compile", "fuses what can be fused")
-BY_AC = ("actor.archon.ac_mode", "full, or selective with a stride in actor.archon.ac_selective")
+BY_AC = ("actor.archon.ac_mode", "full, or selective, for which a key beside it takes a stride")
 RLINF = {
     "rollout.backend": ("allocation_mode", "sglang:d1|archon:d1"),
     "rollout.rollout_backend": ("allocation_mode", "sglang:d1|archon:d1"),

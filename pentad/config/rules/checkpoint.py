@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.remote import split_uri
+from pentad.core.settings import EngineKeys
 
 RULES: Rules[[Config]] = Rules()
 
@@ -53,9 +55,8 @@ def the_endpoint_is_a_url(config: Config) -> Iterator[Problem]:
 
 OF_A_MODEL = (
     *("mb_spec", "gradient_checkpointing", "pad_to_maximum", "enable_tree_training"),
-    *("archon.pp_schedule", "archon.stages_per_rank", "archon.layers_per_stage"),
-    *("archon.enable_compile", "archon.ac_mode", "archon.ac_selective", "archon.ac_memory_budget"),
-    *("archon.ac_debug", "archon.offload_params", "archon.reshard_after_forward_policy"),
+    *(f"archon.{key.name}" for key in dataclass_fields(EngineKeys)),
+    *("archon.enable_compile", "archon.reshard_after_forward_policy"),
     *("archon.use_deterministic_algorithms", "archon.dp_replicate"),
 )
 HARMLESS = (
