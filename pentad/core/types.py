@@ -11,6 +11,7 @@ ids[t]. `logprobs[t]` is log p(ids[t] | ids[:t]), so entry 0 is always 0 and nev
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -89,10 +90,20 @@ class Generation:
         default=None, repr=False, compare=False
     )
     """What `columns` gave; a sampler that has arrays gives them here."""
+    lists: tuple[list[int], list[float], list[int]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """What the arrays were made of."""
+
+    def __post_init__(self) -> None:
+        self.lists = self.ids, self.logprobs, self.versions
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """ids, log-probs and versions as a sample has them, made once: three parties read them."""
-        if self.arrays is None:
+        lists = self.ids, self.logprobs, self.versions
+        is_same = self.lists is not None and all(map(operator.is_, self.lists, lists))
+        if self.arrays is None or not is_same or len(self.arrays[0]) != len(self.ids):
+            self.lists = lists
             self.arrays = (
                 np.array(self.ids, dtype=np.int64),
                 np.array(self.logprobs, dtype=np.float32),
