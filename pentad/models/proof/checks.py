@@ -67,7 +67,8 @@ def check_config(case: FamilyCase) -> str:
     count = 0
     for what, config in _variations(full):
         try:
-            theirs = _as_written(type(hf_config).from_dict(deepcopy(config)))
+            # `from_dict` does the same, and writes the whole config for a log that is off.
+            theirs = _as_written(type(hf_config)(**deepcopy(config)))
             expected = case.spec.read_dims(theirs)
         except Exception:  # transformers refuses it, each config in its own way: nothing to compare
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,28 +74,30 @@ def verify(name_or_path: str) -> FamilyReport:
 
 def verify_subject(subject: FamilySubject) -> FamilyReport:
     report = FamilyReport(subject.spec.family, skipped=subject.skipped)
+    report.outcomes.extend(iter_outcomes(subject, report.rules))
+    return report
 
-    def run(check: str, case: str, body: Callable[[], str]) -> None:
-        report.outcomes.append(_run(check, case, body))
 
-    if subject.folder is not None:
-        run("real headers", subject.folder.name, partial(check_headers, subject.folder))
+def iter_outcomes(subject: FamilySubject, rules: list[RuleRow]) -> Iterator[CheckResult]:
+    """Each check when it is asked for; `rules` is given those of the first case."""
+    if (folder := subject.folder) is not None:
+        yield _run("real headers", folder.name, partial(check_headers, folder))
     seen: set[tuple[tuple[str, object], ...]] = set()
     for name, config in subject.configs.items():
         with tempfile.TemporaryDirectory() as scratch:
             cases: list[FamilyCase] = []
             prepare = partial(_prepare, cases, name, subject.spec, config, scratch)
-            run("transformers model", name, prepare)
+            yield _run("transformers model", name, prepare)
             for case in cases:
-                run("map", name, partial(_build_map, case))
-                if not report.outcomes[-1].passed:
+                mapped = _run("map", name, partial(_build_map, case))
+                yield mapped
+                if not mapped.passed:
                     continue
                 weights = tuple((n, e.shape) for n, e in case.weight_map.entries.items())
                 for title, check in (CHECKS | ({} if weights in seen else WEIGHT_CHECKS)).items():
-                    run(title, name, partial(check, case))
+                    yield _run(title, name, partial(check, case))
                 seen.add(weights)
-                report.rules = report.rules or rule_rows(case)
-    return report
+                rules.extend([] if rules else rule_rows(case))
 
 
 def _build_map(case: FamilyCase) -> str:

@@ -506,7 +506,8 @@ def refused(act):
 def reward(completion):
     with socket.socket():
         pass
-    threading.Thread(target=(HERE / "written").touch).start()
+    thread = threading.Thread(target=(HERE / "written").touch)
+    thread.start(), thread.join()  # the worker may end with the answer
     Path("own").write_text("x")
     return {
         "reads beside itself": (HERE / "data.txt").read_text() == "d",
