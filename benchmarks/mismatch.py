@@ -68,13 +68,14 @@ REMEDIES: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which kinds of results are rounded to bf16, and whether sums are taken in two halves."""
+    """Which kinds of results are rounded, and whether sums are taken in two halves."""
 
     kinds: frozenset[str] = frozenset()
     halves: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def __call__(self, kind: str, x: Tensor) -> Tensor:
-        return x.bfloat16().float() if kind in self.kinds else x
+        return x.to(self.dtype).float() if kind in self.kinds else x
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self.halves:
@@ -155,8 +156,8 @@ class Case:
     labels_T: Tensor
     entropy: float
 
-    def logprobs(self, kinds: frozenset[str] = frozenset(), halves: bool = False) -> Tensor:
-        logits = logits_of(self.model, self.ids_BL, Rounding(kinds, halves))
+    def logprobs(self, rounding: Rounding) -> Tensor:
+        logits = logits_of(self.model, self.ids_BL, rounding)
         return logits.log_softmax(-1).gather(1, self.labels_T[:, None]).squeeze(1)
 
 
@@ -206,26 +207,25 @@ def figures(difference: Tensor) -> dict[str, float]:
 
 def dissect(case: Case) -> dict[str, dict[str, float]]:
     """By row: how far a rounding is from the truth, and two of them from one another."""
-    truth = case.logprobs()
+    truth = case.logprobs(Rounding())
     found: dict[str, dict[str, float]] = {}
 
-    def pair(kept: set[str]) -> tuple[Tensor, float]:
-        one, other = (case.logprobs(ALL - kept, halves) for halves in (False, True))
-        return one - truth, float((one - other).abs().mean())
+    def pair(kept: set[str], dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+        one, other = (case.logprobs(Rounding(ALL - kept, half, dtype)) for half in (False, True))
+        return {**figures(one - truth), "pair": float((one - other).abs().mean())}
 
-    whole, whole_pair = pair(set())
-    found["all"] = {**figures(whole), "pair": whole_pair}
+    found["all"] = pair(set())
     for kind in (*KINDS, *WIDER):
-        row = figures(case.logprobs(frozenset({kind})) - truth)
+        row = figures(case.logprobs(Rounding(frozenset({kind}))) - truth)
         row["share"] = row["square"] / found["all"]["square"]
         if kind in ALL:
-            without, row["pair_without"] = pair({kind})
-            row["without"] = figures(without)["mean"]
+            rest = pair({kind})
+            row |= {"without": rest["mean"], "pair_without": rest["pair"]}
         found[kind] = row
     for name, kept in REMEDIES.items():
-        rest, rest_pair = pair(kept)
-        found[name] = {**figures(rest), "pair": rest_pair}
-    found["none, sums in halves"] = figures(case.logprobs(halves=True) - truth)
+        found[name] = pair(kept)
+    found["all, to float16 instead of bf16"] = pair(set(), torch.float16)
+    found["none, sums in halves"] = figures(case.logprobs(Rounding(halves=True)) - truth)
     return found
 
 
@@ -322,7 +322,7 @@ def main() -> None:
     print_rows(found)
     for is_wide, name in ((False, "as they are"), (True, "residual sums in float32")):
         real = found[f"sampler and trainer, {name}"] = measure_real(case, is_wide=is_wide)
-        print(f"sampler and trainer, {name}: mean {real['mean']:.4f}, p99 {real['p99']:.4f}")
+        print(f"sampler and trainer, {name}: mean {real['mean']:.1e}, p99 {real['p99']:.1e}")
     print(f"{time.perf_counter() - start:.0f} s")
     if options.json is not None:
         about = {"torch": torch.__version__, "options": {**vars(options), "json": None}}

@@ -60,6 +60,8 @@ def test_the_parts_explain_the_whole_and_a_pair_differs_by_no_more_than_two_roun
     assert all(found[kind]["mean"] > 0 for kind in KINDS)
     assert found["none, sums in halves"]["mean"] < 1e-5
     assert 1e-4 < found["all"]["pair"] < 2 * found["all"]["mean"]
+    finer = found["all, to float16 instead of bf16"]  # three bits more
+    assert 4 < found["all"]["mean"] / finer["mean"] < 16
 
 
 @pytest.mark.parametrize("is_wide", [False, True])
