@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -26,6 +27,16 @@ def pytest_ignore_collect(collection_path, config):
     """The distributed part alone does not import all other tests."""
     is_other = config.option.markexpr.startswith("dist") and collection_path.suffix == ".py"
     return True if is_other and "mark.dist" not in collection_path.read_text() else None
+
+
+def pytest_collection_finish():
+    """Every run collects garbage: without the modules of all tests, which are most of the heap."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or what frees itself at the end is reported as leaked
 
 
 @pytest.fixture(autouse=True)

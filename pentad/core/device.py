@@ -50,16 +50,28 @@ WARM_STEPS = 2
 """Steps after which a process holds what it will hold: models, compiled code, captured graphs."""
 
 
+is_settled = False
+
+
 def settle(num_steps: int) -> None:
     """Called after every step: when the warm ones are over, what was built so far is kept out of
     further collections. A full collection walks every object of the process, about half a second
-    with torch's compiler loaded, and begins in the middle of whatever step it likes."""
-    if num_steps == WARM_STEPS:
-        gc.collect()
+    with torch's compiler loaded, and begins in the middle of whatever step it likes. Where the
+    process had objects kept out before the run, it stays as it is: the run's could not be told
+    from them when it ends."""
+    global is_settled
+    if num_steps != WARM_STEPS:
+        return
+    gc.collect()
+    if is_settled or gc.get_freeze_count() == 0:
         gc.freeze()
+        is_settled = True
         atexit.register(unsettle)  # or what frees itself at the end is reported as leaked
 
 
 def unsettle() -> None:
     """At the end of a run, for a process that goes on: what it held can be collected again."""
-    gc.unfreeze()
+    global is_settled
+    if is_settled:
+        gc.unfreeze()
+        is_settled = False

@@ -2,11 +2,21 @@
 
 import gc
 
+import pytest
+
 from pentad.core.device import WARM_STEPS, settle, unsettle
 
 
-def test_the_heap_is_frozen_once_and_given_back():
+@pytest.fixture(autouse=True)
+def unfrozen():
+    """The heap of these tests' process is frozen."""
     gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def test_the_heap_is_frozen_once_and_given_back():
     settle(WARM_STEPS - 1)
     assert gc.get_freeze_count() == 0
     settle(WARM_STEPS)
@@ -17,3 +27,13 @@ def test_the_heap_is_frozen_once_and_given_back():
     assert gc.get_freeze_count() <= frozen and len(kept) == 1000
     unsettle()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_was_frozen_before_a_run_stays_so_and_nothing_of_the_run_is_added():
+    gc.freeze()
+    kept = [[number] for number in range(1000)]
+    settle(WARM_STEPS)
+    frozen = gc.get_freeze_count()
+    assert frozen > 10_000 and any(one is kept for one in gc.get_objects())
+    unsettle()
+    assert gc.get_freeze_count() > 10_000
