@@ -1,5 +1,5 @@
 """What runs inside a worker of the pool: a reward, on the samples of a group one by one or all at
-once, and programs that the policy wrote.
+once, for one group or several, and programs that the policy wrote.
 
 Standard library only. What a call raises comes back as text with its place in the user's file.
 What the pool itself explains (a refused process, memory, an exit) is left to it.
@@ -23,7 +23,7 @@ from typing import Any
 from pentad.core.specs import load, settled
 
 MAX_TEXT = 1000
-EACH, BATCH = (f"{__name__}:{name}" for name in ("each", "batch"))
+EACH, BATCH, SEVERAL = (f"{__name__}:{name}" for name in ("each", "batch", "several"))
 
 
 def each(spec: str, shared: bytes, own: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -42,8 +42,15 @@ def each(spec: str, shared: bytes, own: Sequence[dict[str, Any]]) -> dict[str, A
     }
 
 
+def several(jobs: Sequence[tuple[str, bytes]]) -> list[Any]:
+    """What the jobs return, one after the other: functions of this module, their arguments
+    pickled."""
+    return [load(spec)(**pickle.loads(arguments)) for spec, arguments in jobs]
+
+
 def batch(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the function returns for all samples together: one value a sample."""
+    started = time.perf_counter()
     result = _tried(load(spec), arguments)
     if "error" in result:
         return result
@@ -54,7 +61,7 @@ def batch(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"it returned {str(value)[:80]!r} where a list of numbers is wanted"}
     if len(values) != num:
         return {"error": f"it returned {len(values)} values for {num} completions"}
-    return {"values": list(values)}
+    return {"values": list(values), "seconds": time.perf_counter() - started}
 
 
 async def _together(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Scored
@@ -21,6 +21,7 @@ from pentad.core.types import Prompt, Sample
 from pentad.rewards import code_tests, verifiers
 from pentad.rewards.calls import BATCH, EACH
 from pentad.rewards.sandbox import JobFailed, Sandbox, pickled
+from pentad.rewards.sharing import SHARED_JOB_TIMEOUT_S, SharedJobs
 
 PARAMETERS = {
     "completion": "the sampled text",
@@ -54,10 +55,9 @@ POOLED = {"math": ("pentad.rewards.mathematics:math", "pentad.rewards.mathematic
 BUILT_IN = (*INLINE, *POOLED, "code")
 
 JOB_S = 0.1
-"""Work of about this long shares a job of the pool, which costs some milliseconds by itself."""
-SHARED_JOB_TIMEOUT_S = 1.0
-"""After this long the calls of a shared job are made anew, each in a job of its own."""
+"""Calls of a group that take about this long share a job."""
 
+T = TypeVar("T")
 Verdict = Scored | JobFailed | None
 """None: the function has no opinion on this sample."""
 
@@ -121,8 +121,10 @@ class RewardFunction:
         self.max_retries = max_retries
         self.takes = COMPARES
         self.pool: Sandbox | None = None
+        self.jobs: SharedJobs | None = None
+        """Of the pool."""
         self.call_s: float | None = None
-        """Mean seconds of a call, of late; None: not known yet."""
+        """Mean seconds of a call, of late, on a sample or a whole group; None: not known yet."""
         self.waits_together: bool | None = None
         """Whether the calls of a group wait in one job, as coroutines can; None: not known yet."""
 
@@ -221,7 +223,7 @@ class RewardFunction:
         own = self._own(samples)
         size = self._calls_per_job(len(own))
         parts = [own[i : i + size] for i in range(0, len(own), size)]
-        judged = await asyncio.gather(*(self._share_job(shared, part, retries) for part in parts))
+        judged = await together([self._share_job(shared, part, retries) for part in parts])
         return [verdict for part in judged for verdict in part]
 
     def _calls_per_job(self, num: int) -> int:
@@ -235,9 +237,9 @@ class RewardFunction:
     async def _share_job(
         self, shared: bytes, own: Sequence[dict[str, Any]], retries: int
     ) -> list[Verdict]:
-        if len(own) == 1:
-            return [await self._alone(shared, own[0], 1 + retries)]
-        verdicts = await self._call(shared, own)
+        verdicts = await self._call(shared, own, is_alone=False)
+        if isinstance(verdicts, JobFailed) and len(own) == 1:
+            verdicts = [verdicts]
         if isinstance(verdicts, JobFailed):  # which of them it was shows one by one
             if verdicts.kind == "timeout":
                 self.waits_together = False
@@ -250,27 +252,46 @@ class RewardFunction:
         ]
 
     async def _alone(self, shared: bytes, own: dict[str, Any], tries: int) -> Verdict:
-        answer = await self._call(shared, [own])
+        answer = await self._call(shared, [own], is_alone=True)
         verdict = answer if isinstance(answer, JobFailed) else answer[0]
         if isinstance(verdict, JobFailed) and tries > 1:
             return await self._alone(shared, own, tries - 1)
         return verdict
 
     async def _call(
-        self, shared: bytes, own: Sequence[dict[str, Any]]
+        self, shared: bytes, own: Sequence[dict[str, Any]], *, is_alone: bool
     ) -> list[Verdict] | JobFailed:
         assert self.pool is not None, "start() comes first"
         payload = {"spec": self.spec, "shared": shared, "own": list(own)}
         is_shared = len(own) > 1 and not self.waits_together
         limit = min(SHARED_JOB_TIMEOUT_S, self.pool.settings.timeout_s) if is_shared else None
-        answer = await self.pool.run(EACH, payload, limit)
+        answer = await self._run(EACH, payload, limit, num_calls=len(own), is_alone=is_alone)
         if isinstance(answer, JobFailed):
             return answer
-        taken_s = answer["seconds"] / len(own)
-        self.call_s = taken_s if self.call_s is None else 0.8 * self.call_s + 0.2 * taken_s
         if self.waits_together is None:
             self.waits_together = bool(answer["is_async"])
         return [read_result(result) for result in answer["results"]]
+
+    async def _run(
+        self,
+        call: str,
+        payload: dict[str, Any],
+        limit: float | None,
+        *,
+        num_calls: int = 1,
+        is_alone: bool,
+    ) -> Any | JobFailed:
+        """Runs the job, beside others that wait unless it shall be alone, and learns its time."""
+        assert self.pool is not None and self.jobs is not None, "start() comes first"
+        if is_alone or self.call_s is None:
+            answer = await self.pool.run(call, payload, limit)
+        else:
+            cost_s = num_calls * self.call_s
+            answer = await self.jobs.run(call, payload, limit, cost_s=cost_s)
+        if not isinstance(answer, JobFailed) and "seconds" in answer:
+            taken_s = answer["seconds"] / num_calls
+            self.call_s = taken_s if self.call_s is None else 0.8 * self.call_s + 0.2 * taken_s
+        return answer
 
     # --- in the pool, a group at once -----------------------------------------------------------
 
@@ -290,19 +311,26 @@ class RewardFunction:
         if self._wants("completion_ids"):
             arguments["completion_ids"] = [s.ids[s.mask].tolist() for s in samples]
         pickled(self.fn, arguments)  # or refused under its own name
-        verdicts = await self._call_batch(arguments, num)
+        verdicts = await self._call_batch(arguments, num, is_alone=False)
         while any(isinstance(verdict, JobFailed) for verdict in verdicts) and retries:
-            verdicts, retries = await self._call_batch(arguments, num), retries - 1
+            verdicts, retries = await self._call_batch(arguments, num, is_alone=True), retries - 1
         return verdicts
 
-    async def _call_batch(self, arguments: dict[str, Any], num: int) -> list[Verdict]:
-        assert self.pool is not None, "start() comes first"
-        answer = await self.pool.run(BATCH, {"spec": self.spec, "arguments": arguments})
+    async def _call_batch(
+        self, arguments: dict[str, Any], num: int, *, is_alone: bool
+    ) -> list[Verdict]:
+        payload = {"spec": self.spec, "arguments": arguments}
+        answer = await self._run(BATCH, payload, None, is_alone=is_alone)
         if isinstance(answer, JobFailed):
             return [answer] * num
         if "error" in answer:
             return [JobFailed("error", answer["error"])] * num
         return [read_result({"value": value}) for value in answer["values"]]
+
+
+async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """As `asyncio.gather`, without a task where there is but one."""
+    return [await jobs[0]] if len(jobs) == 1 else await asyncio.gather(*jobs)
 
 
 def read_result(result: Mapping[str, Any]) -> Verdict:

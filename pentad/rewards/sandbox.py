@@ -279,10 +279,21 @@ class Sandbox:
 
         Returns its result as plain JSON data, or with `capture="stdout"` what it printed.
         """
+        body = pickled(spec, dict(payload))
+        return await self.run_on(await self.idle.get(), spec, body, timeout_s, capture=capture)
+
+    async def run_on(
+        self,
+        worker: Worker,
+        spec: str,
+        body: bytes,
+        timeout_s: float | None = None,
+        *,
+        capture: Literal["result", "stdout"] = "result",
+    ) -> Any | JobFailed:
+        """The same on a worker that was taken from `idle` and goes back there."""
         timeout_s = timeout_s or self.settings.timeout_s
         job = {"spec": spec, "timeout_s": timeout_s, "capture": capture}
-        body = pickled(spec, dict(payload))
-        worker = await self.idle.get()
         # A task of its own: a reply that is half read must be read to its end.
         task = asyncio.create_task(worker.run(job, body))
         try:

@@ -28,8 +28,10 @@ from pentad.rewards.functions import (
     Verdict,
     check_columns,
     read_signature,
+    together,
 )
 from pentad.rewards.sandbox import JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sharing import SharedJobs
 
 CORRECT = "correct"
 """The part that evaluation counts as accuracy."""
@@ -89,11 +91,12 @@ class RewardScorer:
         self, functions: Sequence[RewardFunction], limits: SandboxSettings, preload: Sequence[str]
     ) -> None:
         pool = Sandbox(limits, preload)
+        jobs = SharedJobs(pool)
         self.pools.append(pool)
         try:
             signatures = await pool.start()
             for function in functions:
-                function.pool = pool
+                function.pool, function.jobs = pool, jobs
                 if function.is_pooled:
                     function.takes = read_signature(function.fn, signatures[function.spec])
         except UserError as failure:
@@ -127,8 +130,8 @@ class RewardScorer:
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Scored | JobFailed]:
         """A verdict a sample, or the failure that is left after `max_retries` (the settings')."""
-        columns = await asyncio.gather(
-            *(f.judge(prompt, samples, max_retries=max_retries) for f in self.functions)
+        columns = await together(
+            [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
         )
         return [self._combine(verdicts) for verdicts in zip(*columns, strict=True)]
 

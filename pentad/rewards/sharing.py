@@ -1,0 +1,137 @@
+"""Quick jobs that wait for a worker of the reward pool at the same time share one message to it.
+
+A message is one fork and one answer, whatever it carries. It is made up when a worker is free, so
+a job that finds one is sent at once, and alone. A message that fails says nothing about its jobs:
+each is run again by itself, and only that counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pentad.rewards.calls import SEVERAL
+from pentad.rewards.sandbox import MIB, JobFailed, Sandbox, Worker, pickled
+
+MESSAGE_S = 0.02
+"""Work that a message carries at most: ten times what it costs by itself, and little to wait for
+where another worker becomes free meanwhile."""
+MESSAGE_BYTES = MIB
+MESSAGE_JOBS = 64
+SHARED_JOB_TIMEOUT_S = 1.0
+"""After this long what shares a process is run anew, each by itself."""
+
+
+@dataclass(slots=True, eq=False)
+class WaitingJob:
+    """A job, and the one message that carries it."""
+
+    spec: str
+    body: bytes
+    cost_s: float
+    timeout_s: float | None
+    answer: asyncio.Future[Any]
+    message: list[WaitingJob] = field(default_factory=list)
+    sender: asyncio.Task[None] | None = None
+
+
+class SharedJobs:
+    """What waits for the workers of a pool, and may share them."""
+
+    def __init__(self, pool: Sandbox) -> None:
+        self.pool = pool
+        self.waiting: deque[WaitingJob] = deque()
+        self.senders: set[asyncio.Task[None]] = set()
+        """One for each message that is under way or waits for its worker."""
+        self.max_jobs = MESSAGE_JOBS
+        """Of a message; less after one that failed, since all of it is run again."""
+
+    async def run(
+        self,
+        spec: str,
+        payload: Mapping[str, Any],
+        timeout_s: float | None = None,
+        *,
+        cost_s: float,
+    ) -> Any | JobFailed:
+        """As `Sandbox.run`; `cost_s` is about how long the job takes."""
+        if cost_s > MESSAGE_S / 2:
+            return await self.pool.run(spec, payload, timeout_s)
+        future = asyncio.get_running_loop().create_future()
+        job = WaitingJob(spec, pickled(spec, dict(payload)), cost_s, timeout_s, future)
+        self.waiting.append(job)
+        self._wake()
+        try:
+            answer = await future
+        except asyncio.CancelledError:
+            if job.sender is not None and all(other.answer.done() for other in job.message):
+                job.sender.cancel()  # nobody waits for any of it
+            raise
+        if isinstance(answer, JobFailed) and len(job.message) > 1:
+            return await self.pool.run(spec, payload, timeout_s)
+        return answer
+
+    def _wake(self) -> None:
+        while self.waiting and self.waiting[0].answer.done():
+            self.waiting.popleft()
+        if self.waiting and len(self.senders) < self.pool.settings.num_workers:
+            sender = asyncio.create_task(self._send())
+            self.senders.add(sender)
+            sender.add_done_callback(self._sent)
+
+    def _sent(self, sender: asyncio.Task[None]) -> None:
+        self.senders.discard(sender)
+        self._wake()
+
+    async def _send(self) -> None:
+        """One message, on the next worker that is free."""
+        worker = await self.pool.idle.get()
+        message = self._take()
+        if not message:
+            self.pool.idle.put_nowait(worker)
+            return
+        for job in message:
+            job.message, job.sender = message, asyncio.current_task()
+        try:
+            answers = await self._answers(worker, message)
+        except Exception as failure:
+            for job in message:
+                if not job.answer.done():
+                    job.answer.set_exception(failure)
+            return
+        for job, answer in zip(message, answers, strict=True):
+            if not job.answer.done():
+                job.answer.set_result(answer)
+
+    def _take(self) -> list[WaitingJob]:
+        """This worker's share of what waits, if the other free ones take theirs."""
+        share = math.ceil(len(self.waiting) / (1 + self.pool.idle.qsize()))
+        message: list[WaitingJob] = []
+        cost_s = num_bytes = 0.0
+        while self.waiting and len(message) < min(share, self.max_jobs):
+            job = self.waiting[0]
+            cost_s, num_bytes = cost_s + job.cost_s, num_bytes + len(job.body)
+            if message and (cost_s > MESSAGE_S or num_bytes > MESSAGE_BYTES):
+                break
+            self.waiting.popleft()
+            if not job.answer.done():
+                message.append(job)
+        return message
+
+    async def _answers(self, worker: Worker, message: list[WaitingJob]) -> list[Any | JobFailed]:
+        if len(message) == 1:
+            [job] = message
+            return [await self.pool.run_on(worker, job.spec, job.body, job.timeout_s)]
+        body = pickled(SEVERAL, {"jobs": [(job.spec, job.body) for job in message]})
+        limit = min(SHARED_JOB_TIMEOUT_S, self.pool.settings.timeout_s)
+        answers = await self.pool.run_on(worker, SEVERAL, body, limit)
+        if isinstance(answers, list) and len(answers) == len(message):
+            self.max_jobs = min(MESSAGE_JOBS, self.max_jobs + 1)
+            return answers
+        self.max_jobs = max(2, len(message) // 2)
+        failed = answers if isinstance(answers, JobFailed) else JobFailed("error", "no list")
+        return [failed] * len(message)
