@@ -6,14 +6,12 @@ sequence is decoded, their launches are most of the time. Forward only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
+from pentad.infer.host import join
 from pentad.models.decoder import Block, Decoder
 from pentad.models.layers import Attention, Mlp, Norm
 from pentad.ops import fused
@@ -37,9 +35,9 @@ class FusedAttention(Attention):
 
     def join(self) -> None:
         parts = (self.q, self.k, self.v)
-        weight = lay_side_by_side([part.weight for part in parts])
+        weight = join([part.weight for part in parts])
         biases = [part.bias for part in parts if part.bias is not None]
-        self.joined = weight, lay_side_by_side(biases) if biases else None
+        self.joined = weight, join(biases) if biases else None
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         parts = (self.q, self.k, self.v)
@@ -77,16 +75,6 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     Mlp: FusedMlp,
     Attention: FusedAttention,
 }
-
-
-def lay_side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows, of which the parameters become views: what is installed in them is
-    seen in it."""
-    whole = torch.cat([parameter.data for parameter in parameters])
-    rows = [len(parameter) for parameter in parameters]
-    for parameter, part in zip(parameters, whole.split(rows), strict=True):
-        parameter.data = part
-    return whole
 
 
 def apply_fused(model: Decoder) -> None:

@@ -98,7 +98,8 @@ def apply_host(model: Decoder) -> None:
 
 
 def join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor, of which the parameters are parts from now on."""
+    """One tensor, of which the parameters are parts from now on: what is installed in them is seen
+    in it."""
     joined = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
