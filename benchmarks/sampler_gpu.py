@@ -185,15 +185,22 @@ def load() -> None:
             strict=True,
         )
     ]
-    for label in ("first", "second"):
-        seconds, results = run(sampler, ragged)
-        tokens = sum(len(g.ids) for gs in results for g in gs)
-        FIGURES["load_ragged_tok_per_s"] = tokens / seconds
-        print(
-            f"load ragged answers of 16 to {NEW}, {len(ragged)} requests, {label}: "
-            f"{seconds:.2f} s, {tokens / seconds:,.0f} generated tok/s"
-        )
     close(sampler)
+    del sampler
+    for max_running in (NUM_REQUESTS, len(ragged)):  # the second is what a run takes by itself
+        room = 2 * max_running * (PROMPT + NEW)
+        sampler = build(settings=replace(SETTINGS, max_running=max_running, kv_cache_tokens=room))
+        for label in ("first", "second", "third"):
+            seconds, results = run(sampler, ragged)
+            tokens = sum(len(g.ids) for gs in results for g in gs)
+            FIGURES[f"load_ragged_{max_running}_tok_per_s"] = tokens / seconds
+            print(
+                f"load ragged answers of 16 to {NEW}, {len(ragged)} requests, at most "
+                f"{max_running} together, {label}: {seconds:.2f} s, {tokens / seconds:,.0f} "
+                "generated tok/s"
+            )
+        close(sampler)
+        del sampler
 
 
 def group() -> None:
