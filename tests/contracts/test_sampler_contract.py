@@ -88,10 +88,14 @@ def test_the_same_seed_draws_the_same_tokens(subject):
     assert [g.ids for g in first] == [g.ids for g in second]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.7])
-def test_logprobs_are_those_at_the_temperature(subject, temperature):
-    request = ask("a", [5, 6], n=3, temperature=temperature)
-    assert_from(policy(1), request, run(subject, lambda sampler: sampler.generate(request)))
+def test_logprobs_are_those_at_the_temperature(subject):
+    requests = [ask(f"at {t}", [5, 6], n=3, temperature=t) for t in (0.5, 1.7)]
+
+    async def scenario(sampler):
+        return [await sampler.generate(request) for request in requests]
+
+    for request, generations in zip(requests, run(subject, scenario), strict=True):
+        assert_from(policy(1), request, generations)
 
 
 def test_a_stop_id_ends_and_belongs_to_the_generation(subject):
@@ -140,31 +144,36 @@ def test_the_context_limit_ends_a_generation(subject):
     assert_from(policy(1), request, [g])
 
 
-@pytest.mark.parametrize(
-    ("bad", "rule"),
-    [
-        (ask("x", []), "is empty"),
-        (ask("x", [41]), "outside the vocabulary of 41"),
-        (ask("x", [-1]), "outside the vocabulary of 41"),
-        (ask("x", [1] * 1024), "context of 1024"),
-        (ask("x", [1], n=0), "n = 0"),
-        (ask("x", [1], stop_ids=(41,)), "outside the vocabulary of 41"),
-        (ask("x", [1], max_new_tokens=0), "at least 1"),
-        (ask("x", [1], temperature=-1.0), "temperature"),
-        (ask("x", [1], temperature=float("nan")), "temperature"),
-        (ask("x", [1], top_p=0.0), "top_p"),
-        (ask("x", [1], top_k=-2), "top_k"),
-        (ask("x", [1], stop_strings=("",)), "every text"),
-    ],
-)
-def test_bad_requests_are_refused_with_a_sentence_and_others_go_on(subject, bad, rule):
-    async def scenario(sampler):
-        good = asyncio.create_task(sampler.generate(ask("good", [1, 2])))
-        with pytest.raises(UserError, match=rule):
-            await sampler.generate(bad)
-        return await good
+BAD = [
+    (ask("x", []), "is empty"),
+    (ask("x", [41]), "outside the vocabulary of 41"),
+    (ask("x", [-1]), "outside the vocabulary of 41"),
+    (ask("x", [1] * 1024), "context of 1024"),
+    (ask("x", [1], n=0), "n = 0"),
+    (ask("x", [1], stop_ids=(41,)), "outside the vocabulary of 41"),
+    (ask("x", [1], max_new_tokens=0), "at least 1"),
+    (ask("x", [1], temperature=-1.0), "temperature"),
+    (ask("x", [1], temperature=float("nan")), "temperature"),
+    (ask("x", [1], top_p=0.0), "top_p"),
+    (ask("x", [1], top_k=-2), "top_k"),
+    (ask("x", [1], stop_strings=("",)), "every text"),
+]
 
-    assert_from(policy(1), ask("good", [1, 2]), run(subject, scenario))
+
+def test_bad_requests_are_refused_with_a_sentence_and_others_go_on(subject):
+    requests = [ask(f"good{i}", [1, 2]) for i in range(len(BAD))]
+
+    async def scenario(sampler):
+        answers = []
+        for (bad, rule), request in zip(BAD, requests, strict=True):
+            good = asyncio.create_task(sampler.generate(request))
+            with pytest.raises(UserError, match=rule):
+                await sampler.generate(bad)
+            answers.append(await good)
+        return answers
+
+    for request, generations in zip(requests, run(subject, scenario), strict=True):
+        assert_from(policy(1), request, generations)
 
 
 def test_progress_is_told_token_by_token(subject):
@@ -209,26 +218,28 @@ def test_install_after_install_leaves_nothing_of_the_older_policy(installing):
         assert_from(policy(version), ask("", range(20), n=2), generations)
 
 
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "twice"])
-def test_a_faulty_install_is_refused_and_changes_nothing(subject, fault):
+def test_a_faulty_install_is_refused_and_changes_nothing(subject):
     pairs = list(iter_hf(policy(2)))
     name, tensor = pairs[3]
-    faulty = {
+    faults = {
         "missing": pairs[:3] + pairs[4:],
         "unknown": [*pairs, ("model.layers.9.nothing", tensor)],
         "shape": [*pairs[:3], (name, torch.zeros(3, 5)), *pairs[4:]],
         "twice": [*pairs, pairs[3]],
-    }[fault]
-    request = ask("a", [1, 2, 3])
+    }
+    requests = [ask(f"after {fault}", [1, 2, 3]) for fault in faults]
 
     async def scenario(sampler):
-        with pytest.raises(UserError):
-            await sampler.install(5, faulty)
-        return sampler.version, await sampler.generate(request)
+        found = []
+        for faulty, request in zip(faults.values(), requests, strict=True):
+            with pytest.raises(UserError):
+                await sampler.install(5, faulty)
+            found.append((sampler.version, await sampler.generate(request)))
+        return found
 
-    version, generations = run(subject, scenario)
-    assert version == 0
-    assert_from(policy(1), request, generations)
+    for request, (version, generations) in zip(requests, run(subject, scenario), strict=True):
+        assert version == 0, request.id
+        assert_from(policy(1), request, generations)
 
 
 def test_versions_never_go_back(subject):
