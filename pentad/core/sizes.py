@@ -35,8 +35,9 @@ LOGIT_COPIES = 3
 PASS_TOKENS = {"cuda": 32768, "cpu": 8192}
 """Most tokens of a forward pass of the embedded sampler where rollout.max_batch_tokens is unset:
 on a GPU a pass of fewer is bound by its launches."""
-PASS_BYTES = 2 * GIB
-"""And what the activations of a layer may take then, unless the pass is as small as on a CPU."""
+PASS_BYTES, PASS_SHARE = 2 * GIB, 0.125
+"""And what the activations of a layer may take then, of all memory and of what is free, unless the
+pass is as small as on a CPU."""
 BLOCK_TOKENS = 16
 """Tokens in one block of the embedded sampler's cache."""
 EMBEDDED_SHARE = 0.5
@@ -61,13 +62,16 @@ class RunSize:
     """The longest sequence the run can meet: no microbatch is smaller."""
 
 
-def pass_tokens(dims: ModelDims, itemsize: int, device: str) -> int:
+def pass_tokens(dims: ModelDims, itemsize: int, free_bytes: int | None) -> int:
     """Tokens of a forward pass of the embedded sampler: hidden states, projections and the ffn's
-    activations of one layer are held at once."""
+    activations of one layer are held at once. `free_bytes` is the GPU's free memory; None: a CPU.
+    """
+    if free_bytes is None:
+        return PASS_TOKENS["cpu"]
     ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
     width = 5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)
-    room = PASS_BYTES // (width * itemsize)
-    return min(PASS_TOKENS[device], max(room, PASS_TOKENS["cpu"]))
+    room = min(PASS_BYTES, int(PASS_SHARE * free_bytes)) // (width * itemsize)
+    return min(PASS_TOKENS["cuda"], max(room, PASS_TOKENS["cpu"]))
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:

@@ -96,7 +96,8 @@ class InferenceEngine:
         self.table = Table(settings.max_running, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         head = model.head_weight
-        by_default = pass_tokens(dims, head.dtype.itemsize, head.device.type)
+        free = torch.cuda.mem_get_info(head.device)[0] if head.is_cuda else None
+        by_default = pass_tokens(dims, head.dtype.itemsize, free)
         admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
         self.scheduler = RequestScheduler(
             self.table,

@@ -9,8 +9,9 @@ from pentad.config.derived import known_config
 from pentad.config.describe import fields
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
+from pentad.core.machine import GIB
 from pentad.core.settings import EngineKeys, OptimizerKeys, into
-from pentad.core.sizes import PASS_BYTES, default_microbatch_tokens, pass_tokens
+from pentad.core.sizes import default_microbatch_tokens, pass_tokens
 from pentad.models.families import dims_of
 from pentad.trainer.translate import algorithm_settings, engine_settings
 
@@ -149,13 +150,19 @@ def test_a_section_that_lacks_a_value_is_noticed():
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "wanted"),
-    [("Qwen3-0.6B", "cuda", 32768), ("Qwen3-0.6B", "cpu", 8192), ("Qwen3-8B", "cuda", None)],
+    ("name", "free_bytes", "wanted_bytes"),
+    [("Qwen3-8B", 100 * GIB, 2 * GIB), ("Qwen3-8B", 10 * GIB, 1.25 * GIB)],
 )
-def test_a_forward_pass_of_the_sampler_is_as_large_as_its_activations_allow(name, device, wanted):
+def test_a_forward_pass_of_the_sampler_takes_what_its_activations_may(
+    name, free_bytes, wanted_bytes
+):
     dims = dims_of(known_config(name))
-    found = pass_tokens(dims, 2, device)
-    assert found == wanted or wanted is None
-    if wanted is None:
-        each = 2 * (5 * dims.hidden_size + 3 * dims.intermediate_size)
-        assert PASS_BYTES - each < found * each <= PASS_BYTES
+    each = 2 * (5 * dims.hidden_size + 3 * dims.intermediate_size)
+    found = pass_tokens(dims, 2, free_bytes)
+    assert wanted_bytes - each < found * each <= wanted_bytes
+
+
+def test_a_forward_pass_of_the_sampler_has_bounds():
+    dims = dims_of(known_config("Qwen3-0.6B"))
+    assert pass_tokens(dims, 2, 100 * GIB) == 32768
+    assert pass_tokens(dims, 2, GIB) == pass_tokens(dims, 4, None) == 8192
