@@ -18,7 +18,7 @@ NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 class SentWeights:
     """Weights of a sender in this process that keeps them as they are until it has the receipt:
-    whoever installs them may compare bytes, which is quicker than hashing them on a host."""
+    whoever installs them may compare bytes, which is quicker than to hash both sides."""
 
     __slots__ = ()
     weights: tuple[tuple[str, Tensor], ...]

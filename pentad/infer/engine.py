@@ -28,7 +28,7 @@ from pentad.infer.sequence import Sequence, Table
 from pentad.infer.settings import RequestLimits, SamplerSettings
 from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import install_hf, iter_hf
-from pentad.ops.digest import digest_of, is_same_on_host
+from pentad.ops.digest import are_same, digest_of
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import Launched
@@ -276,7 +276,7 @@ class InferenceEngine:
         if self.settings.on_update == "reprefill":
             self.scheduler.preempt_all()
         self.pool.forget_prefixes()
-        is_same = compares and is_same_on_host(iter_hf(self.model), weights)
+        is_same = compares and are_same(iter_hf(self.model), weights)
         digest = "" if is_same else digest_of(iter_hf(self.model)).hex()
         pause_s = time.perf_counter() - started
         return Installed(version, num_tensors, digest, is_same=is_same, pause_s=pause_s)

@@ -239,24 +239,25 @@ def _is_fused(words: Tensor) -> bool:
     return words.is_cuda and HAS_TRITON
 
 
-def is_same_on_host(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]) -> bool:
+def are_same(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]) -> bool:
     """Whether both are the same bytes under the same names; False also where that is not known,
-    since a tensor is not in host memory."""
+    since they lie on different devices. A GPU is waited for once."""
     known = dict(other)
+    found: list[Tensor] = []
     for name, tensor in one:
         twin = known.pop(name, None)
-        if twin is None or (twin.dtype, twin.shape) != (tensor.dtype, tensor.shape):
-            return False
-        if tensor.device.type != "cpu" or twin.device.type != "cpu":
+        if twin is None or any(
+            getattr(twin, what) != getattr(tensor, what) for what in ("dtype", "shape", "device")
+        ):
             return False
         mine, theirs = words_of(tensor), words_of(twin)
-        if len(mine) % 2 == 0:  # twice as fast
-            mine, theirs = (
-                x.view(torch.int64) if x.storage_offset() % 2 == 0 else x for x in (mine, theirs)
-            )
-        if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+        if not (len(mine) % 2 or mine.storage_offset() % 2 or theirs.storage_offset() % 2):
+            mine, theirs = mine.view(torch.int64), theirs.view(torch.int64)  # twice as fast
+        if mine.is_cuda:
+            found.append((mine != theirs).any())
+        elif not torch.equal(mine, theirs):
             return False
-    return not known
+    return not known and not (found and bool(torch.stack(found).any()))
 
 
 def words_of(tensor: Tensor) -> Tensor:

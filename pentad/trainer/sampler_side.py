@@ -51,10 +51,7 @@ class SamplerSide:
         }
         handoff, started = self.handoff, time.perf_counter()
         if handoff is None:
-            compared = all(
-                isinstance(one, EmbeddedSampler) and one.engine.runner.device.type == "cpu"
-                for one in self.samplers.values()
-            )
+            compared = all(isinstance(one, EmbeddedSampler) for one in self.samplers.values())
             await self.learner.call("snapshot", hashed=not compared, **given)
             service = own_service(self.learner.calls)
             assert service is not None, "one rank in this process, or there is a handoff"

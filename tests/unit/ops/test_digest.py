@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from pentad.ops.digest import HOST_WORDS, Hasher, _mix, digest_of, tensor_checksum, words_of
+from pentad.ops.digest import (
+    HOST_WORDS,
+    Hasher,
+    _mix,
+    are_same,
+    digest_of,
+    tensor_checksum,
+    words_of,
+)
 
 
 def test_equal_bytes_give_equal_checksums_whatever_the_strides():
@@ -124,3 +132,30 @@ def test_memory_that_was_digested_can_still_be_given_back():
     digest_of([("a", tensor)])
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().nbytes() == 0
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_are_compared_must_be_the_same_bytes(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.manual_seed(0)
+    whole = torch.randn(9, 5, device=device).bfloat16()
+    one = [("a", whole[1:4]), ("b", torch.randn(7, 3, device=device)), ("c", whole[0, :1])]
+
+    def copies():
+        return {name: tensor.clone() for name, tensor in one}
+
+    assert are_same(one, copies().items())
+    for name in "abc":
+        changed = copies()
+        changed[name].view(-1)[-1] = -changed[name].view(-1)[-1]
+        assert not are_same(one, changed.items()), f"another sign in {name} is not seen"
+    zero = [("z", torch.zeros(4, device=device))]
+    assert not are_same(zero, [("z", -zero[0][1])]), "-0 equals 0, and is not the same"
+    fewer = copies()
+    del fewer["b"]
+    assert not are_same(one, fewer.items()) and not are_same(one[:2], copies().items())
+    assert not are_same(one, [*copies().items()][:2] + [("c", whole[0, :1].float())])
