@@ -87,9 +87,10 @@ class Generation:
     tops: list[TopTokens] = field(default_factory=list)
     """One entry a new token, if `num_top` of them were asked for."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(
-        default=None, repr=False, compare=False
+        default=None, init=False, repr=False, compare=False
     )
-    """What `columns` gave; a sampler that has arrays gives them here."""
+    """What `columns` gave; a sampler that has arrays sets them. No argument, or
+    `dataclasses.replace` would give them on to answers with other lists."""
     lists: tuple[list[int], list[float], list[int]] | None = field(
         default=None, init=False, repr=False, compare=False
     )

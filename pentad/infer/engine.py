@@ -19,7 +19,13 @@ from torch import Tensor
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.faults import hit
 from pentad.core.roles import Installed
-from pentad.core.sizes import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, kv_token_bytes, pass_tokens
+from pentad.core.sizes import (
+    EMBEDDED_CPU_BYTES,
+    EMBEDDED_SHARE,
+    PASS_TOKENS,
+    kv_token_bytes,
+    pass_tokens,
+)
 from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.blocks import BlockPool
 from pentad.infer.runner import Runner
@@ -96,7 +102,8 @@ class InferenceEngine:
         self.table = Table(settings.max_running, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
         head = model.head_weight
-        free = torch.cuda.mem_get_info(head.device)[0] if head.is_cuda else None
+        has_room = head.is_cuda and self.runner.has_kernels
+        free = torch.cuda.mem_get_info(head.device)[0] if has_room else None
         by_default = pass_tokens(dims, head.dtype.itemsize, free)
         admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
         self.scheduler = RequestScheduler(
@@ -105,6 +112,7 @@ class InferenceEngine:
             settings.max_batch_tokens or max(by_default, settings.max_running),
             settings.admit_batch or admit_batch,
             self.keep_routes if settings.record_routes else lambda sequence: None,
+            settings.max_batch_tokens or PASS_TOKENS["cpu"],
         )
         self.limits = RequestLimits(
             vocab_size=dims.vocab_size,

@@ -57,10 +57,14 @@ class RequestScheduler:
         max_batch_tokens: int,
         admit_batch: int = 1,
         before_release: Callable[[Sequence], None] = lambda sequence: None,
+        max_later_tokens: int | None = None,
     ) -> None:
         self.table = table
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
+        self.max_later_tokens = max_later_tokens or max_batch_tokens
+        """Of a step, in prefills that begin behind tokens of an earlier one: their attention
+        gathers keys and values and masks every pair."""
         self.admit_batch = admit_batch
         """While others run, rows are given out at least so many at a time."""
         self.before_release = before_release
@@ -95,8 +99,8 @@ class RequestScheduler:
         """The next step, or None when there is nothing to do."""
         self.grow_running()
         table = self.table
-        planned, budget = self.plan_running()
-        admitted = self.admit(budget) if self.may_admit else []
+        planned, budget, later = self.plan_running()
+        admitted = self.admit(budget, later) if self.may_admit else []
         if admitted:
             self.seat_changed()
         rows = np.concatenate([planned[0], np.array([s.row for s, _ in admitted], np.int64)])
@@ -143,20 +147,22 @@ class RequestScheduler:
 
     # What plan() is made of.
 
-    def plan_running(self) -> tuple[tuple[np.ndarray, np.ndarray], int]:
-        """Rows and counts of the running sequences, and the budget that is left."""
+    def plan_running(self) -> tuple[tuple[np.ndarray, np.ndarray], int, int]:
+        """Rows and counts of the running sequences, and the budgets that are left."""
         table, rows = self.table, self.rows
         counts = table.num_tokens[rows] - table.num_computed[rows]
         is_prefill = counts > 1
         budget = self.max_batch_tokens - int(len(rows) - is_prefill.sum())
+        later = self.max_later_tokens
         for i in np.flatnonzero(is_prefill):
-            counts[i] = min(int(counts[i]), budget)
+            counts[i] = min(int(counts[i]), budget, later)
             budget -= int(counts[i])
+            later -= int(counts[i])
             self.num_prefilled += int(counts[i])
-        if budget == 0:
+        if budget == 0 or later == 0:
             rows, counts = rows[counts > 0], counts[counts > 0]
         self.remember_filled(rows, counts)
-        return (rows, counts), budget
+        return (rows, counts), budget, later
 
     def remember_filled(self, rows: np.ndarray, counts: np.ndarray) -> None:
         computed = self.table.num_computed[rows]
@@ -199,16 +205,19 @@ class RequestScheduler:
         self.remember_filled(rows, counts)
         return Plan(rows, self.table.num_computed[rows], counts, rows, np.arange(len(rows)))
 
-    def admit(self, budget: int) -> list[tuple[Sequence, int]]:
+    def admit(self, budget: int, later: int) -> list[tuple[Sequence, int]]:
         """Takes in waiting sequences in order until one does not fit."""
         admitted: list[tuple[Sequence, int]] = []
         num_taken = 0
         while num_taken < len(self.waiting) and budget > 0 and self.table.free_rows:
             leader = self.waiting[num_taken]
-            computed = self.take_blocks(leader)
+            computed = self.take_blocks(leader, may_follow=later > 0)
             if computed is None:
                 break
             count = min(len(leader.ids) - computed, budget)
+            if computed:
+                count = min(count, later)
+                later -= count
             budget -= count
             self.num_prefilled += count
             self.num_reused += computed
@@ -231,14 +240,17 @@ class RequestScheduler:
         del self.waiting[:num_taken]
         return admitted
 
-    def take_blocks(self, sequence: Sequence) -> int | None:
-        """Seats a sequence with blocks for all its tokens; the tokens found, or None if no room.
+    def take_blocks(self, sequence: Sequence, *, may_follow: bool) -> int | None:
+        """Seats a sequence with blocks for all its tokens; the tokens found, or None if no room,
+        or if there are some and it may not follow any.
 
         While others run, a hundredth of the pool is left to them, so that the newcomer is not
         preempted at once.
         """
         pool, size = self.pool, len(sequence.ids)
         found, node = pool.find_prefix(sequence.ids, size - 1)
+        if found and not may_follow:
+            return None
         num_new = pool.blocks_for(size) - len(found)
         reserve = pool.num_blocks // 100 if self.running else 0
         if num_new + pool.num_idle_in(found) + reserve > pool.num_free:

@@ -52,7 +52,9 @@ class Sequence:
         new_ids = self.ids[self.num_prompt :]
         routes = None if self.routes is None else filled(self.routes, len(self.ids))
         columns = new_ids, self.logprobs, self.versions
-        return Generation(*columns, self.finish, routes, self.tops, self.arrays)
+        made = Generation(*columns, self.finish, routes, self.tops)
+        made.arrays = self.arrays
+        return made
 
 
 class Table:

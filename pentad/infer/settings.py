@@ -21,8 +21,9 @@ class SamplerSettings:
     max_running: int = 256
     """Most sequences decoded together."""
     max_batch_tokens: int | None = None
-    """Most tokens in one forward pass; longer prompts are prefilled in chunks. None: 8192 on a CPU,
-    32768 on a GPU, where a wide model takes fewer; `max_running` where that is more."""
+    """Most tokens in one forward pass; longer prompts are prefilled in chunks. None: 8192 on a CPU
+    or without kernels, 32768 on a GPU, where a wide model takes fewer, and prompts that go on from
+    tokens in the cache 8192 of them; `max_running` where that is more."""
     max_context: int | None = None
     """Most tokens of one sequence, prompt included. None: what the model's positions allow."""
     block_size: int = BLOCK_TOKENS

@@ -381,7 +381,8 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         "--max-model-len": settings.max_context,
         "--max-num-seqs": settings.max_running,
         "--max-num-batched-tokens": max(
-            settings.max_batch_tokens or PASS_TOKENS["cpu"], settings.max_context
+            settings.max_batch_tokens or PASS_TOKENS["cpu"],
+            *(settings.max_context, settings.max_running),
         ),
         "--tensor-parallel-size": settings.tensor_parallel,
         "--pipeline-parallel-size": settings.pipeline_parallel,

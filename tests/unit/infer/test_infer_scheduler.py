@@ -79,6 +79,23 @@ def test_a_step_never_exceeds_the_token_budget_and_decodes_come_first():
     assert counts == [[1, 9], [1, 9], [1, 7], [1, 1]]
 
 
+def test_prefills_behind_cached_tokens_have_a_smaller_budget():
+    h = Harness(max_batch_tokens=32)
+    h.scheduler.max_later_tokens = 6
+    h.submit(20)
+    h.step()
+    for i in range(4):  # the first 20 tokens are there
+        h.submit(24 + i, limit=9)
+    h.submit(50, limit=9, first=100)  # fresh, until its second step
+    behind, fresh = [], []
+    while (plan := h.step()) is not None:
+        behind.append(int(plan.counts[(plan.starts > 0) & (plan.counts > 1)].sum()))
+        fresh.append(int(plan.counts[plan.starts == 0].sum()))
+    assert max(behind) == 6 and behind.count(6) > 3
+    assert max(fresh) > 20  # what is fresh takes the rest
+    assert h.finished == [2, 3, 4, 5, 6, 1]
+
+
 def test_service_is_in_order_of_arrival():
     h = Harness(num_rows=2)
     for i in range(6):

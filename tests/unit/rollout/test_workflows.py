@@ -1,6 +1,7 @@
 """Workflows: the arrays of a sample are exactly what was sampled and what was given."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,8 @@ def test_answers_made_into_samples_together_are_those_of_transcripts():
             mine, its = getattr(sample, name), getattr(alone, name)
             assert mine.dtype == its.dtype and mine.tolist() == its.tolist(), name
     assert [s.text for s in answered([5], generations, ["a", "b"])] == ["a", "b"]
+    other = replace(generations[0], logprobs=[-0.5, -0.5])  # as whoever wraps a sampler may do
+    assert answered([5], [other], ["a"])[0].rollout_logprobs.tolist() == [0, -0.5, -0.5]
 
 
 def test_single_turn_builds_the_arrays_of_the_contract(scripted, plain_tokenizer):

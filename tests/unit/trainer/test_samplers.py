@@ -232,6 +232,9 @@ def test_the_command_line_says_what_the_config_says(config, monkeypatch):
     assert told["--kv-cache-memory-bytes"] == str(2 * 2**30) and told["--seed"] == "5"
     assert told["--host"] == "127.0.0.1" and told["--logprobs-mode"] == "processed_logprobs"
     assert "--enable-sleep-mode" not in told and "--enforce-eager" not in told
+    assert told["--max-num-batched-tokens"] == "8192"
+    many = pairs(vllm.flags(replace(settings, max_running=10000), 8000, (0, 32, 0)))
+    assert many["--max-num-batched-tokens"] == "10000"  # vLLM takes no fewer
     other = pairs(sglang.flags(replace(settings, can_sleep=True), 8000))
     assert other["--tp-size"] == "2" and other["--max-running-requests"] == "32"
     assert "--enable-memory-saver" in other
