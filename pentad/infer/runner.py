@@ -84,6 +84,8 @@ class Runner:
             from pentad.infer.fuse import join_projections
 
             join_projections(self.model)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the parts that were joined
         self.cache = KVCache(
             self.model.dims,
             self.num_blocks,
