@@ -146,7 +146,8 @@ class Compiling:
         if not (settings.compile and device.type in COMPILED_ON):
             return
         model = f"{dims.family}, {dims.num_layers} layers of width {dims.hidden_size}"
-        place = f"{settings.compute_dtype}, layout {layout}, {torch.cuda.get_device_name(device)}"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        place = f"{settings.compute_dtype}, layout {layout}, {name}"
         self.what, self.total_s = f"{model}, {place}, torch {torch.__version__}", 0.0
 
     def watch(self) -> None:
