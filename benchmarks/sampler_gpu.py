@@ -495,7 +495,6 @@ def hf_batch() -> None:
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (check, strict, load, profile, group, update, moe, price, hf, hf_batch)
-    for part in (check, strict, load, profile, group, update, moe, price, hf, hf_batch)
 }
 
 

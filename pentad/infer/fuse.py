@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pentad.core.swap import swap_class, swap_classes
 from pentad.core.types import Attend
-from pentad.infer.host import join
+from pentad.infer.host import join_projections
 from pentad.models.decoder import Block, Decoder
 from pentad.models.layers import Attention, Mlp, Norm
 from pentad.ops import fused
@@ -28,16 +28,10 @@ class FusedMlp(Mlp):
 
 
 class FusedAttention(Attention):
-    """Its projections are one product, once `join` has laid their weights side by side."""
+    """Its projections are one product, once `join_all` has laid their weights side by side."""
 
     joined: tuple[Tensor, Tensor | None] | None = None
     """Weight and bias of all three; the parameters are views of them."""
-
-    def join(self) -> None:
-        parts = (self.q, self.k, self.v)
-        weight = join([part.weight for part in parts])
-        biases = [part.bias for part in parts if part.bias is not None]
-        self.joined = weight, join(biases) if biases else None
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         parts = (self.q, self.k, self.v)
@@ -84,14 +78,14 @@ def apply_fused(model: Decoder) -> None:
             swap_class(block, FusedBlock)
 
 
-def join_projections(model: Decoder) -> None:
+def join_all(model: Decoder) -> None:
     """Anew whenever the weights have come to another place."""
     for module in model.modules():
         if isinstance(module, FusedAttention):
-            module.join()
+            module.joined = join_projections(module)
 
 
-def part_projections(model: Decoder) -> None:
+def part_all(model: Decoder) -> None:
     """Before the weights leave: nothing else holds on to their memory."""
     for module in model.modules():
         if isinstance(module, FusedAttention):

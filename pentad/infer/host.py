@@ -88,13 +88,16 @@ HOST: dict[type[nn.Module], type[nn.Module]] = {
 def apply_host(model: Decoder) -> None:
     for module in list(model.modules()):
         if type(module) is Attention:
-            parts = (module.q, module.k, module.v)
-            weight = join([part.weight for part in parts])
-            biases = [part.bias for part in parts if part.bias is not None]
-            swap_class(module, HostAttention, weight_ND=weight, bias_N=None)
-            if biases:
-                module.bias_N = join(biases)
+            weight, bias = join_projections(module)
+            swap_class(module, HostAttention, weight_ND=weight, bias_N=bias)
     swap_classes(model, HOST)
+
+
+def join_projections(attention: Attention) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of q, k and v side by side."""
+    parts = (attention.q, attention.k, attention.v)
+    biases = [part.bias for part in parts if part.bias is not None]
+    return join([part.weight for part in parts]), join(biases) if biases else None
 
 
 def join(parameters: Sequence[Tensor]) -> Tensor:

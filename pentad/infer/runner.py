@@ -81,9 +81,9 @@ class Runner:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
         if self.is_fused:
-            from pentad.infer.fuse import join_projections
+            from pentad.infer.fuse import join_all
 
-            join_projections(self.model)
+            join_all(self.model)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the parts that were joined
         self.cache = KVCache(
@@ -112,9 +112,9 @@ class Runner:
         self.cache = self.decoder = None
         if self.device.type == "cuda":
             if self.is_fused:
-                from pentad.infer.fuse import part_projections
+                from pentad.infer.fuse import part_all
 
-                part_projections(self.model)
+                part_all(self.model)
             for name, parameter in self.model.named_parameters():
                 if name not in self.resting:
                     self.resting[name] = torch.empty_like(
