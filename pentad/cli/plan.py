@@ -350,7 +350,10 @@ def process_rows(processes: list[RunProcess]) -> list[tuple[str, str, str, str, 
 def describe_sampler(sampler: SamplePlan) -> str:
     room, wanted = sampler.num_running, sampler.sampling.num_sequences
     text = f"{sampler.component.role} ({sampler.component}): weights {gib(sampler.weights_bytes)}"
-    text += f" + cache {gib(sampler.kv_bytes)} GiB a device, room for {room:,} sequences of "
+    text += f" + cache {gib(sampler.kv_bytes)}"
+    if sampler.pass_tokens:
+        text += f" + a pass of {sampler.pass_tokens:,} tokens {gib(sampler.pass_bytes)}"
+    text += f" GiB a device, room for {room:,} sequences of "
     return text + f"{sampler.sampling.sequence_tokens:,} tokens; {wanted} wanted at once"
 
 
@@ -393,7 +396,8 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
             for trainer in plan.trainers
         ],
         "samplers": [
-            placed(sampler) | picked(sampler, "weights_bytes kv_bytes num_running")
+            placed(sampler)
+            | picked(sampler, "weights_bytes kv_bytes pass_tokens pass_bytes num_running")
             for sampler in plan.samplers
         ],
         "host_bytes_per_node": plan.host_bytes,

@@ -62,16 +62,39 @@ class RunSize:
     """The longest sequence the run can meet: no microbatch is smaller."""
 
 
-def pass_tokens(dims: ModelDims, itemsize: int, free_bytes: int | None) -> int:
-    """Tokens of a forward pass of the embedded sampler: hidden states, projections and the ffn's
-    activations of one layer are held at once. `free_bytes` is the GPU's free memory; None: a CPU.
-    """
-    if free_bytes is None:
-        return PASS_TOKENS["cpu"]
-    ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
-    width = 5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)
-    room = min(PASS_BYTES, int(PASS_SHARE * free_bytes)) // (width * itemsize)
-    return min(PASS_TOKENS["cuda"], max(room, PASS_TOKENS["cpu"]))
+@dataclass(frozen=True, slots=True)
+class SamplerPass:
+    """The largest forward pass of the embedded sampler: its tokens, and what they take."""
+
+    dims: ModelDims
+    itemsize: int
+    max_running: int
+    """Sequences decoded together, a token each."""
+    given: int | None = None
+    """rollout.max_batch_tokens."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Hidden states, projections and the ffn's activations of one layer are held at once."""
+        dims = self.dims
+        ffn = dims.num_experts_per_token * dims.moe_intermediate_size if dims.num_experts else 0
+        return (5 * dims.hidden_size + 3 * max(ffn, dims.intermediate_size)) * self.itemsize
+
+    def tokens(self, free_bytes: float | None) -> int:
+        """`free_bytes` of a GPU, beside the cache; None: a CPU."""
+        if self.given is not None:
+            return self.given
+        least = max(PASS_TOKENS["cpu"], self.max_running)
+        if free_bytes is None:
+            return least
+        room = int(min(PASS_BYTES, PASS_SHARE * free_bytes)) // self.token_bytes
+        return max(least, min(PASS_TOKENS["cuda"], room))
+
+    def cache_bytes(self, free_bytes: float) -> int:
+        """What a GPU gives the cache where no size is given: its share, unless the smallest pass
+        needs more than the rest."""
+        rest = free_bytes - self.tokens(None) * self.token_bytes
+        return max(0, int(min(EMBEDDED_SHARE * free_bytes, rest)))
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:

@@ -21,10 +21,9 @@ from pentad.core.faults import hit
 from pentad.core.roles import Installed
 from pentad.core.sizes import (
     EMBEDDED_CPU_BYTES,
-    EMBEDDED_SHARE,
     PASS_TOKENS,
+    SamplerPass,
     kv_token_bytes,
-    pass_tokens,
 )
 from pentad.core.types import FinishReason, Request, TopTokens
 from pentad.infer.blocks import BlockPool
@@ -97,19 +96,21 @@ class InferenceEngine:
             rule = "the model has no mixture of experts, so there are no routes"
             raise UserError(Problem("sampler.record_routes = true", rule, "leave it out"))
         self.max_context = min(settings.max_context or dims.max_position, dims.max_position)
-        num_blocks = count_blocks(model, settings, self.max_context)
+        head = model.head_weight
+        largest = SamplerPass(
+            dims, head.dtype.itemsize, settings.max_running, settings.max_batch_tokens
+        )
+        num_blocks = count_blocks(model, settings, self.max_context, largest)
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.table = Table(settings.max_running, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
-        head = model.head_weight
         has_room = head.is_cuda and self.runner.has_kernels
         free = torch.cuda.mem_get_info(head.device)[0] if has_room else None
-        by_default = pass_tokens(dims, head.dtype.itemsize, free)
         admit_batch = settings.max_running // 16 if self.runner.captures_graphs else 1
         self.scheduler = RequestScheduler(
             self.table,
             self.pool,
-            settings.max_batch_tokens or max(by_default, settings.max_running),
+            largest.tokens(free),
             settings.admit_batch or admit_batch,
             self.keep_routes if settings.record_routes else lambda sequence: None,
             settings.max_batch_tokens or PASS_TOKENS["cpu"],
@@ -321,7 +322,9 @@ class InferenceEngine:
         }
 
 
-def count_blocks(model: Decoder, settings: SamplerSettings, max_context: int) -> int:
+def count_blocks(
+    model: Decoder, settings: SamplerSettings, max_context: int, largest: SamplerPass
+) -> int:
     """Blocks of the pool, the scratch block included."""
     weight, size = model.head_weight, settings.block_size
     bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize)
@@ -332,7 +335,7 @@ def count_blocks(model: Decoder, settings: SamplerSettings, max_context: int) ->
     else:
         memory = EMBEDDED_CPU_BYTES
         if weight.device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(weight.device)[0] * EMBEDDED_SHARE)
+            memory = largest.cache_bytes(torch.cuda.mem_get_info(weight.device)[0])
         wanted = settings.max_running * -(-max_context // size)
         usable = min(wanted, memory // bytes_each - 1)
     if usable < 1:

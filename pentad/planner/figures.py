@@ -109,6 +109,8 @@ class SamplePlan:
     sampling: Sampling
     weights_bytes: float
     kv_bytes: float
+    pass_tokens: int
+    """Most tokens of a forward pass of an embedded sampler; servers count theirs in their share."""
     is_alone: bool
     """Whether no model trains on its devices."""
 
@@ -119,8 +121,14 @@ class SamplePlan:
         return int(self.kv_bytes / each)
 
     @property
+    def pass_bytes(self) -> int:
+        """Activations of such a pass."""
+        return self.pass_tokens * self.sampling.largest.token_bytes
+
+    @property
     def device_bytes(self) -> float:
-        return PROCESS_BYTES[self.sampling.device] + self.weights_bytes + self.kv_bytes
+        held = self.weights_bytes + self.kv_bytes + self.pass_bytes
+        return PROCESS_BYTES[self.sampling.device] + held
 
     @property
     def needed_bytes(self) -> float:

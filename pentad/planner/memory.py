@@ -26,6 +26,7 @@ from pentad.core.sizes import (
     PROCESS_BYTES,
     PUBLISH_BUCKET_BYTES,
     HandoffKind,
+    SamplerPass,
 )
 from pentad.planner.activations import (
     Checkpointing,
@@ -435,9 +436,16 @@ class Sampling:
     """Prompt and answer at their longest."""
     num_sequences: int
     """That one replica would run at once if it had the room."""
-    kv_cache_bytes: int | None = None
-    """Given by the user; None: what is needed, within what is free."""
+    max_running: int
+    """That it decodes together at the most."""
+    max_batch_tokens: int | None = None
+    """Of a forward pass, where the user gave it."""
     device: str = "cuda"
+
+    @property
+    def largest(self) -> SamplerPass:
+        """Of an embedded sampler."""
+        return SamplerPass(self.dims, self.weight_bytes, self.max_running, self.max_batch_tokens)
 
 
 def sampler_weights(sampling: Sampling) -> float:
@@ -449,10 +457,6 @@ def kv_token_bytes(sampling: Sampling) -> float:
     """Keys and values of one token on one device; kv heads are repeated beyond their number."""
     whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes)
     return whole / (min(sampling.tp, sampling.dims.num_kv_heads) * sampling.pp)
-
-
-def kv_wanted(sampling: Sampling) -> float:
-    return kv_token_bytes(sampling) * sampling.sequence_tokens * sampling.num_sequences
 
 
 # The seed's rule of thumb.

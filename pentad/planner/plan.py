@@ -35,7 +35,6 @@ from pentad.core.sizes import (
     COLOCATED_SHARE,
     DTYPE_BYTES,
     EMBEDDED_CPU_BYTES,
-    EMBEDDED_SHARE,
     PROCESS_BYTES,
     SERVER_SHARE,
     STAGING_HEADROOM,
@@ -268,7 +267,7 @@ def plan_sampler(
 ) -> SamplePlan:
     config, component = part.config, part.component
     assert part.dims is not None, "unknown models are refused before"
-    given = config.rollout.kv_cache_gb
+    given, running = config.rollout.kv_cache_gb, num_running(config)
     replicas = component.size("d")
     sampling = Sampling(
         dims=part.dims,
@@ -276,37 +275,46 @@ def plan_sampler(
         pp=component.size("p"),
         weight_bytes=compute_bytes(config.actor, device.kind),
         sequence_tokens=batch.sequence_tokens,
-        num_sequences=min(num_running(config), math.ceil(batch.samples / replicas)),
-        kv_cache_bytes=None if given is None else int(given * GIB),
+        num_sequences=min(running, math.ceil(batch.samples / replicas)),
+        max_running=running,
+        max_batch_tokens=config.rollout.max_batch_tokens,
         device=device.kind,
     )
     near = [t for t in trainers if allocation.shares_devices(t.component, component)]
     weights = sampler_weights(sampling)
-    if given is not None:
+    pass_tokens = 0
+    if component.backend == "embedded":
+        free = free_for_cache(sampling, [] if config.offload_train else near, device)
+        cache = embedded_cache(sampling, free) if given is None else given * GIB
+        pass_tokens = sampling.largest.tokens(None if free is None else max(free - cache, 0.0))
+    elif given is not None:
         cache = given * GIB
-    elif component.backend == "embedded":
-        cache = embedded_cache(sampling, near, config, device)
     else:
         share = config.rollout.server.gpu_memory_share or (
             COLOCATED_SHARE if near else SERVER_SHARE
         )
         cache = share * device.memory_bytes - weights - PROCESS_BYTES[device.kind]
     devices = allocation.devices(component)
-    return SamplePlan(component, devices, sampling, weights, max(cache, 0.0), not near)
+    return SamplePlan(
+        component, devices, sampling, weights, max(cache, 0.0), pass_tokens, is_alone=not near
+    )
 
 
-def embedded_cache(
-    sampling: Sampling, near: list[TrainPlan], config: Config, device: Device
-) -> float:
-    """What the engine takes where no size is given: all it can use, within its share."""
-    wanted = kv_token_bytes(sampling) * num_running(config) * sampling.dims.max_position
+def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) -> float | None:
+    """What a GPU has left when an embedded sampler is built: after these have loaded."""
     if device.kind == "cpu":
-        return min(wanted, EMBEDDED_CPU_BYTES)
-    # It is built when weights are loaded and the optimizer has no state yet.
-    there = [] if config.offload_train else near
-    loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in there)
+        return None
+    loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
     free = device.memory_bytes - max(loaded, PROCESS_BYTES["cuda"]) - sampler_weights(sampling)
-    return min(wanted, EMBEDDED_SHARE * max(free, 0.0))
+    return max(free, 0.0)
+
+
+def embedded_cache(sampling: Sampling, free_bytes: float | None) -> float:
+    """What the engine takes where no size is given: all it can use, within its share."""
+    wanted = kv_token_bytes(sampling) * sampling.max_running * sampling.dims.max_position
+    if free_bytes is None:
+        return min(wanted, EMBEDDED_CPU_BYTES)
+    return min(wanted, sampling.largest.cache_bytes(free_bytes))
 
 
 def resident(phases: list[dict[str, Phase]], name: str) -> float:
@@ -319,8 +327,11 @@ def add_neighbours(
 ) -> None:
     """Adds what else lies on the same devices to every phase; `others`: bytes of other models.
 
-    An embedded sampler lies on the device of rank 0 alone, servers on every one.
+    An embedded sampler lies on the device of rank 0 alone, servers on every one. On a GPU a process
+    of its own keeps the memory of its passes, unless it sleeps.
     """
+    training = trainer.training
+    keeps_passes = training.handoff != "none" and training.device == "cuda"
     near = [s for s in samplers if s.devices.start == trainer.devices.start]
     for pp_rank, row in enumerate(trainer.phases):
         for name, phase in row.items():
@@ -329,7 +340,7 @@ def add_neighbours(
             if others:
                 phase.device["other models"] = others
             if name in ("rollout", "publish") and config.offload_train:
-                if trainer.training.device == "cuda":
+                if training.device == "cuda":
                     phase.device.pop("other models", None)  # each of them moves itself
                 for part in [part for part in phase.device if part != "overhead"]:
                     phase.host[part] = phase.host.get(part, 0.0) + phase.device.pop(part)
@@ -340,8 +351,12 @@ def add_neighbours(
                     continue
                 phase.device["sampler weights"] = sampler.weights_bytes
                 phase.device["kv cache"] = sampler.kv_bytes
+                held = sampler.weights_bytes + sampler.kv_bytes
+                if is_embedded and (name == "rollout" or training.overlaps or keeps_passes):
+                    phase.device["sampler pass"] = sampler.pass_bytes
+                    held += sampler.pass_bytes
                 if is_embedded and trainer.component.world > 1:
-                    phase.lead_bytes += sampler.weights_bytes + sampler.kv_bytes
+                    phase.lead_bytes += held
 
 
 def host_phases(

@@ -20,7 +20,7 @@ from pentad.core.machine import GIB, MIB, Gpu
 from pentad.infer import engine
 from pentad.planner.figures import MAX_ROWS, Device, RunPlan, inner_rows, span
 from pentad.planner.memory import PHASES, kv_token_bytes
-from pentad.planner.plan import EMBEDDED_CPU_BYTES, EMBEDDED_SHARE, build_plan, choose_device
+from pentad.planner.plan import EMBEDDED_CPU_BYTES, build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import propose
 
@@ -177,7 +177,8 @@ def test_shared_devices_hold_the_sampler_in_every_phase():
     asleep = plan_of(*keys, "offload_rollout=true").trainers[0].phases[0]
     assert "kv cache" not in asleep["backward"].device and "kv cache" in asleep["rollout"].device
     away = plan_of(*keys, "offload_train=true", "offload_rollout=true").trainers[0].phases[0]
-    assert set(away["rollout"].device) == {"overhead", "sampler weights", "kv cache"}
+    wanted = {"overhead", "sampler weights", "kv cache", "sampler pass"}
+    assert set(away["rollout"].device) == wanted
 
 
 def test_offloading_left_open_is_chosen_by_what_fits():
@@ -198,13 +199,56 @@ def test_offloading_left_open_is_chosen_by_what_fits():
 
 
 def test_the_embedded_cache_takes_what_the_engine_takes():
-    assert EMBEDDED_SHARE == engine.EMBEDDED_SHARE
     assert EMBEDDED_CPU_BYTES == engine.EMBEDDED_CPU_BYTES
     sampler = plan_of("actor.path=Qwen/Qwen3-0.6B").samplers[0]
     load = plan_of("actor.path=Qwen/Qwen3-0.6B").trainers[0].phases[0]["load"].device_bytes
     assert sampler.kv_bytes == pytest.approx((80 * GIB - load - sampler.weights_bytes) / 2)
     each = kv_token_bytes(sampler.sampling) * sampler.sampling.sequence_tokens
     assert sampler.num_running == int(sampler.kv_bytes / each)
+
+
+def test_the_pass_of_an_embedded_sampler_is_counted_where_it_is_held(capsys):
+    def found(*more, memory=80.0):
+        keys = ["actor.path=Qwen/Qwen3-0.6B", "offload_rollout=false", "rollout.max_running=256"]
+        config, notes = prepare(None, [*keys, *more], "plan", memory)
+        cli.run_plan(config, notes, gpu_memory=memory, as_json=True)
+        plan = json.loads(capsys.readouterr().out)
+        phases = plan["trainers"][0]["pipeline_ranks"][0]
+        held = {name: x["device"].get("sampler pass", 0) for name, x in phases.items()}
+        return plan["samplers"][0], {name: size for name, size in held.items() if size}
+
+    # Five hidden states of 1024 and three of the ffn's 3072, two bytes each: 28,672 a token.
+    sampler, held = found("rollout.kv_cache_gb=3")
+    assert (sampler["pass_tokens"], sampler["pass_bytes"]) == (32_768, 939_524_096)
+    assert held == {"rollout": 939_524_096}
+    _, held = found("rollout.kv_cache_gb=3", "rollout.max_batch_tokens=1000")
+    assert held == {"rollout": 28_672_000}
+    # Loaded are 1.5 GiB and 12 bytes of each of 596,049,920 parameters; two more are the sampler's.
+    # 11 GiB leave 1,318,977,536 bytes beside the cache: an eighth is 5750 tokens, fewer than 8192.
+    sampler, held = found("rollout.kv_cache_gb=0.5", memory=11.0)
+    assert held == {"rollout": 8192 * 28_672} and sampler["pass_tokens"] == 8192
+    # 14 GiB leave 4,540,203,008: an eighth is 19,793 tokens.
+    sampler, held = found("rollout.kv_cache_gb=0.5", memory=14.0)
+    assert sampler["pass_tokens"] == 19_793 and held == {"rollout": 19_793 * 28_672}
+    # A sampler that works beside training holds it always; servers count theirs in their share.
+    _, held = found("mode=hybrid", "cluster.share_gpus=true", "cluster.n_gpus_per_node=1")
+    assert held == dict.fromkeys(PHASES[1:], 939_524_096)
+    sampler, held = found("allocation_mode=vllm:d1|archon:d1")
+    assert not held and sampler["pass_bytes"] == 0
+
+
+def test_the_cache_leaves_room_for_a_pass():
+    keys = ("actor.path=Qwen/Qwen3-0.6B", "allocation_mode=embedded:d1+archon:d4")
+    keys += ("cluster.n_gpus_per_node=5",)
+
+    def sampler(gib):
+        return plan_of(*keys, device=Device("cuda", gib * GIB, "", False)).samplers[0]
+
+    # 1.5 GiB are the process, 1,192,099,840 bytes the weights; 8192 tokens take 234,881,024.
+    assert sampler(4).kv_bytes == 746_127_360  # a half of what is left
+    assert sampler(3).kv_bytes == 418_512_896 - 234_881_024
+    assert sampler(4).device_bytes <= 4 * GIB and sampler(3).device_bytes == 3 * GIB
+    assert "a pass of 8,192 tokens 0.22 GiB a device" in cli.describe_sampler(sampler(3))
 
 
 def test_a_critic_and_a_reference_are_counted():
@@ -231,7 +275,8 @@ def test_an_embedded_sampler_is_drawn_where_it_runs():
     assert list(apart.samplers[0].devices) == [0] and not apart.samplers[0].is_alone
     backward = apart.trainers[0].phases[0]["backward"]
     assert backward.device["kv cache"] == 3 * GIB
-    assert backward.lead_bytes == 3 * GIB + apart.samplers[0].weights_bytes
+    sampler = apart.samplers[0]
+    assert backward.lead_bytes == 3 * GIB + sampler.weights_bytes + sampler.pass_bytes
     one = prepare(None, [*keys[:-1], "cluster.n_gpus_per_node=1", "mode=hybrid"], "plan", 80)[0]
     assert one.allocation_mode == "embedded:d1+archon:d1"  # it runs on one device
 

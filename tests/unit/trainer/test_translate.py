@@ -11,7 +11,7 @@ from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.core.machine import GIB
 from pentad.core.settings import EngineKeys, OptimizerKeys, into
-from pentad.core.sizes import default_microbatch_tokens, pass_tokens
+from pentad.core.sizes import SamplerPass, default_microbatch_tokens
 from pentad.models.families import dims_of
 from pentad.trainer.translate import algorithm_settings, engine_settings
 
@@ -157,12 +157,15 @@ def test_a_forward_pass_of_the_sampler_takes_what_its_activations_may(
     name, free_bytes, wanted_bytes
 ):
     dims = dims_of(known_config(name))
+    largest = SamplerPass(dims, 2, max_running=256)
     each = 2 * (5 * dims.hidden_size + 3 * dims.intermediate_size)
-    found = pass_tokens(dims, 2, free_bytes)
-    assert wanted_bytes - each < found * each <= wanted_bytes
+    assert largest.token_bytes == each
+    assert wanted_bytes - each < largest.tokens(free_bytes) * each <= wanted_bytes
 
 
 def test_a_forward_pass_of_the_sampler_has_bounds():
     dims = dims_of(known_config("Qwen3-0.6B"))
-    assert pass_tokens(dims, 2, 100 * GIB) == 32768
-    assert pass_tokens(dims, 2, GIB) == pass_tokens(dims, 4, None) == 8192
+    assert SamplerPass(dims, 2, 256).tokens(100 * GIB) == 32768
+    assert SamplerPass(dims, 2, 256).tokens(GIB) == SamplerPass(dims, 4, 256).tokens(None) == 8192
+    assert SamplerPass(dims, 2, 10_000).tokens(GIB) == 10_000
+    assert SamplerPass(dims, 2, 256, given=1000).tokens(100 * GIB) == 1000
