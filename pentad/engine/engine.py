@@ -45,7 +45,7 @@ from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.cuts import local
-from pentad.parallel.gradients import global_norm, sum_copies
+from pentad.parallel.gradients import global_square, sum_copies
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
@@ -253,22 +253,22 @@ class Engine:
             scale_losses(decoder, count / max(num_tokens, 1))
         with self.meter.counting():
             predicted, sums = self.passes.train(microbatches, loss, last=last)
+        if last:  # before the device is waited for
+            self._complete(step)
         loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
-        step.add(loss_total, count, num_tokens, num_microbatches, is_last=last)
+        step.add(loss_total, count, num_tokens, num_microbatches)
         at_least = self.settings.min_tokens_per_mb
         outputs_per_row = per_row(predicted, plan, rows, self.meshes, at_least)
         return Accumulated(loss_total, count, stats_total, outputs_per_row)
 
     def end_step(self) -> StepResult:
         step = self._open_step("end_step")
-        if not step.is_complete:
+        if step.square is None:
             raise RunError("end_step was called before accumulate(..., last=True)")
         self.onload()
         lr = compute_lr(step.optimizer.settings, self.num_steps)
-        gradients = self._gradients()
-        hit("all-reduce", tensors=gradients.values())
-        norm = global_norm(gradients, self.cuts, self.meshes) / step.count if step.count else 0.0
+        norm = float(step.square.sqrt()) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
         # Here, where the device has just been waited for: after the optimizer's step it would be
@@ -277,7 +277,7 @@ class Engine:
         if not reason:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings):
-                self._move(step, gradients, norm, lr)
+                self._move(step, norm, lr)
                 hit("optimizer")
             for decoder in self.held.decoders:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
@@ -299,6 +299,12 @@ class Engine:
             work=self.meter.take(),
         )
 
+    def _complete(self, step: OpenStep) -> None:
+        """The whole gradient and the square of its norm."""
+        step.gradients = self._gradients()
+        hit("all-reduce", tensors=step.gradients.values())
+        step.square = global_square(step.gradients, self.cuts, self.meshes)
+
     def _gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the gradient, by name; what several ranks hold is added up."""
         self.held.tied.give_gradient()
@@ -306,14 +312,13 @@ class Engine:
         sum_copies(gradients, self.cuts, self.device)
         return gradients
 
-    def _move(self, step: OpenStep, gradients: dict[str, Tensor], norm: float, lr: float) -> None:
-        scale = clip_scale(norm, step.optimizer.settings.gradient_clipping) / step.count
-        if gradients and scale != 1.0:
-            torch._foreach_mul_(list(gradients.values()), scale)
-        for name, gradient in gradients.items():
+    def _move(self, step: OpenStep, norm: float, lr: float) -> None:
+        for name, gradient in (step.gradients or {}).items():
             self.masters[name].grad = gradient
         step.optimizer.lr = lr
-        step.optimizer.step()
+        step.optimizer.step(
+            clip_scale(norm, step.optimizer.settings.gradient_clipping) / step.count
+        )
 
     def _open_step(self, call: str) -> OpenStep:
         if self.step is None:

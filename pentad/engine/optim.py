@@ -12,7 +12,18 @@ from torch.optim.adamw import adamw
 
 from pentad.core.settings import OptimizerSettings
 
+try:
+    from pentad.ops import adamw_kernel
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+LARGE = 2**24
+"""Elements from which a tensor on a GPU has a launch of its own."""
+Moved = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""A parameter, its gradient and its state."""
 
 
 class FusedAdamW:
@@ -45,25 +56,68 @@ class FusedAdamW:
         }
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, scale: float = 1.0) -> None:
+        """Moves what has a gradient, by the gradient times `scale`; gradients are used up."""
         for weight_decay, group in self.groups:
             moved = [(p, p.grad, self.state[p]) for p in group if p.grad is not None]
-            adamw(
-                [parameter for parameter, _, _ in moved],
-                [gradient for _, gradient, _ in moved],
-                [state["exp_avg"] for _, _, state in moved],
-                [state["exp_avg_sq"] for _, _, state in moved],
-                [],
-                [state["step"] for _, _, state in moved],
-                fused=True,
-                amsgrad=False,
-                beta1=self.settings.beta1,
-                beta2=self.settings.beta2,
+            large = [one for one in moved if _is_large(one)]
+            ids = {id(parameter) for parameter, _, _ in large}
+            self._move_small([one for one in moved if id(one[0]) not in ids], scale, weight_decay)
+            self._move_large(large, scale, weight_decay)
+
+    def _move_small(self, moved: list[Moved], scale: float, weight_decay: float) -> None:
+        if not moved:
+            return
+        gradients = [gradient for _, gradient, _ in moved]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        adamw(
+            [parameter for parameter, _, _ in moved],
+            gradients,
+            [state["exp_avg"] for _, _, state in moved],
+            [state["exp_avg_sq"] for _, _, state in moved],
+            [],
+            [state["step"] for _, _, state in moved],
+            fused=True,
+            amsgrad=False,
+            beta1=self.settings.beta1,
+            beta2=self.settings.beta2,
+            lr=self.lr,
+            weight_decay=weight_decay,
+            eps=self.settings.eps,
+            maximize=False,
+        )
+
+    def _move_large(self, moved: list[Moved], scale: float, weight_decay: float) -> None:
+        if not moved:
+            return
+        beta1, beta2 = self.settings.beta1, self.settings.beta2
+        steps = [state["step"] for _, _, state in moved]
+        torch._foreach_add_(steps, 1)
+        steps_N = torch.stack(steps).double()
+        corrections_N2 = torch.stack([1 - beta1**steps_N, (1 - beta2**steps_N).sqrt()], 1).float()
+        for (parameter, gradient, state), corrections in zip(moved, corrections_N2, strict=True):
+            adamw_kernel.move(
+                parameter,
+                gradient,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                corrections,
+                scale=scale,
                 lr=self.lr,
-                weight_decay=weight_decay,
+                beta1=beta1,
+                beta2=beta2,
                 eps=self.settings.eps,
-                maximize=False,
+                weight_decay=weight_decay,
             )
+
+
+def _is_large(moved: Moved) -> bool:
+    parameter, gradient, state = moved
+    tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+    is_plain = all(x.is_cuda and x.is_contiguous() for x in tensors)
+    is_wide = parameter.dtype == torch.float64
+    return HAS_TRITON and parameter.numel() >= LARGE and is_plain and not is_wide
 
 
 def optimizer_state(
@@ -107,23 +161,20 @@ class OpenStep:
     count: float = 0.0
     num_tokens: int = 0
     num_microbatches: int = 0
-    is_complete: bool = False
-    """Whether the last rows were added."""
+    gradients: dict[str, Tensor] | None = None
+    """This rank's shards by name, whole; None before the last rows were added."""
+    square: Tensor | None = None
+    """Of the whole gradient's norm, on the device."""
 
-    def add(
-        self,
-        loss_sum: float,
-        count: float,
-        num_tokens: int,
-        num_microbatches: int,
-        *,
-        is_last: bool,
-    ) -> None:
+    @property
+    def is_complete(self) -> bool:
+        return self.gradients is not None
+
+    def add(self, loss_sum: float, count: float, num_tokens: int, num_microbatches: int) -> None:
         self.loss_sum += loss_sum
         self.count += count
         self.num_tokens += num_tokens
         self.num_microbatches += num_microbatches
-        self.is_complete = is_last
 
     def why_skipped(self, norm: float) -> str:
         """Empty when the weights may move."""

@@ -54,9 +54,12 @@ def per_row(
     of the others hold.
     """
     outputs: list[dict[str, Tensor]] = [{} for _ in rows]
-    for k, name in enumerate(NAMES):
-        mine = [x_T for parts in predicted if (x_T := parts[k]) is not None]
-        for indices, lengths, x_T in _of_all(mine, plan, rows, meshes, at_least):
+    first = predicted[0] if predicted else ()
+    names = [name for name, x_T in zip(NAMES, first, strict=False) if x_T is not None]
+    # In one array, which is fetched at once.
+    mine = [torch.stack([x_T for x_T in parts if x_T is not None], 1) for parts in predicted]
+    for indices, lengths, x_TN in _of_all(mine, plan, rows, meshes, at_least):
+        for name, x_T in zip(names, x_TN.unbind(1), strict=True):
             for i, piece in zip(indices, split_out(x_T, lengths), strict=False):
                 outputs[i][name] = piece
     return outputs

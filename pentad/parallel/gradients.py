@@ -61,16 +61,17 @@ def check_equal(mine: list[Tensor], means: list[Tensor]) -> None:
         )
 
 
-def global_norm(gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], meshes: Meshes) -> float:
-    """The 2-norm of the whole gradient from each rank's shards, inf and NaN kept.
+def global_square(
+    gradients: Mapping[str, Tensor], cuts: Mapping[str, Cut], meshes: Meshes
+) -> Tensor:
+    """The square of the whole gradient's 2-norm from each rank's shards, inf and NaN kept.
 
     Every element counts once: of equal shards only the first rank's. All ranks get the same
-    bits, so all decide alike. Waits for the device.
+    bits, so all decide alike.
     """
     is_first = meshes.coords.dp_replicate == 0
     counted = [g for name, g in gradients.items() if is_first and cuts[name].copies.rank == 0]
-    square = sum_of_squares(counted, meshes.device)
-    return float(reduce_ranks(square, meshes.world).sqrt())
+    return reduce_ranks(sum_of_squares(counted, meshes.device), meshes.world)
 
 
 def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from pentad.engine.engine import Engine, build_engine
 from pentad.models.hf_weights import gather_whole
 from pentad.ops.digest import digest_of, tensor_checksum
 from pentad.parallel.cuts import local, stored_box
-from pentad.parallel.gradients import global_norm, sum_copies
+from pentad.parallel.gradients import global_square
 from pentad.sync.publisher import take_snapshot
 
 DENSE = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
@@ -140,9 +140,8 @@ def train_step(
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
-    """Every gradient whole, summed over ranks as `end_step` would do; leaves them as they are."""
+    """Every gradient whole, as the call with the last rows has summed it over ranks."""
     parts = {n: local(p.grad).clone() for n, p in engine.parameters.items() if p.grad is not None}
-    sum_copies(parts, engine.cuts, engine.device)
     return {name: whole(engine.cuts[name].present(part)) for name, part in parts.items()}
 
 
@@ -178,13 +177,15 @@ def expert_norms(layout: Layout, routes: list[Tensor]) -> dict[str, float]:
     engine.begin_step()
     engine.accumulate(rows, LOSSES["token"])
     parts = {n: local(p.grad) for n, p in engine.parameters.items() if p.grad is not None}
-    sum_copies(parts, engine.cuts, engine.device)
     picked = {
         "experts": {n: g for n, g in parts.items() if "experts" in n},
         "routers": {n: g for n, g in parts.items() if "router" in n},
         "all": parts,
     }
-    return {key: global_norm(part, engine.cuts, engine.meshes) for key, part in picked.items()}
+    return {
+        key: float(global_square(part, engine.cuts, engine.meshes).sqrt())
+        for key, part in picked.items()
+    }
 
 
 def broken_gradient(
@@ -197,11 +198,18 @@ def broken_gradient(
     rows = make_rows(12)
     if not on_last_rank:
         rows[4].columns["advantages"][2:] = float("inf")
+    add_up = engine._gradients
+
+    def spoiled() -> dict[str, Tensor]:
+        gradients = add_up()
+        next(part for part in gradients.values() if part.numel()).view(-1)[0] = float("inf")
+        return gradients
+
+    if on_last_rank and dist.get_rank() == layout.world - 1:
+        engine._gradients = spoiled
     engine.begin_step()
     engine.accumulate(rows, LOSSES["token"])
-    if on_last_rank and dist.get_rank() == layout.world - 1:
-        part = next(g for p in engine.parameters.values() if (g := local(p.grad)).numel())
-        part.view(-1)[0] = float("inf")
+    engine._gradients = add_up
     result = engine.end_step()
     is_still = all(torch.equal(t, before[n]) for n, t in engine.masters.items())
     engine.begin_step()

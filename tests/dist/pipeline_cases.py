@@ -36,7 +36,7 @@ def over_stages(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def spy_on_gradients(engine: Engine) -> dict[str, Tensor]:
-    """Filled by `end_step` with the gradient it has added up, before it is scaled."""
+    """Filled with the gradient that the last rows complete, before it is scaled."""
     seen: dict[str, Tensor] = {}
     add_up = engine._gradients
 
