@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024
 
 
 def move(
@@ -43,10 +43,10 @@ def move(
         beta2,
         1.0 - beta2,
         eps,
-        1.0 - lr * weight_decay,
+        lr * weight_decay,
         num,
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=4,
     )
 
 
@@ -64,7 +64,7 @@ def _move(
     beta2: tl.tensor,
     rest2: tl.tensor,
     eps: tl.tensor,
-    kept: tl.tensor,
+    decay: tl.tensor,
     num: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -78,7 +78,7 @@ def _move(
     second = beta2 * second + rest2 * gradient * gradient
     size = tl.sqrt(second) / tl.load(corrections_ptr + 1) + eps
     step = lr / tl.load(corrections_ptr)
-    parameter = parameter * kept - step * first / size
+    parameter -= decay * parameter + step * first / size
     tl.store(exp_avg_ptr + at, first.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + at, second.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
     tl.store(parameter_ptr + at, parameter.to(parameter_ptr.dtype.element_ty), mask=mask)

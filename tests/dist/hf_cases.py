@@ -111,9 +111,8 @@ def missing_plan_line(layout: Layout) -> str:
         name: replace(cut, sees_all=cut.copies.size > 1) for name, cut in engine.cuts.items()
     }
     engine.begin_step()
-    engine.accumulate(make_rows(4), LOSSES["token"])
     try:
-        engine.end_step()
+        engine.accumulate(make_rows(4), LOSSES["token"])
     except RunError as error:
         return str(error)
     return ""
