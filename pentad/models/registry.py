@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pentad.models.families import (
     read_config,
     spec_of,
 )
-from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards
+from pentad.models.hf_weights import hf_metadata, iter_hf, native_shards, native_tensors
 from pentad.models.language_model import LanguageModel
 from pentad.models.spec import MEGATRON_PLAN, megatron_sizes
 from pentad.weights import transfer
@@ -137,6 +138,16 @@ def create_model(
     """A freshly initialised model; each tensor depends on the seed and its own name alone."""
     model = build_model(dims, device=device, dtype=dtype, value_head=value_head, lm_head=lm_head)
     initialise(model, seed)
+    return model
+
+
+@torch.no_grad()
+def blank_model(dims: ModelDims, *, device: Device, dtype: torch.dtype) -> Decoder:
+    """A model that waits for an install: until then its weights are NaN, and a sampler refuses to
+    draw from it."""
+    model = build_model(dims, device=device, dtype=dtype)
+    for tensor in native_tensors(model).values():
+        tensor.fill_(math.nan)
     return model
 
 

@@ -24,7 +24,7 @@ from pentad.weights.map import Entry, Source, WeightMap
 from pentad.weights.regions import Box, Region, Shape, box_shape, clip_all, full_box, slices
 
 NUM_READERS = 4
-"""Threads that read and sum files."""
+"""Threads that read and sum files, or draw fresh weights."""
 WORDS = {
     torch.bfloat16: (numpy.int16, 0x7F80),
     torch.float16: (numpy.int16, 0x7C00),
@@ -119,7 +119,8 @@ def fill(
 ) -> int:
     """Reads every shard's elements straight into its memory; returns the number of tensors read.
 
-    Names and shapes are checked before the first element moves. Peak extra memory is one region.
+    Names and shapes are checked before the first element moves. Peak extra memory is one region,
+    or one for each thread where several read.
     A part of a model without its heads does not ask whether the reader's are wanted.
     """
     read = partial(_read_block, reader, must_be_finite=must_be_finite)
@@ -134,9 +135,8 @@ def fill(
         for region in clip_all(entry.regions, shards[name].box):
             blocks.append((region, target_block(tensor, region)))
             used.add(region.source)
-    on_cpu = all(block.device.type == "cpu" for _, block in blocks)
-    if isinstance(reader, DirectReader) and on_cpu:
-        # Fresh memory is the bottleneck, and several threads are given it faster than one.
+    if isinstance(reader, DirectReader | RandomReader):
+        # One thread reads, casts, copies to a GPU or draws numbers with one core alone.
         with ThreadPoolExecutor(NUM_READERS) as readers:
             for _ in readers.map(read, *zip(*blocks, strict=True)):
                 pass

@@ -13,8 +13,17 @@ from safetensors.torch import load_file, save_file
 from pentad.core.errors import UserError
 from pentad.models import families
 from pentad.models.families import dims_of, family_of, spec_of
+from pentad.models.hf_weights import native_shards
+from pentad.models.proof.cases import (
+    DEEPSEEK_SIZES,
+    EXPERT_SIZES,
+    PARTIAL_ROTARY,
+    SHARED_SIZES,
+    SIZES,
+)
 from pentad.models.registry import build_model, create_model, load_model, load_weights, save_model
 from pentad.weights import transfer
+from pentad.weights.transfer import RandomReader, Shard
 
 CONFIG = {
     "model_type": "llama",
@@ -40,6 +49,39 @@ def edit(folder, **changes):
     file = folder / "model.safetensors"
     tensors = {**load_file(file), **changes}
     save_file({name: t for name, t in tensors.items() if t is not None}, file)
+
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen2_moe": {**EXPERT_SIZES, **SHARED_SIZES},
+    "qwen3_moe": EXPERT_SIZES,
+    "glm4_moe": {**DEEPSEEK_SIZES, **PARTIAL_ROTARY},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_draw_the_bits_of_one_thread_whole_and_in_parts(family, monkeypatch):
+    dims = dims_of({"model_type": family, **SIZES, **FAMILIES[family]})
+    model = build_model(dims, device="cpu", dtype=torch.float32)
+    whole = native_shards(model)
+    parts = {}  # the second of three ranks, where there are rows enough
+    for name, shard in whole.items():
+        (start, stop), *rest = shard.box
+        rows = (start + stop // 3, start + 2 * stop // 3)
+        parts[name] = Shard(torch.empty_like(shard.tensor[slice(*rows)]), (rows, *rest))
+    drawn = {}
+    for num in (1, transfer.NUM_READERS):
+        monkeypatch.setattr(transfer, "NUM_READERS", num)
+        for shards in (whole, parts):
+            transfer.fill(shards, model.weight_map, RandomReader(model.weight_map, shards, 3))
+        drawn[num] = [s.tensor.detach().clone() for s in (*whole.values(), *parts.values())]
+    one, four = drawn.values()
+    assert all(torch.equal(a, b) for a, b in zip(one, four, strict=True))
+    cut = [shard.tensor[slice(*parts[name].box[0])] for name, shard in whole.items()]
+    assert all(torch.equal(a, s.tensor) for a, s in zip(cut, parts.values(), strict=True))
 
 
 def test_a_tied_head_on_disk_is_accepted_if_it_is_the_embedding(folder):
