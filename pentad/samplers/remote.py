@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.families import register
 from pentad.models.hf_weights import iter_hf
-from pentad.models.registry import create_model
+from pentad.models.registry import blank_model, create_model
 from pentad.runtime import roles
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
@@ -49,8 +49,8 @@ class HostedSettings:
     sampler: SamplerSettings
     device: str
     dtype: str
-    seed: int
-    """Of the weights it holds until the first install."""
+    seed: int | None = None
+    """Of the weights it holds until the first install. None: it has none to draw from."""
     version: int = -1
     tokenizer: str = ""
     """Folder; none: stop strings are refused."""
@@ -70,13 +70,9 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
         torch.set_num_threads(given["num_threads"])
     if given["deterministic"]:
         make_deterministic()
-    device = torch.device(given["device"])
-    model = create_model(
-        ModelDims(**with_tuples(given["dims"])),
-        device=device,
-        dtype=DTYPES[given["dtype"]],
-        seed=given["seed"],
-    )
+    make = blank_model if given["seed"] is None else partial(create_model, seed=given["seed"])
+    dims, device = ModelDims(**with_tuples(given["dims"])), torch.device(given["device"])
+    model = make(dims, device=device, dtype=DTYPES[given["dtype"]])
     decode = None
     if given["tokenizer"]:
 

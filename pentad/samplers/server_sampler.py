@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_cancelled
 from pentad.core.roles import Installed, NamedTensors
@@ -25,7 +27,7 @@ from pentad.core.types import Generation, Request
 from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
-from pentad.models.registry import create_model
+from pentad.models.registry import build_model
 from pentad.samplers.dialect import (
     MEMORIES,
     Call,
@@ -406,7 +408,7 @@ class ServerSampler:
         if not self.dims.is_whole:
             return  # no model file: what its tensors are only the trainer's own map knows
         if self.expected is None:  # its tensors, and the map to them: slow to make
-            skeleton = create_model(self.dims, device="meta")
+            skeleton = build_model(self.dims, device="meta", dtype=torch.float32)
             self.expected = native_shards(skeleton), map_of(self.dims)
         transfer.check(self.expected[0], self.expected[1], given)
 

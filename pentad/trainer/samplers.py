@@ -30,13 +30,12 @@ from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Sampler
-from pentad.core.seeds import derive_seed
 from pentad.core.settings import into
 from pentad.core.sizes import COLOCATED_SHARE, DeviceKind
 from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.models.registry import create_model
+from pentad.models.registry import blank_model
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import shares_by_gpu
 from pentad.runtime.environment import DETERMINISTIC
@@ -198,7 +197,6 @@ class SamplerOpener:
             sampler=sampler_settings(config, self.dims),
             device=self.device.type,
             dtype=compute_dtype(config.actor, self.device),
-            seed=derive_seed(config.seed, "unpublished"),
             tokenizer=str(self.tokenizer.folder.resolve()),
             model_files=tuple(map(absolute, config.model_files)),
             deterministic=is_deterministic(config),
@@ -261,9 +259,8 @@ def embedded_sampler(
     config: Config, dims: ModelDims, tokenizer: Tokenizer, device: torch.device
 ) -> EmbeddedSampler:
     dtype = DTYPES[compute_dtype(config.actor, device)]
-    seed = derive_seed(config.seed, "unpublished")
     return EmbeddedSampler(
-        create_model(dims, device=device, dtype=dtype, seed=seed),
+        blank_model(dims, device=device, dtype=dtype),
         sampler_settings(config, dims),
         decode=lambda ids: tokenizer.decode(ids, keep_special=True),
     )

@@ -11,9 +11,10 @@ from closeness import assert_logprobs
 
 from pentad.core.errors import RunError, UserError
 from pentad.infer import engine as infer_engine
+from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
 from pentad.models.hf_weights import install_hf, iter_hf
-from pentad.models.registry import create_model
+from pentad.models.registry import blank_model, create_model
 from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
 
@@ -44,6 +45,28 @@ def test_tokens_after_an_update(
             wanted = logits.log_softmax(-1).gather(1, torch.tensor(g.ids[old:])[:, None])[:, 0]
             assert (torch.tensor(g.logprobs[old:]) - wanted).abs().max() > 1e-2
     assert sampler.stats()["preemptions"] == (2 if on_update == "reprefill" else 0)
+
+
+def test_a_blank_model_draws_nothing_until_weights_are_installed(tiny_dims, make_request):
+    settings = SamplerSettings(max_running=4, kv_cache_tokens=1024)
+    request = make_request("a", range(20), n=2, max_new_tokens=6)
+    new = create_model(tiny_dims, seed=2)
+
+    async def draw(model, weights):
+        sampler = EmbeddedSampler(model, settings)
+        if weights:
+            await sampler.install(0, weights)
+        try:
+            return [g.ids for g in await sampler.generate(request)]
+        finally:
+            await sampler.close()
+
+    def blank():
+        return blank_model(tiny_dims, device="cpu", dtype=torch.float32)
+
+    with pytest.raises(RunError, match="not finite with weights of version -1"):
+        asyncio.run(draw(blank(), None))
+    assert asyncio.run(draw(blank(), list(iter_hf(new)))) == asyncio.run(draw(new, None))
 
 
 def test_the_receipt_tells_what_lies_in_the_model(make_sampler, tiny_dims, monkeypatch):
