@@ -19,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class Case:
     compile: bool
     mode: str
     offload: bool = False
+    keep: bool = False
 
     @property
     def num_microbatches(self) -> int:
@@ -111,6 +112,7 @@ def predict(config: dict[str, Any], case: Case) -> dict[str, float]:
         keeping=keeping,
         microbatch_tokens=case.tokens,
         num_microbatches=case.num_microbatches,
+        keeps_logits=case.keep,
         offload=case.offload,
         reshard=case.offload,
         device=DEVICE.type,
@@ -128,6 +130,7 @@ def make_engine(config: dict[str, Any], case: Case) -> Engine:
         ac_selective=how.get("selective", "op"),
         ac_memory_budget=how.get("budget", 0.5),
         compile=case.compile,
+        keep_logits=case.keep,
         offload_params=case.offload,
         reshard_after_forward=case.offload,  # as on one rank by default
         max_tokens_per_mb=case.tokens,
@@ -194,7 +197,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             for word in args.compile:
                 for mode in args.modes:
                     if MODES[mode]["mode"] != "memory_budget" or word == "on":
-                        yield Case(model, tokens, length, word == "on", mode)
+                        yield Case(model, tokens, length, word == "on", mode, keep=args.keep)
         if args.offload:
             yield Case(model, *GRID[model][0], False, "op", True)
 
@@ -202,7 +205,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def show(found: Found) -> None:
     case = found.case
     what = f"{case.model:5}{case.tokens:7}{case.length:6} {'on' if case.compile else 'off':8}"
-    mode = case.mode + (" offload" if case.offload else "")
+    mode = case.mode + (" offload" if case.offload else "") + (" keep" if case.keep else "")
     if not IS_GPU:
         size = f"{found.predicted_bytes / GIB:10.2f}"
         print(f"{what}{mode:12}{found.phase:10}{size}{'-':>10}{'-':>8}")
@@ -235,6 +238,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, help="of the grid's sizes only these")
     parser.add_argument("--compile", nargs="+", default=["off", "on"], choices=["off", "on"])
     parser.add_argument("--offload", action="store_true", help="also offload_params, once a model")
+    parser.add_argument("--keep", action="store_true", help="with keep_logits")
     parser.add_argument("--toy", action="store_true", help="tiny models; measures nothing")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
@@ -249,7 +253,7 @@ def main() -> None:
         if args.toy:
             if MODES[case.mode]["mode"] == "memory_budget":
                 continue
-            case = Case(case.model, 256, 64, False, case.mode, case.offload)
+            case = replace(case, tokens=256, length=64, compile=False)
         for one in run_case(case, args.toy):
             show(one)
             found.append(one)

@@ -233,6 +233,7 @@ def build_ours(case: TrainCase, device: torch.device) -> Callable[[], float]:
         reduce_dtype=case.masters,  # type: ignore[arg-type]
         max_tokens_per_mb=case.microbatch,
         ac_mode=case.ac_mode,
+        keep_logits=device.type == "cuda" and case.ac_mode == "none",
         compile=case.compiled,
         reshard_after_forward=False,
         optimizer=OptimizerSettings(lr=LR, weight_decay=0.01),

@@ -154,6 +154,7 @@ def engine_settings_of(subject: ParallelSubject, layout: Layout) -> dict[str, An
         "ac_debug": False,
         "layers_per_stage": None,
         "offload_params": False,
+        "keep_logits": keys.keep_logits and layout.pp == 1,
     }
     if layout.pp > 1:
         found["reshard_after_forward"] = not splits_backward(actor.archon.pp_schedule)

@@ -182,6 +182,10 @@ class EngineKeys:
     ac_debug: bool = False
     """Logs, once a layer, which operations are kept and which are computed again. Slow, and
     without compile, which would hide them."""
+    keep_logits: bool | None = None
+    """Keeps the head's logits (4 bytes x tokens of a microbatch x vocabulary) for backward, which
+    computes them again otherwise. null: on a GPU without a sampler, where the run's plan with the
+    largest microbatch takes at most 80% of its memory. Not under a pipeline."""
     offload_params: bool = False
     """Keeps parameters, gradients and optimizer state in host memory, where the optimizer then
     runs; layers are brought to the device as they are used. On one device, too."""
@@ -196,7 +200,9 @@ class EngineKeys:
         selects = device == "cuda" or self.ac_selective is not None
         auto: Literal["none", "selective"] = "selective" if selects else "none"
         mode = auto if self.ac_mode == "auto" else self.ac_mode
-        return into(EngineKeys, self, ac_mode=mode, ac_selective=self.selection(pp))
+        keep = self.keep_logits is True
+        selection = self.selection(pp)
+        return into(EngineKeys, self, ac_mode=mode, ac_selective=selection, keep_logits=keep)
 
     @property
     def keeps_products(self) -> bool:
@@ -257,6 +263,9 @@ class EngineKeys:
         what frees or replays it would be wrong, or wait without end. `keeps`: whether activation
         checkpointing is on. `prefix` of the keys: that of the block in the config, or none."""
         name, key = f"pp_schedule = {self.pp_schedule}", prefix
+        if self.keep_logits:
+            rule = "a pipeline would hold the logits of several microbatches at once"
+            yield Problem(f"{key}keep_logits = true", rule, "leave it out")
         keeps_products = keeps and self.ac_mode == "selective" and self.selection(pp) == "op"
         stride = "use ac_selective: 2 or ac_mode: full"
         if not splits_backward(self.pp_schedule):
@@ -317,6 +326,7 @@ class EngineSettings(EngineKeys):
     """Switches activation checkpointing as a whole."""
     ac_mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     ac_selective: Literal["op"] | int = "op"
+    keep_logits: bool = False
     compile: bool = False
     """torch.compile per block; on CUDA only."""
     reshard_after_forward: bool = True

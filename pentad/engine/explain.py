@@ -53,6 +53,8 @@ def _remedies(settings: EngineSettings, *, has_tokens: bool) -> str:
         found.append("lower mb_spec.max_tokens_per_mb")
         if settings.ac_mode != "full" or not settings.gradient_checkpointing:
             found.append("set archon.ac_mode: full")
+        if settings.keep_logits:
+            found.append("set archon.keep_logits: false")
     if not settings.offload_params:
         found.append("set archon.offload_params: true")
     return ", ".join([*found, "or use more devices (allocation_mode)"])

@@ -44,12 +44,14 @@ class Predictor(nn.Module):
         chunk_bytes: int | None,
         *,
         strict: bool = False,
+        keep_logits: bool = False,
     ) -> None:
         super().__init__()
         self.decoder = decoder
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
         self.strict = strict
+        self.keep_logits = keep_logits
         bend = decoder.logit_cap
         self.cap = None if bend is None else bend / decoder.logit_scale
         """Of the head's product: scale and temperature are applied to it together, after it."""
@@ -78,6 +80,7 @@ class Predictor(nn.Module):
                 labels_T,
                 temperature=self.temperature,
                 chunk_bytes=self.chunk_bytes,
+                keep=self.keep_logits,
             )
         elif self.decoder.has_lm_head:
             logprobs_T, entropy_T = token_logprobs(
@@ -88,6 +91,7 @@ class Predictor(nn.Module):
                 cap=self.cap,
                 chunk_bytes=self.chunk_bytes,
                 shard=self.vocab,
+                keep=self.keep_logits,
             )
         if self.decoder.value_head is not None:
             values_T = gather_shared(self.decoder.values(hidden_TD), self.tp)
@@ -102,7 +106,11 @@ def wrap_model(
     if settings.strict:
         check_strict(meshes.layout)
     predictor = Predictor(
-        decoder, settings.temperature, settings.logprob_bytes, strict=settings.strict
+        decoder,
+        settings.temperature,
+        settings.logprob_bytes,
+        strict=settings.strict,
+        keep_logits=settings.keep_logits,
     )
     spec = spec_of(decoder.dims.family)
     parts = ModelParts(

@@ -74,7 +74,9 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
 def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Predictor:
     """The steps of `parallel.apply`, by styles instead of seams; no expert parallelism."""
     styles = match_layout(model, meshes.layout)
-    predictor = Predictor(model, settings.temperature, settings.logprob_bytes)
+    predictor = Predictor(
+        model, settings.temperature, settings.logprob_bytes, keep_logits=settings.keep_logits
+    )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     cuts = plan_style_cuts(shapes, styles, meshes)
     cut_parameters(model, cuts)

@@ -299,12 +299,18 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.logprob.token_logprobs`."""
+    """As `ops.logprob.token_logprobs`; logits are kept within backward alone."""
 
     def plain(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         return plain_logprobs(
-            hidden_TD, weight_VD, labels_T, temperature=temperature, chunk_bytes=chunk_bytes
+            hidden_TD,
+            weight_VD,
+            labels_T,
+            temperature=temperature,
+            chunk_bytes=chunk_bytes,
+            keep=keep,
         )
 
     def exact(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:

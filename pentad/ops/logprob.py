@@ -1,9 +1,10 @@
 """Log-probability and entropy of given tokens, fused with the lm head.
 
-The T x V logits are never held: they are made in chunks of tokens sized by a byte budget, and
-made again in backward. What is kept for backward is the hidden states, the head and two numbers
-per token. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head. On a GPU
-Triton kernels read each chunk once; elsewhere plain torch computes the same.
+Logits are made in chunks of tokens sized by a byte budget, and made again in backward: the T x V
+of them are never held, unless they are kept for backward, which takes as many bytes and saves the
+second product. Both ways give the same bits. Besides, the hidden states, the head and two numbers
+per token are kept. The softmax runs in fp32 (fp64 for fp64 inputs) whatever the dtype of the head.
+On a GPU Triton kernels read each chunk once; elsewhere plain torch computes the same.
 
 Shapes: T tokens, C tokens of one chunk, V entries of the vocabulary (of this shard), D width.
 """
@@ -87,21 +88,24 @@ def token_logprobs(
     cap: float | None = None,
     chunk_bytes: int | None = None,
     shard: VocabShard = WHOLE_VOCAB,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log p(label), entropy) per token of softmax(hidden @ weight^T / temperature).
 
     With a `cap` the product x is bent to cap * tanh(x / cap) before the temperature.
 
     A negative label means no label: both are 0 there and no gradient flows. Both results are
-    differentiable; a result that is not used costs nothing in backward.
+    differentiable; a result that is not used costs nothing in backward. With `keep` the logits
+    stay for backward, which frees them chunk by chunk.
     """
     assert temperature > 0, f"temperature {temperature} is not positive"
     budget = chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
     if cap is not None:  # the slope of the cap is one array more
         budget = budget * LOGIT_COPIES // (LOGIT_COPIES + 1)
     size = chunk_tokens(weight_VD.shape[0], budget, _math_dtype(hidden_TD).itemsize)
+    keep = keep and torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
-        hidden_TD, weight_VD, labels_T, temperature, cap, size, shard
+        hidden_TD, weight_VD, labels_T, temperature, cap, size, shard, keep
     )
     return result
 
@@ -137,13 +141,20 @@ class _TokenLogprobs(torch.autograd.Function):
         cap: float | None,
         size: int,
         shard: VocabShard,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden_TD.shape[0]
         parts_4T = hidden_TD.new_empty((4, num_tokens), dtype=_math_dtype(hidden_TD))
         column_T = labels_T - shard.start
+        ctx.kept = []
         for chunk in _iter_chunks(num_tokens, size):
             logits_CV = _bend(compute_logits(hidden_TD[chunk], weight_VD), cap)
-            reduce = kernels.reduce_logits if _is_fused(logits_CV) else reduce_logits
+            if keep:
+                ctx.kept.append(logits_CV)
+            is_fused = _is_fused(logits_CV)
+            if keep and not is_fused:  # plain torch overwrites what it reads
+                logits_CV = logits_CV.clone()
+            reduce = kernels.reduce_logits if is_fused else reduce_logits
             reduce(logits_CV, 1.0 / temperature, column_T[chunk], parts_4T[:, chunk])
         logprobs_T, entropy_T, lse_T = _combine(parts_4T, shard)
         no_label_T = labels_T < 0
@@ -160,9 +171,12 @@ class _TokenLogprobs(torch.autograd.Function):
         glp_T, gent_T = (None if g is None else g.masked_fill(no_label_T, 0) for g in grads)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if glp_T is None and gent_T is None:
-            return (None,) * 7
+            return (None,) * 8
+        # Overwritten below: where the graph is kept, a second backward makes them again.
+        kept, ctx.kept = ctx.kept[::-1], []
         live_N = _live(glp_T, gent_T) if hidden_TD.device.type == "cpu" else None
         if live_N is not None:
+            kept.clear()  # they are not of the chunks that follow, whose products round otherwise
             full_TD = hidden_TD
             hidden_TD, labels_T, lse_T, entropy_T = (
                 x.index_select(0, live_N) for x in (hidden_TD, labels_T, lse_T, entropy_T)
@@ -175,7 +189,9 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         column_T = labels_T - ctx.shard.start
         for chunk in _iter_chunks(hidden_TD.shape[0], ctx.size):
-            logits_CV = _bend(compute_logits(hidden_TD[chunk], weight_VD), ctx.cap)
+            logits_CV = (
+                kept.pop() if kept else _bend(compute_logits(hidden_TD[chunk], weight_VD), ctx.cap)
+            )
             slope_CV = None if ctx.cap is None else 1 - (logits_CV / ctx.cap).square_()
             differentiate = kernels.logit_gradient if _is_fused(logits_CV) else logit_gradient
             dlogits_CV = differentiate(
@@ -194,10 +210,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(dlogits_CV, weight_VD, out=dhidden_TD[chunk])
             if dweight_VD is not None:
                 _add_product(dweight_VD, dlogits_CV.t(), hidden_TD[chunk])
+            del logits_CV, dlogits_CV, slope_CV  # before the next are made
         dweight_VD = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
         if live_N is not None and dhidden_TD is not None:
             dhidden_TD = torch.zeros_like(full_TD).index_copy_(0, live_N, dhidden_TD)
-        return dhidden_TD, dweight_VD, None, None, None, None, None
+        return dhidden_TD, dweight_VD, None, None, None, None, None, None
 
 
 def _live(*grads: Tensor | None) -> Tensor | None:

@@ -60,6 +60,8 @@ class Training:
     reduce_bytes: int = 4
     reshard: bool = True
     """Whether parameters are sharded again between forward and backward."""
+    keeps_logits: bool = False
+    """Whether backward finds the logits of the microbatch, instead of making them again."""
     offload: bool = False
     """Parameters, gradients and optimizer state live in host memory."""
     num_tags: int = 0
@@ -187,16 +189,17 @@ def gathered_weights(training: Training, held: HeldParams) -> float:
     return training.compute_bytes * (some if training.reshard else held.total)
 
 
-def logit_bytes(training: Training) -> float:
+def logit_bytes(training: Training, *, keeps: bool = False) -> float:
     """One chunk of logits in float32 and its gradient in compute dtype. On a CPU, plain torch needs
-    one more array in float32."""
+    one more array in float32. `keeps`: all chunks are there, and one is at work."""
     dims, layout, c = training.dims, training.layout, training.compute_bytes
     vocab = dims.vocab_size / layout.tp
     chunk = CHUNK_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
-    tokens = min(training.microbatch_tokens / layout.cp, max(chunk, 1.0))
+    whole = training.microbatch_tokens / layout.cp
+    tokens = min(whole, max(chunk, 1.0))
     if training.device == "cuda":
-        return tokens * vocab * (4 + c)
-    return tokens * vocab * (8 + (c if c != 4 else 0))
+        return vocab * (4 * (whole if keeps else tokens) + c * tokens)
+    return vocab * (tokens * (8 + (c if c != 4 else 0)) + (4 * whole if keeps else 0))
 
 
 def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]:
@@ -215,7 +218,7 @@ def backward_moments(training: Training, pp_rank: int) -> list[dict[str, float]]
     moments = [
         {
             "activations": sum(kept) + ends,
-            "logits": logit_bytes(training),
+            "logits": logit_bytes(training, keeps=training.keeps_logits),
             **_gradients(training, held, done=0.0, reducing=0),
         }
     ]

@@ -14,7 +14,7 @@ from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.plan import choose_device
-from pentad.planner.remedies import choose_offloading
+from pentad.planner.remedies import choose_logits, choose_offloading
 
 
 def prepare(
@@ -44,7 +44,12 @@ def prepare(
         problems += ask_start(config)
     if problems:
         raise UserError(dict.fromkeys(problems))
-    if command == "plan" or (command == "train" and config.scheduler.type != "slurm"):
-        config, said = choose_offloading(config, choose_device(config, gpu_memory), command)
+    is_run = command in ("train", "sft", "pretrain") and config.scheduler.type != "slurm"
+    if command == "plan" or is_run:
+        device = choose_device(config, gpu_memory)
+        if command in ("plan", "train"):
+            config, said = choose_offloading(config, device, command)
+            notes += said
+        config, said = choose_logits(config, device, command)
         notes += said
     return config, notes

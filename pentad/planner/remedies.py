@@ -15,8 +15,11 @@ from pentad.config.derived import (
     as_run,
     component_of,
     count_devices,
+    dims_of,
     known_dims,
+    model_folder,
     parsed_allocation,
+    pipeline_size,
     rows_per_step,
 )
 from pentad.config.resolve import replaced
@@ -32,6 +35,8 @@ from pentad.planner.figures import Device, RunPlan
 from pentad.planner.plan import build_plan, saves_async
 
 MAX_TP = 64
+KEEPING_SHARE = 0.8
+"""Logits are kept unasked where the plan takes at most this share of a GPU with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ def propose(plan: RunPlan) -> list[Remedy]:
     """Steps until it fits or none is left; empty when the memory of the devices is not the lack."""
     found: list[Remedy] = []
     config, best = plan.config, plan.peak_bytes
-    for step in (cache_steps, microbatch_steps, reshard_steps, recompute_steps, cut_steps):
+    first = (cache_steps, logit_steps, microbatch_steps)
+    for step in (*first, reshard_steps, recompute_steps, cut_steps):
         if best <= plan.device.memory_bytes:
             break
         tried = _best_of(step(config, plan.dims), config, plan, best)
@@ -94,8 +100,11 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
     if config.mode != "colocate" or config.offload_rollout is not None:
         return config, []
     without = with_values(config, {"offload_rollout": False})
-    is_other = device.kind == "cpu" or (command == "train" and not device.is_here)
-    if is_other or config.rollout.server.addresses or not _is_counted(config):
+    if (
+        not _is_chosen_for(device, command)
+        or config.rollout.server.addresses
+        or not _is_counted(config)
+    ):
         return without, []
     plan = build_plan(without, device)
     changed = with_values(config, {"offload_rollout": True})
@@ -106,6 +115,32 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
     need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
     why = f"sampler and training need {need:.1f} GiB together, and the GPU has {have:.1f}"
     return changed, [f"offload_rollout = true: {why}"]
+
+
+def choose_logits(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
+    """`actor.archon.keep_logits` where it was left open: on, if a GPU without a sampler has ample
+    room for them. Microbatches are taken as full, and rows of no given length as the context."""
+    is_open = config.actor.archon.keep_logits is None and _is_chosen_for(device, command)
+    if not is_open or config.rollout.server.addresses or not _is_counted(config):
+        return config, []
+    if pipeline_size(config, "actor") > 1:
+        return config, []
+    changed = with_values(config, {"actor.archon.keep_logits": True})
+    length = config.train_dataset.max_length or dims_of(model_folder(config)).max_position
+    largest = {"actor.pad_to_maximum": True, "train_dataset.max_length": length}
+    plan = build_plan(with_values(changed, largest), device)
+    if not all(sampler.is_alone for sampler in plan.samplers):
+        return config, []
+    if plan.peak_bytes > KEEPING_SHARE * device.memory_bytes:
+        return config, []
+    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
+    why = f"with the logits of full microbatches {need:.1f} of {have:.1f} GiB are planned"
+    return changed, [f"actor.archon.keep_logits = true: {why}"]
+
+
+def _is_chosen_for(device: Device, command: Command) -> bool:
+    """Whether memory decides: on a GPU, and for a run on one that is here."""
+    return device.kind == "cuda" and (command == "plan" or device.is_here)
 
 
 def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
@@ -138,6 +173,11 @@ def cache_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """On shared devices the sampler's cache is the first thing that can give way."""
     if config.mode == "colocate":
         yield {"offload_rollout": True}
+
+
+def logit_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    if config.actor.archon.keep_logits:
+        yield {"actor.archon.keep_logits": False}
 
 
 def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:

@@ -192,6 +192,7 @@ CORNERS = {
         Layout(dp_replicate=2, cp=2),
         {"offload_params": True, "calls": 2, "max_tokens_per_mb": 40},
     ),
+    "logits kept": ("dense", Layout(dp_shard=2, tp=2), {"keep_logits": True, "temperature": 0.7}),
     "temperature, small chunks of the vocabulary": (
         "dense",
         Layout(tp=4),

@@ -113,6 +113,11 @@ def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
             f"{key}.ac_mode = {archon.ac_mode} has no budget",
         ),
         KeyUse(
+            (f"{key}.keep_logits",),
+            lambda _: role == "actor",
+            "a critic's head gives one value a token",
+        ),
+        KeyUse(
             (f"{role}.optimizer.min_lr_ratio",),
             lambda _: model.optimizer.lr_scheduler_type != "constant",
             f"{role}.optimizer.lr_scheduler_type = constant does not fall",

@@ -40,6 +40,7 @@ ONE_OF = {
     "actor.archon.ac_mode": ["auto", "none", "selective", "full", "memory_budget"],
     "actor.archon.ac_selective": ["op", 1, 2],
     "actor.archon.ac_debug": [True],
+    "actor.archon.keep_logits": [True, False],
     "actor.archon.offload_params": [True],
     "actor.archon.reshard_after_forward_policy": ["default", "always", "never"],
     "actor.archon.dp_replicate": [1, 2, 3],

@@ -41,6 +41,7 @@ def said(*overrides, command="plan"):
             "has no budget",
             ["actor.archon.ac_mode=memory_budget"],
         ),
+        ("critic.archon.keep_logits=true", "has no critic", None),
         (
             "actor.optimizer.min_lr_ratio=0.1",
             "constant does not fall",
@@ -90,6 +91,12 @@ def test_a_key_that_is_not_read_is_told_until_it_is_read(override, why, read_wit
 def test_a_critic_has_the_engine_keys_of_the_actor():
     assert said(PPO, "critic.archon.layers_per_stage=[1, 1]") == [
         "critic.archon.layers_per_stage = [1, 1]: without effect, the layout has no pipeline (p1)"
+    ]
+
+
+def test_a_critic_has_no_logits_to_keep():
+    assert said(PPO, "critic.archon.keep_logits=true") == [
+        "critic.archon.keep_logits = true: without effect, a critic's head gives one value a token"
     ]
 
 

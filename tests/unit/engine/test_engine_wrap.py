@@ -64,6 +64,22 @@ def test_recomputation_saves_memory_and_changes_nothing(how):
         assert kept[1] < kept[0]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("leaves_out", [False, True])  # tokens without gradient, as a CPU does
+def test_kept_logits_change_no_bit_of_a_step(strict, leaves_out, monkeypatch):
+    if not leaves_out:
+        monkeypatch.setattr("pentad.ops.logprob._live", lambda *grads: None)
+    rows, found = make_rows(), []
+    for keep in (False, True):
+        how = {"strict": strict, "max_tokens_per_mb": 60, "logprob_bytes": 20000}
+        engine = make_engine(keep_logits=keep, **how)
+        engine.begin_step()
+        engine.accumulate(rows, PolicyLoss(0.1))
+        found.append([p.grad.clone() for p in engine.parameters.values()])
+        found[-1] += [torch.tensor(engine.end_step().loss), *weights_of(engine).values()]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.fixture
 def no_process_group():
     """Mixed precision makes a process group of one; leave none behind."""

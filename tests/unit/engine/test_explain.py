@@ -38,6 +38,12 @@ def said(call) -> str:
     return str(error.value)
 
 
+def test_kept_logits_are_among_what_can_be_given_up():
+    engine, rows = make_engine(keep_logits=True), make_rows(3)
+    engine.begin_step()
+    assert "set archon.keep_logits: false" in said(lambda: engine.accumulate(rows, Greedy()))
+
+
 @pytest.mark.parametrize("loss", [Greedy(), GreedyBackward()], ids=["forward", "backward"])
 def test_running_out_of_memory_says_where_and_what_helps(loss):
     engine, rows = make_engine(), make_rows(3)

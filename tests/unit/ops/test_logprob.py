@@ -78,11 +78,7 @@ def test_tokens_that_no_gradient_comes_from_cost_nothing_in_backward(num_live, m
     ours = token_logprobs(hidden, weight, labels, chunk_bytes=bytes_for(2, 8))
     plain = reference_logprobs(hidden, weight, labels)
     plain_grads = torch.autograd.grad((torch.stack(plain) * mix).sum(), (hidden, weight))
-    made = []
-    compute = logprob.compute_logits
-    monkeypatch.setattr(
-        logprob, "compute_logits", lambda h, w: made.append(len(h)) or compute(h, w)
-    )
+    made = count_products(monkeypatch)
     ours_grads = torch.autograd.grad((torch.stack(ours) * mix).sum(), (hidden, weight))
     torch.testing.assert_close(ours_grads, plain_grads, rtol=1e-11, atol=1e-12)
     assert sum(made) == num_live - (num_live > 1)  # one of them has no label
@@ -181,8 +177,10 @@ class Meeting:
         return result
 
 
-def test_a_vocabulary_cut_over_three_ranks_gives_the_whole_result():
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_vocabulary_cut_over_three_ranks_gives_the_whole_result(keep):
     hidden, weight, labels = inputs()
+    labels = torch.arange(T) if keep else labels  # backward finds what is kept where all count
     cuts = [0, 10, 11, V]
     meeting = Meeting(3)
     mix = torch.randn(2, T, dtype=torch.float64)
@@ -196,9 +194,8 @@ def test_a_vocabulary_cut_over_three_ranks_gives_the_whole_result():
         )
         h = hidden.detach().requires_grad_()
         w = weight.detach()[cuts[i] : cuts[i + 1]].requires_grad_()
-        out = token_logprobs(
-            h, w, labels, temperature=0.9, chunk_bytes=bytes_for(5, 8), shard=shard
-        )
+        options = {"temperature": 0.9, "chunk_bytes": bytes_for(5, 8), "keep": keep}
+        out = token_logprobs(h, w, labels, shard=shard, **options)
         (torch.stack(out) * mix).sum().backward()
         results[i] = (out, h.grad, w.grad)
 
@@ -220,3 +217,114 @@ def test_chunk_size_follows_the_budget():
     assert chunk_tokens(151936, 2 << 30, 4) == 1152
     assert chunk_tokens(151936, 1, 4) == 1
     assert chunk_tokens(100, 3 * 4 * 100 * 77, 4) == 77
+
+
+def kept_and_not(use="both", *, dtype=torch.float32, labels=None, **options) -> list[list[Tensor]]:
+    """Results and gradients with logits that are kept, and with logits that are made again."""
+    hidden, weight, own = inputs(dtype)
+    mix = torch.randn(2, T, generator=torch.Generator().manual_seed(1)).to(hidden.dtype)
+    found = []
+    for keep in (True, False):
+        out = token_logprobs(
+            hidden, weight, own if labels is None else labels, keep=keep, **options
+        )
+        parts = {"logprob": (0,), "entropy": (1,), "both": (0, 1)}[use]
+        loss = torch.stack([(out[i] * mix[i]).sum() for i in parts]).sum()
+        found.append([*out, *torch.autograd.grad(loss, (hidden, weight))])
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, 5, T])
+@pytest.mark.parametrize("use", ["logprob", "entropy", "both"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"temperature": 0.7}, {"cap": 2.5, "temperature": 1.3}, {"shard": VocabShard(start=4)}],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_kept_logits_give_the_bits_of_those_made_again(tokens, use, how, dtype):
+    every = torch.arange(T)  # all tokens have a label: backward takes forward's chunks
+    budget = bytes_for(tokens, 8 if dtype == torch.float64 else 4)
+    kept, again = kept_and_not(use, dtype=dtype, labels=every, chunk_bytes=budget, **how)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_kept_logits_change_nothing_where_backward_leaves_tokens_out():
+    kept, again = kept_and_not(chunk_bytes=bytes_for(4, 4))  # two of them have no label
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def count_products(monkeypatch) -> list[int]:
+    """Tokens of every product with the head from now on."""
+    made: list[int] = []
+    compute = logprob.compute_logits
+    monkeypatch.setattr(
+        logprob, "compute_logits", lambda h, w: made.append(len(h)) or compute(h, w)
+    )
+    return made
+
+
+def test_backward_finds_kept_logits_and_lets_them_go(monkeypatch):
+    hidden, weight, _ = inputs()
+    made = count_products(monkeypatch)
+    options = {"chunk_bytes": bytes_for(5, 8), "keep": True}
+    logprobs, _ = token_logprobs(hidden, weight, torch.arange(T), **options)
+    node = logprobs.grad_fn
+    assert made == [4, 4, 5] and [len(x) for x in node.kept] == made
+    logprobs.sum().backward()
+    assert sum(made) == T and node.kept == []
+    with torch.no_grad():
+        assert token_logprobs(hidden, weight, torch.arange(T), **options)[0].grad_fn is None
+    frozen = token_logprobs(hidden.detach(), weight.detach(), torch.arange(T), **options)
+    assert not frozen[0].requires_grad
+
+
+def test_a_forward_pass_without_gradients_keeps_no_logits():
+    hidden, weight, labels = inputs(torch.float32)
+    seen = []
+    forward = logprob._TokenLogprobs.forward
+
+    class Spy(logprob._TokenLogprobs):
+        @staticmethod
+        def forward(ctx, *args):
+            out = forward(ctx, *args)
+            seen.append(len(ctx.kept))
+            return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprob, "_TokenLogprobs", Spy)
+        with torch.no_grad():
+            token_logprobs(hidden, weight, labels, keep=True)
+        token_logprobs(hidden.detach(), weight.detach(), labels, keep=True)
+        token_logprobs(hidden, weight, labels, keep=True)
+    assert seen == [0, 0, 1]
+
+
+def test_a_second_backward_gives_the_same_or_torchs_own_error():
+    hidden, weight, _ = inputs(torch.float32)
+    options = {"chunk_bytes": bytes_for(5, 4), "keep": True}
+    out = sum(x.sum() for x in token_logprobs(hidden, weight, torch.arange(T), **options))
+    first = torch.autograd.grad(out, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(out, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, (hidden, weight))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_kept_logits_go_with_a_head_that_is_recomputed(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    hidden, weight, _ = inputs(torch.float32)
+    found = []
+    for wraps in (True, False):
+
+        def head(h: Tensor, w: Tensor) -> Tensor:
+            out = token_logprobs(h, w, torch.arange(T), chunk_bytes=bytes_for(5, 4), keep=True)
+            return torch.stack(out).sum()
+
+        loss = checkpoint(head, hidden, weight, use_reentrant=reentrant) if wraps else None
+        loss = head(hidden, weight) if loss is None else loss
+        hidden.grad = weight.grad = None
+        loss.backward()
+        found.append((hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

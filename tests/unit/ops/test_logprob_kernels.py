@@ -81,3 +81,69 @@ def test_the_head_with_kernels_equals_the_head_without(monkeypatch):
         results.append((*out, *torch.autograd.grad(out[0].sum() + out[1].sum(), (hidden, weight))))
     for mine, plain in zip(*results, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-4)  # gradients leave in bf16
+
+
+def head_gradients(keep, num_tokens, vocab, dtype, budget, **options):
+    torch.manual_seed(0)
+    hidden = torch.randn(num_tokens, 64, device=DEVICE).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, 64, device=DEVICE).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (num_tokens,), device=DEVICE)
+    if DEVICE == "cuda":
+        labels[::3] = -1
+    out = logprob.token_logprobs(hidden, weight, labels, chunk_bytes=budget, keep=keep, **options)
+    mix = torch.rand(2, num_tokens, device=DEVICE) + 0.5
+    return (*out, *torch.autograd.grad((torch.stack(out) * mix).sum(), (hidden, weight)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"cap": 3.0, "temperature": 1.2}])
+def test_the_kernels_leave_kept_logits_as_they_are(options, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(logprob, "_is_fused", lambda logits_CV: True)
+        size = (7, logprob_kernels.BLOCK + 5, torch.float32, 3 * 4 * 3 * logprob_kernels.BLOCK)
+    else:
+        size = (3000, 50000, torch.bfloat16, 1 << 28)
+    kept, again = (head_gradients(keep, *size, **options) for keep in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_kept_logits_save_the_time_of_a_product_and_take_their_bytes():
+    """Printed with -s: times of forward and backward at the head of Qwen3-0.6B."""
+    num_tokens, width, vocab = 16384, 1024, 151936
+    hidden = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = 0.02 * torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16)
+    weight.requires_grad_()
+    labels = torch.randint(0, vocab, (num_tokens,), device="cuda")
+
+    def step(keep):
+        logprobs, _ = logprob.token_logprobs(hidden, weight, labels, keep=keep)
+        return logprobs, *torch.autograd.grad(logprobs.sum(), (hidden, weight))
+
+    found, ms, peak = {}, {}, {}
+    for keep in (False, True):
+        found[keep] = step(keep)
+        step(keep)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        times = []
+        for _ in range(9):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step(keep)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        ms[keep] = sorted(times)[4]
+        peak[keep] = torch.cuda.max_memory_allocated() - before
+    print(
+        f"made again {ms[False]:.2f} ms, kept {ms[True]:.2f} ms",
+        {k: v >> 20 for k, v in peak.items()},
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+    assert ms[True] < ms[False]
+    all_logits = 4 * num_tokens * vocab
+    assert all_logits < peak[True] < all_logits + (3 << 30)
+    assert peak[False] < 4 << 30

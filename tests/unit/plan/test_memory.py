@@ -99,13 +99,13 @@ def tiny(vocab_size: int, **extra) -> ModelDims:
     )
 
 
-def measure(dims: ModelDims, mode: str, selective: str | int) -> tuple[int, int]:
+def measure(dims: ModelDims, mode: str, selective: str | int, **extra) -> tuple[int, int]:
     """(bytes kept after forward, peak of forward and backward), weights and inputs not counted."""
     torch.manual_seed(0)
     decoder = Decoder(dims)
     for tensor in (*decoder.parameters(), *decoder.buffers()):
         torch.nn.init.normal_(tensor, std=0.02)
-    settings = EngineSettings(ac_mode=mode, ac_selective=selective)
+    settings = EngineSettings(ac_mode=mode, ac_selective=selective, **extra)
     predictor = wrap_model(decoder, settings, CPU)
     length = NUM_TOKENS // NUM_SEQUENCES
     lengths = [length] * NUM_SEQUENCES
@@ -145,6 +145,42 @@ def test_kept_and_peak_bytes_are_those_of_the_real_model(extra, vocab_size, mode
     resident = parts["weights"] + parts["optimizer"] + parts["overhead"]
     # Which gradients exist at the worst moment is counted by whole layers.
     assert sum(parts.values()) - resident == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("room", [None, 12 * 4000 * 32])  # all tokens at once, 32 of them
+def test_kept_logits_are_counted_in_backward(room, monkeypatch):
+    dims = tiny(4000)
+    if room is not None:
+        monkeypatch.setitem(memory.CHUNK_BYTES, "cpu", room)
+    keeping = Checkpointing(mode="none", compute_bytes=4)
+    training = Training(
+        dims=dims,
+        layout=Layout(),
+        keeping=keeping,
+        microbatch_tokens=NUM_TOKENS,
+        device="cpu",
+        keeps_logits=True,
+    )
+    kept, peak = measure(dims, "none", "op", keep_logits=True)
+    per_token = sum(kept_bytes(dims, i, Layout(), keeping) for i in range(dims.num_layers))
+    per_token += ends_bytes(dims, Layout(), keeping) + 4 * dims.vocab_size
+    assert NUM_TOKENS * per_token == pytest.approx(kept, rel=0.02)
+    phases = training_phases(training, 0)
+    parts = phases["backward"].device
+    resident = parts["weights"] + parts["optimizer"] + parts["overhead"]
+    assert sum(parts.values()) - resident == pytest.approx(peak, rel=0.1)
+    without = training_phases(replace(training, keeps_logits=False), 0)
+    assert parts["logits"] - without["backward"].device.get("logits", 0) >= NUM_TOKENS * 4 * 4000
+    assert phases["log-prob"].device == without["log-prob"].device
+
+
+def test_kept_logits_of_a_gpu_are_those_of_this_ranks_tokens_and_rows():
+    """16384 tokens over cp 2 and 151936 rows over tp 4 in float32; one chunk's gradient besides."""
+    size = {"microbatch_tokens": 16384, "num_microbatches": 1}
+    training = training_of("Qwen3-8B", Layout(cp=2, tp=4), **size)
+    more = memory.logit_bytes(training, keeps=True) - memory.logit_bytes(training)
+    chunk = memory.CHUNK_BYTES["cuda"] / (3 * 4)  # elements
+    assert more == pytest.approx(4 * (8192 * 151936 / 4 - chunk))
 
 
 def test_logit_room_is_that_of_the_kernel():

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pentad.cli import plan as cli
+from pentad.config.load import load_config
+from pentad.config.resolve import resolve
 from pentad.core import machine
 from pentad.core.errors import UserError
 from pentad.core.layout import Layout, parse_allocation
@@ -22,7 +24,7 @@ from pentad.planner.figures import MAX_ROWS, Device, RunPlan, inner_rows, span
 from pentad.planner.memory import PHASES, kv_token_bytes
 from pentad.planner.plan import EMBEDDED_CPU_BYTES, build_plan, choose_device
 from pentad.planner.prepare import prepare
-from pentad.planner.remedies import propose
+from pentad.planner.remedies import KEEPING_SHARE, choose_logits, propose, with_values
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = {
@@ -196,6 +198,67 @@ def test_offloading_left_open_is_chosen_by_what_fits():
     assert told.offload_rollout is False and not build_plan(told, choose_device(told, 54)).fits
     apart, _ = prepare(None, [*keys, "mode=hybrid", "cluster.n_gpus_per_node=2"], "plan", 48)
     assert apart.offload_rollout is False
+
+
+def test_logits_are_kept_unasked_where_a_gpu_has_ample_room():
+    def chosen(*keys, memory=80.0):
+        base = ["actor.path=Qwen/Qwen3-0.6B", "actor.mb_spec.max_tokens_per_mb=8192"]
+        config, notes = prepare(None, [*base, *keys], "plan", memory)
+        return config, [note for note in notes if "keep_logits" in note]
+
+    alone, length = "allocation_mode=archon:d1", "train_dataset.max_length=2048"
+    config, (note,) = chosen(alone, length)
+    assert config.actor.archon.keep_logits is True
+    largest = with_values(config, {"actor.pad_to_maximum": True})
+    plan = build_plan(largest, choose_device(config, 80))
+    assert plan.peak_bytes > 4 * 8192 * 151936
+    start = "actor.archon.keep_logits = true: with the logits of full microbatches "
+    assert note == f"{start}{plan.peak_bytes / GIB:.1f} of 80.0 GiB are planned"
+    # The last GiB below 80% of a GPU, and the first above it.
+    edge = plan.peak_bytes / GIB / KEEPING_SHARE
+    assert chosen(alone, length, memory=edge + 0.1)[0].actor.archon.keep_logits is True
+    assert chosen(alone, length, memory=edge - 0.1)[0].actor.archon.keep_logits is None
+    # Rows of no given length may be as long as the context, more than a microbatch otherwise.
+    assert chosen(alone, memory=edge + 0.1)[1] == []
+    for key in ("true", "false"):
+        told, notes = chosen(alone, length, f"actor.archon.keep_logits={key}")
+        assert (str(told.actor.archon.keep_logits).lower(), notes) == (key, [])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["allocation_mode=embedded:d1|archon:d1"],
+        ["allocation_mode=archon:d1p2", "cluster.n_gpus_per_node=2"],
+        ["allocation_mode=sglang:d1+archon:d1", "rollout.server.addresses=[http://127.0.0.1:1]"],
+    ],
+    ids=["a sampler on the GPU", "a pipeline", "servers of others"],
+)
+def test_logits_are_not_kept_unasked_beside_a_sampler_or_in_a_pipeline(keys):
+    keys = ["actor.path=Qwen/Qwen3-0.6B", "train_dataset.max_length=512", *keys]
+    config, notes = prepare(None, keys, "plan", 200)
+    assert config.actor.archon.keep_logits is None and "keep_logits" not in " ".join(notes)
+
+
+def test_runs_choose_for_the_gpu_that_is_here():
+    keys = ["actor.path=Qwen/Qwen3-0.6B", "allocation_mode=archon:d1"]
+    config, _ = resolve(load_config(None, [*keys, "train_dataset.max_length=2048"]))
+    there = Device("cuda", 140 * GIB, "", False)
+    here = Device("cuda", 140 * GIB, "", True)
+    cpu = Device("cpu", 900 * GIB, "")
+    found = [choose_logits(config, device, "sft")[0] for device in (there, here, cpu)]
+    assert [one.actor.archon.keep_logits for one in found] == [None, True, None]
+
+
+def test_keeping_logits_is_what_a_plan_gives_up_first():
+    keys = [
+        "actor.path=Qwen/Qwen3-0.6B",
+        "allocation_mode=archon:d1",
+        "actor.archon.keep_logits=true",
+    ]
+    config, _ = prepare(None, [*keys, "train_dataset.max_length=2048"], "plan", 24)
+    remedies = propose(build_plan(config, Device("cuda", 24 * GIB, "", False)))
+    assert remedies[0].overrides == ("actor.archon.keep_logits=false",)
 
 
 def test_the_embedded_cache_takes_what_the_engine_takes():

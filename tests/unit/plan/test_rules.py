@@ -125,6 +125,8 @@ RED += [
      "2 numbers for p2 x 2 stages a rank = 4", "one for each stage"),
     ("given", DENSE, ["archon:p2", "actor.archon.layers_per_stage=[9,9,9,8]"], None,
      "sums to 35, and the model has 36 layers", "balanced"),
+    ("logits", DENSE, ["archon:p2", "actor.archon.keep_logits=true"], None,
+     "hold the logits of several microbatches at once", "leave it out"),
     ("experts", MOE, ["archon:p2", RESHARD], None,
      "which ac_selective = op cannot replay", "ac_selective: 2 or ac_mode: full"),
     ("balance", DENSE, ["archon:d1", "actor.archon.moe_z_loss_coef=0.1"], None,

@@ -125,6 +125,17 @@ def test_config_and_engine_refuse_the_same_layouts():
     assert min(seen.values()) > NUM_DRAWS // 10, f"both kinds must be drawn: {seen}"
 
 
+def test_config_and_engine_keep_no_logits_in_a_pipeline():
+    keys = ["allocation_mode=archon:d1p2", "actor.archon.keep_logits=true"]
+    config, _ = resolve(read_config(None, keys).config)
+    dims = draw_dims(random.Random(0))
+    said = "keep_logits = true: a pipeline would hold the logits of several microbatches at once"
+    assert [str(one) for one in layout_problems(config, dims)] == [
+        f"actor.archon.{said}; leave it out."
+    ]
+    assert engine_refuses(config, dims).startswith(said)
+
+
 @pytest.mark.parametrize("family", known_families())
 def test_families_with_a_place_for_a_bias_are_known_without_torch(family):
     sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 8}

@@ -123,6 +123,7 @@ def test_every_key_of_the_engine_reaches_it_by_its_name():
             field = fields()[f"{block}.{key.name}"]
             assert (field.default, bool(field.description)) == (key.default, True)
     given = {"ac_mode": "full", "stages_per_rank": 3, "offload_params": "true"}
+    given["keep_logits"] = "true"
     config = config_of(*(f"actor.archon.{key}={value}" for key, value in given.items()))
     made = engine_settings(
         config.actor, torch.device("cpu"), temperature=1, total_steps=1, max_row_tokens=8
@@ -131,6 +132,13 @@ def test_every_key_of_the_engine_reaches_it_by_its_name():
         wanted = getattr(config.actor.archon, name)
         if name != "ac_selective":  # null where nobody reads it
             assert getattr(made, name) == wanted, name
+
+
+def test_logits_are_kept_only_where_somebody_chose_it():
+    how = {"temperature": 1.0, "total_steps": 10, "max_row_tokens": 50}
+    for text, wanted in (("null", False), ("false", False), ("true", True)):
+        config = config_of(f"actor.archon.keep_logits={text}")
+        assert engine_settings(config.actor, torch.device("cuda"), **how).keep_logits is wanted
 
 
 def test_a_section_that_lacks_a_value_is_noticed():
