@@ -18,7 +18,7 @@ HALF_MADE = (".writing-", ".replaced-", ".aside-", ".receipt")
 """In names of what a save has under way."""
 SLACK_HANDLES = 6
 """Open files that may come and go."""
-Check = Callable[[ChaosRun, ChaosRun | None], None]
+Invariant = Callable[[ChaosRun, ChaosRun | None], None]
 """Of a trial and, where there is one, of the same run without a fault."""
 
 
@@ -125,7 +125,7 @@ def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
         require(right, f"step {line['step']}: {sent} tokens at experts, not {wanted}")
 
 
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Invariant] = {
     "once": check_once,
     "monotone": check_monotone,
     "equal": check_equal,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pentad.chaos.broken_run import ChaosRun, require
 from pentad.chaos.invariants import check_groups, newest_state
-from pentad.chaos.workloads import Kind
+from pentad.chaos.workloads import WorkloadKind
 from pentad.checkpoint.folders import list_steps
 from pentad.runtime.slots import Slots
 
@@ -29,7 +29,7 @@ class Scenario:
     act: Act
     """Breaks the run and waits for its end; says in `ChaosRun.done` what it did."""
     outcome: str
-    kind: Kind = "ranks"
+    kind: WorkloadKind = "ranks"
     is_equal: bool = True
     """Whether the run must end bit for bit as if nothing had happened."""
     is_near: bool = False

@@ -11,7 +11,7 @@ from pathlib import Path
 from pentad.chaos.broken_run import Broken, ChaosRun
 from pentad.chaos.invariants import ALWAYS, CHECKS
 from pentad.chaos.scenarios import SCENARIOS, Scenario
-from pentad.chaos.workloads import Kind, Workload
+from pentad.chaos.workloads import Workload, WorkloadKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Result:
 
 @dataclass(slots=True)
 class Suite:
-    workloads: dict[Kind, Workload]
+    workloads: dict[WorkloadKind, Workload]
     folder: Path
     seed: int
     whole: dict[str, ChaosRun] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Suite:
         return self.whole[workload.name]
 
 
-def fitting(workloads: dict[Kind, Workload], names: Sequence[str] = ()) -> list[Scenario]:
+def fitting(workloads: dict[WorkloadKind, Workload], names: Sequence[str] = ()) -> list[Scenario]:
     """Those that the workloads can stand; `names` choose among them."""
     found = [one for one in SCENARIOS if one.kind in workloads]
     return [one for one in found if not names or one.name in names]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pentad.config.rules.rule import RunCommand
 from pentad.data.toy import write_byte_model, write_model, write_task
 
 STEPS = 5
 WORLD = 4
-Command = Literal["train", "sft", "pretrain"]
-Kind = Literal["ranks", "rl", "any"]
+WorkloadKind = Literal["ranks", "rl", "any"]
 """What a scenario needs: several ranks, samplers, or nothing in particular."""
 
 REWARD = """\
@@ -36,7 +36,7 @@ class Workload:
     """A command that trains, in few steps, and saves after each."""
 
     name: str
-    command: Command
+    command: RunCommand
     words: tuple[str, ...]
     steps: int
     world: int
@@ -47,7 +47,7 @@ class Workload:
     """Where its data are, of those that are made here."""
 
 
-def built_in(folder: Path) -> dict[Kind, Workload]:
+def built_in(folder: Path) -> dict[WorkloadKind, Workload]:
     """A mixture pretrained over ranks, the same in one process, and RL."""
     write_byte_model(folder / "mixture", num_experts=4)
     write_model(folder / "model")
@@ -82,11 +82,13 @@ COMMON = (
 )
 
 
-def of_recipe(words: tuple[str, ...], command: Command, world: int) -> dict[Kind, Workload]:
+def of_recipe(
+    words: tuple[str, ...], command: RunCommand, world: int
+) -> dict[WorkloadKind, Workload]:
     """The run of a recipe, cut to a few steps, in the place of those it can stand for."""
     steps = f"total_train_steps={STEPS}"
     workload = Workload("the recipe", command, (*words, steps), STEPS, world)
-    found: dict[Kind, Workload] = {"any": workload}
+    found: dict[WorkloadKind, Workload] = {"any": workload}
     if world > 1:
         found["ranks"] = workload
     if command == "train":

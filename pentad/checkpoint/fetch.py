@@ -39,7 +39,7 @@ TRIES = 3
 """Of a range whose digest does not fit: the bytes may have changed on the way."""
 
 log = logging.getLogger(__name__)
-Report = Callable[[str], None]
+Notify = Callable[[str], None]
 Write = Callable[[memoryview, int], None]
 
 
@@ -147,7 +147,7 @@ def fetch_newest(
     *,
     newer_than: int = -1,
     except_steps: Collection[int] = (),
-    report: Report = log.warning,
+    report: Notify = log.warning,
 ) -> Checkpoint | None:
     """The newest whole one after a step; damaged ones are named, set aside, and passed over."""
     for step in committed_steps(store.sizes(f"{INFO}/")):

@@ -101,7 +101,7 @@ class Span:
 Lazy = Callable[[], memoryview]
 """Gives its bytes when they are written; they must hold until the next one is taken. Only for jobs
 that run in this process."""
-Segment = bytes | Span | Lazy
+FileSegment = bytes | Span | Lazy
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Piece:
     """Bytes of a file that get a digest of their own, such as those of one tensor."""
 
     name: str
-    segments: tuple[Segment, ...]
+    segments: tuple[FileSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ExportJob:
     files: tuple[FileSpec, ...]
 
 
-Job = WriteJob | CommitJob | ExportJob
+WriterJob = WriteJob | CommitJob | ExportJob
 
 
 def receipt_name(info: str, role: str, rank: int) -> str:
@@ -166,7 +166,7 @@ def receipt_name(info: str, role: str, rank: int) -> str:
     return f"{info}/.{role}-{rank}-{os.urandom(4).hex()}.receipt"
 
 
-def run_job(job: Job, disk: Disk = REAL_DISK) -> dict[str, Any]:
+def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
     """Runs it here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and of a
     commit `notes`: what failed after it and does no harm. Raises OSError or RunError."""
     begun = time.monotonic()
@@ -431,7 +431,7 @@ def _parts(piece: Piece) -> Iterator[memoryview]:
             yield view[start : start + CHUNK_BYTES]
 
 
-def view_of(segment: Segment) -> memoryview:
+def view_of(segment: FileSegment) -> memoryview:
     match segment:
         case bytes():
             return memoryview(segment)
@@ -441,7 +441,7 @@ def view_of(segment: Segment) -> memoryview:
             return segment().cast("B")
 
 
-def _length(segment: Segment) -> int:
+def _length(segment: FileSegment) -> int:
     assert not callable(segment)
     return segment.length if isinstance(segment, Span) else len(segment)
 

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from pentad.checkpoint.disk import REAL_DISK, make_folders
 from pentad.checkpoint.folders import info_folder, step_of
 from pentad.checkpoint.job import (
+    FileSegment,
     FileSpec,
     Memory,
     Piece,
-    Segment,
     Span,
     WriteJob,
     receipt_name,
@@ -307,7 +307,7 @@ class StateSaver:
         return tuple(files)
 
 
-Give = Callable[[int, Tensor, int, int], Segment]
+Give = Callable[[int, Tensor, int, int], FileSegment]
 """(number of the item, its tensor, start, stop) -> those of its bytes."""
 
 
@@ -393,12 +393,12 @@ def _index(plans: Sequence[SavePlan], metadata: Metadata) -> bytes:
     return out.getvalue()
 
 
-def _pieces(item: Item, give: Callable[[int, int], Segment]) -> Iterator[Piece]:
+def _pieces(item: Item, give: Callable[[int, int], FileSegment]) -> Iterator[Piece]:
     frame, size = frame_of(item.dtype, item.shape), item.size_bytes
     starts = range(0, max(size, 1), PIECE_BYTES)
     for start in starts:
         stop = min(start + PIECE_BYTES, size)
-        segments: list[Segment] = [frame.before] if start == 0 else []
+        segments: list[FileSegment] = [frame.before] if start == 0 else []
         if size:
             segments.append(give(start, stop))
         if stop == size:
@@ -421,7 +421,7 @@ class _Bounce:
         return self.memory[: part.numel()].copy_(part)
 
 
-def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -> Segment:
+def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -> FileSegment:
     def produce() -> memoryview:
         flat = part.contiguous().view(-1).view(torch.uint8)
         return bounce.take(flat[start:stop]).numpy().data

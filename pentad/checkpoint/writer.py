@@ -25,9 +25,9 @@ from typing import Any
 
 from pentad.checkpoint.disk import REAL_DISK, make_folders
 from pentad.checkpoint.job import (
-    Job,
     Memory,
     WriteJob,
+    WriterJob,
     run_job,
     write_receipt,
 )
@@ -96,7 +96,7 @@ class Writer:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.popen.pid
 
-    def submit(self, job: Job) -> Pending:
+    def submit(self, job: WriterJob) -> Pending:
         """Returns at once. The memory of its spans must not change until the job is done."""
         with self._lock:
             if self._process is None or not self._process.is_alive:
@@ -140,7 +140,7 @@ class _Process:
     def is_alive(self) -> bool:
         return self.popen.poll() is None
 
-    def send(self, job: Job) -> Pending:
+    def send(self, job: WriterJob) -> Pending:
         pending = Pending()
         letter, memories = encode(job)
         fds = [memory.fd for memory in (letter, *memories)]
@@ -216,7 +216,7 @@ def io_of(pid: int) -> str:
         return ""
 
 
-def encode(job: Job) -> tuple[Memory, list[Memory]]:
+def encode(job: WriterJob) -> tuple[Memory, list[Memory]]:
     """The pickled job, and the memories that its spans lie in: those go by file descriptor."""
     memories: list[Memory] = []
 
@@ -235,12 +235,12 @@ def encode(job: Job) -> tuple[Memory, list[Memory]]:
     return letter, memories
 
 
-def decode(letter: Memory, memories: list[Memory]) -> Job:
+def decode(letter: Memory, memories: list[Memory]) -> WriterJob:
     class JobUnpickler(pickle.Unpickler):
         def persistent_load(self, number: Any) -> Memory:
             return memories[number]
 
-    job: Job = JobUnpickler(io.BytesIO(letter.view)).load()
+    job: WriterJob = JobUnpickler(io.BytesIO(letter.view)).load()
     return job
 
 

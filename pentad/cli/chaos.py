@@ -15,10 +15,11 @@ import typer
 
 from pentad.chaos.scenarios import Scenario
 from pentad.chaos.suite import SCENARIOS, Result, Suite, fitting, soak
-from pentad.chaos.workloads import Command, Kind, Workload, built_in, of_recipe
+from pentad.chaos.workloads import Workload, WorkloadKind, built_in, of_recipe
 from pentad.cli.output import make_table, print_parts
 from pentad.cli.recipe import Recipe
 from pentad.config.derived import component_of
+from pentad.config.rules.rule import RunCommand
 from pentad.core.errors import Problem, UserError
 
 MIN_WIDTH = 180
@@ -28,7 +29,7 @@ def run_chaos(
     recipe: Recipe | None,
     names: list[str],
     *,
-    command: Command,
+    command: RunCommand,
     seed: int,
     num_soak: int,
     keep: bool,
@@ -81,7 +82,9 @@ def break_runs(suite: Suite, chosen: Sequence[Scenario], num_soak: int) -> list[
     return results
 
 
-def workloads_of(recipe: Recipe | None, command: Command, folder: Path) -> dict[Kind, Workload]:
+def workloads_of(
+    recipe: Recipe | None, command: RunCommand, folder: Path
+) -> dict[WorkloadKind, Workload]:
     if recipe is None:
         return built_in(folder)
     config, _ = recipe.prepare(command)

@@ -22,14 +22,13 @@ from rich.progress import (
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path
 from pentad.models.conversion import Conversion, Converted, check_apart, convert
-from pentad.models.conversion_files import Progress as Report
-from pentad.models.conversion_files import check_target
-from pentad.weights.megatron.layout import RELEASE, Kind, checkpoint_name, find_weights
+from pentad.models.conversion_files import OnProgress, check_target
+from pentad.weights.megatron.layout import RELEASE, FolderKind, checkpoint_name, find_weights
 
 VOCAB = "make_vocab_size_divisible_by"
 UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "separate_layers": False, VOCAB: 128}
 """Defaults of the options of Megatron's formats; those of the others are None."""
-FORMATS: dict[str, Kind] = {
+FORMATS: dict[str, FolderKind] = {
     "hf": "hf",
     "megatron": "torch_dist",
     "torch_dist": "torch_dist",
@@ -136,7 +135,7 @@ def _convert_recovery(
         out.print(f"It has no tokenizer: the run took it from {known}; copy its files beside it")
 
 
-def _target_format(to: str | None, source: Kind) -> Kind:
+def _target_format(to: str | None, source: FolderKind) -> FolderKind:
     """Without a word HF becomes torch_dist, and Megatron becomes HF."""
     if to is None:
         return "torch_dist" if source == "hf" else "hf"
@@ -153,7 +152,7 @@ def _last_line(ended: Converted) -> str:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Report]:
+def progress_bar(console: Console) -> Iterator[OnProgress]:
     """A bar that follows the reports of a conversion."""
     columns = (
         TextColumn("{task.description}"),

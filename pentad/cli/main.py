@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # boxes would cut the names of long options short
 )
 
-Device = Annotated[str, Option(help="cpu, cuda or auto.")]
+DeviceOption = Annotated[str, Option(help="cpu, cuda or auto.")]
 Figures = Annotated[bool, Option("--json", help="Print the figures as JSON.")]
 Findings = Annotated[bool, Option("--json", help="Print the findings as JSON.")]
 Fresh = Annotated[bool, Option("--fresh", help="Start anew in a folder that has a run.")]
@@ -143,7 +143,7 @@ def slots(
 def demo(
     seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
     fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",
-    device: Device = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
     """Teach a tiny model to sort, here and now, in minutes."""
     from pentad.cli.demo import run_demo
@@ -199,7 +199,7 @@ def evaluate(
     ] = None,
     json: Figures = False,
     out: Annotated[Path | None, Option(help="JSONL file for every answer.")] = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
     """Judge a model's answers: accuracy, pass@k, maj@k.
 
@@ -268,7 +268,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     name: Annotated[str | None, Option(help="The model's name (the folder's).")] = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16 or auto.")] = "auto",
     max_running: Annotated[int, Option(min=1, max=10**6, help="Answers written together.")] = 256,
     max_context: Annotated[int | None, Option(min=2, help="Tokens of prompt and answer.")] = None,
@@ -315,7 +315,7 @@ def verify_parallel(
         list[str] | None, Option(help='Such as "d2t2 p2t2" or "archon:(attn:d2t2|ffn:d1e4)".')
     ] = None,
     full: Annotated[bool, Option("--full", help="The model as it is, not made small.")] = False,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     seed: Annotated[int, Option(min=0, help="Of weights and rows.")] = 1,
     json: Figures = False,
 ) -> None:
@@ -340,7 +340,7 @@ def replay(
         str | None, Option(help="Another allocation, such as archon:d1 (the run's).")
     ] = None,
     dump: Annotated[str | None, Option(help="JSONL file for the log-probs of its tokens.")] = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
     """Train a recorded step again, without a sampler, and compare with its record.
 
@@ -361,7 +361,7 @@ def bench(
         list[str] | None, Option(help="Of the training cases, those with this in the name.")
     ] = None,
     steps: Annotated[int, Option(min=1, help="Timed steps of each training case.")] = 5,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     baselines: Annotated[
         str, Option(help="Folder of earlier figures, one file per kind of machine.")
     ] = "benchmarks/baselines",

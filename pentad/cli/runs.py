@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,15 +14,13 @@ from pentad.cli.recipe import Recipe
 from pentad.core.errors import UserError
 
 if TYPE_CHECKING:
+    from pentad.config.rules.rule import RunCommand
     from pentad.config.schema import Config
     from pentad.core.errors import Problem
     from pentad.trainer.run import RunSummary
 
 
-Run = Literal["train", "sft", "pretrain"]
-
-
-def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
+def run_command(recipe: Recipe, command: RunCommand, fresh: bool) -> None:
     config, notes = prepare_run(recipe, command)
     if config.scheduler.type == "slurm":
         submit_job(config, command, notes, fresh)
@@ -40,7 +38,7 @@ def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
     from pentad.trainer.train_only import run_train_only
 
     train = run_train if config.only is None else run_train_only
-    runs: dict[Run, Callable[..., RunSummary]] = {
+    runs: dict[RunCommand, Callable[..., RunSummary]] = {
         "train": train,
         "sft": run_sft,
         "pretrain": run_pretrain,
@@ -48,7 +46,7 @@ def run_command(recipe: Recipe, command: Run, fresh: bool) -> None:
     show_summary(keep_running(runs[command], config, notes, fresh))
 
 
-def prepare_run(recipe: Recipe, command: Run) -> tuple[Config, list[str]]:
+def prepare_run(recipe: Recipe, command: RunCommand) -> tuple[Config, list[str]]:
     """The config; under torchrun all ranks find the same problems, and rank 0 reports them."""
     from pentad.runtime.rank import rank_from_environment
 

@@ -39,7 +39,7 @@ VALUE_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A committed checkpoint, wherever it lies."""
 
     place: str
@@ -58,7 +58,7 @@ class Location:
     name: str
     steps: list[int]
     """Newest first; those that were never committed too."""
-    read: Callable[[int], Found | None]
+    read: Callable[[int], FoundCheckpoint | None]
     """None where there is no COMMIT, Damaged where it does not fit."""
 
 
@@ -67,7 +67,7 @@ def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | N
     locations = [locate(place, **remote) for place in places]
     notes: list[str] = []
     faults: dict[str, list[str]] = {}
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     for location in locations:
         # Of two trials that are compared only the newest checkpoint.
         found += _find(location, 1 if len(locations) == 2 else None, notes, faults)
@@ -87,9 +87,9 @@ def run_verify_checkpoint(places: list[str], *, as_json: bool, **remote: str | N
 
 def _find(
     location: Location, limit: int | None, notes: list[str], faults: dict[str, list[str]]
-) -> list[Found]:
+) -> list[FoundCheckpoint]:
     """The committed ones, newest first, verified; RunError where there is none."""
-    out: list[Found] = []
+    out: list[FoundCheckpoint] = []
     for step in location.steps:
         place = f"{location.name}/{info_folder(step)}"
         try:
@@ -124,7 +124,7 @@ def locate(place: str, endpoint_url: str | None = None, region: str | None = Non
         rule = "holds no recovery checkpoints" if path.exists() else "no such folder"
         raise UserError(Problem(f"PATH = {path}", rule, remedy))
 
-    def read(step: int) -> Found | None:
+    def read(step: int) -> FoundCheckpoint | None:
         one = read_checkpoint(root, step)
         if one is None:
             return None
@@ -135,7 +135,7 @@ def locate(place: str, endpoint_url: str | None = None, region: str | None = Non
             return open_state(one, state_folder(role, one.step))
 
         place = str(root / one.info)
-        return Found(
+        return FoundCheckpoint(
             place, one.manifest, lambda: damage(one), lambda path: read_file(one, path), open_role
         )
 
@@ -159,7 +159,7 @@ def locate_remote(place: str, endpoint_url: str | None, region: str | None) -> L
         raise UserError(Problem(f"PATH = {place}", str(error))) from error
     store = Store(Remote(root, endpoint_url=endpoint_url, region=region))
 
-    def read(step: int) -> Found | None:
+    def read(step: int) -> FoundCheckpoint | None:
         one = read_remote(store, step)
         if one is None:
             return None
@@ -170,7 +170,7 @@ def locate_remote(place: str, endpoint_url: str | None, region: str | None) -> L
                 raise Damaged(f"{store.place(path)}: is missing")
             return data  # `remote_damage` has found nothing in it
 
-        return Found(one.place, one.manifest, lambda: remote_damage(one), read_small)
+        return FoundCheckpoint(one.place, one.manifest, lambda: remote_damage(one), read_small)
 
     found = committed_steps(store.sizes(f"{INFO}/"))
     return Location(root, found if wanted is None else [wanted], read)
@@ -188,7 +188,7 @@ def split_place(place: str) -> tuple[str, int | None]:
     return "/".join(parts), None
 
 
-def summary(found: Found) -> dict[str, Any]:
+def summary(found: FoundCheckpoint) -> dict[str, Any]:
     """What a checkpoint says of itself."""
     manifest = found.manifest
     return {
@@ -222,7 +222,7 @@ def tensors_of(manifest: Manifest) -> dict[str, dict[str, list[tuple[str, str]]]
     return out
 
 
-def show(found: list[Found], faults: dict[str, list[str]], notes: list[str]) -> None:
+def show(found: list[FoundCheckpoint], faults: dict[str, list[str]], notes: list[str]) -> None:
     rows = []
     for one in found:
         verdict = f"{len(faults[one.place])} damaged" if faults[one.place] else "whole"
@@ -262,7 +262,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes} bytes"
 
 
-def differences(old: Found, new: Found) -> Iterator[str]:
+def differences(old: FoundCheckpoint, new: FoundCheckpoint) -> Iterator[str]:
     """Lines on what differs: facts, the small JSON files, and tensors by name."""
     if old.manifest.step != new.manifest.step:
         yield f"step: {old.manifest.step}, {new.manifest.step}"
@@ -275,7 +275,7 @@ def differences(old: Found, new: Found) -> Iterator[str]:
     yield from _tensor_differences(old, new)
 
 
-def _tensor_differences(old: Found, new: Found) -> Iterator[str]:
+def _tensor_differences(old: FoundCheckpoint, new: FoundCheckpoint) -> Iterator[str]:
     before, after = tensors_of(old.manifest), tensors_of(new.manifest)
     for role in sorted({*before, *after}):
         ours, theirs = before.get(role, {}), after.get(role, {})
@@ -292,7 +292,7 @@ def _tensor_differences(old: Found, new: Found) -> Iterator[str]:
                 yield f"{role} {name}: {difference}"
 
 
-def _reads_differently(old: Found, new: Found, role: str, name: str) -> str:
+def _reads_differently(old: FoundCheckpoint, new: FoundCheckpoint, role: str, name: str) -> str:
     """For a tensor that the two cut in other places."""
     if old.open is None or new.open is None:
         return "is cut differently, and not compared, as one lies in a store"
@@ -311,7 +311,7 @@ def _reads_differently(old: Found, new: Found, role: str, name: str) -> str:
     return "" if torch.equal(*bits) else "differs"
 
 
-def _small_files(found: Found) -> dict[str, dict[str, Any]]:
+def _small_files(found: FoundCheckpoint) -> dict[str, dict[str, Any]]:
     """The JSON objects beside the tensors, by name."""
     out = {}
     for path in found.manifest.files:

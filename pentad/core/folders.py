@@ -17,7 +17,7 @@ MAX_JSON_BYTES = 100_000_000
 """What the safetensors format allows a header; config files and indexes are far smaller."""
 SUBFOLDERS = ("", "additional_chat_templates")
 """Where transformers looks for a tokenizer's files."""
-Pairs = list[tuple[str, Any]]
+JsonPairs = list[tuple[str, Any]]
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -45,7 +45,7 @@ def _not_plain(path: Path) -> Problem:
     return Problem(str(path), f"{what}, not a file", "remove it from the model folder")
 
 
-def parse_json(text: bytes, pairs: Callable[[Pairs], Any] | None = None) -> Any:
+def parse_json(text: bytes, pairs: Callable[[JsonPairs], Any] | None = None) -> Any:
     """What `json.loads` gives; ValueError for anything that it cannot read."""
     try:
         return json.loads(text, object_pairs_hook=pairs)

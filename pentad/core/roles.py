@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """(HF-on-disk name, full tensor), in layer order."""
+TensorPairs: TypeAlias = "Sequence[tuple[str, Tensor]]"
+"""The same, all of them at hand."""
 
 
 class SentWeights:

@@ -33,7 +33,7 @@ TEXT = "text"
 COLUMN = "columns/"
 
 Buffer = bytes | memoryview
-Columns = Mapping[str, Sequence[np.ndarray]]
+ScoredColumns = Mapping[str, Sequence[np.ndarray]]
 """Name -> one token-aligned array a sample."""
 
 

@@ -28,15 +28,15 @@ from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.data.stamp import Stamp
 
 Format = Literal["auto", "jsonl", "parquet", "hf"]
-Kind = Literal["jsonl", "parquet", "arrow", "tokens", "text"]
+FileKind = Literal["jsonl", "parquet", "arrow", "tokens", "text"]
 
-SUFFIXES: dict[str, Kind] = {
+SUFFIXES: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-STREAMS: dict[str, Kind] = {".npy": "tokens", ".bin": "tokens", ".txt": "text", ".md": "text"}
+STREAMS: dict[str, FileKind] = {".npy": "tokens", ".bin": "tokens", ".txt": "text", ".md": "text"}
 """Files that have no rows; `data.shards` reads them."""
 SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 """How published folders name their parts; reading two of them as one would mix test into train."""
@@ -181,8 +181,8 @@ def open_rows(
 
 
 def find_files(
-    path: str, format: Format, where: str, suffixes: Mapping[str, Kind] = SUFFIXES
-) -> list[tuple[Path, Kind]]:
+    path: str, format: Format, where: str, suffixes: Mapping[str, FileKind] = SUFFIXES
+) -> list[tuple[Path, FileKind]]:
     """Which files hold the rows, in order, and how each is to be read."""
     root = Path(path).expanduser()
     if not root.exists() and any(character in path for character in "*?["):
@@ -243,7 +243,7 @@ def _with_count(first: Problem | str, count: int) -> Problem | str:
     return replace(first, rule=f"{first.rule} (and {count - 1:,} more {rows} alike)")
 
 
-def _kind(file: Path, format: Format, where: str, suffixes: Mapping[str, Kind]) -> Kind:
+def _kind(file: Path, format: Format, where: str, suffixes: Mapping[str, FileKind]) -> FileKind:
     if format in ("jsonl", "parquet"):
         return "jsonl" if format == "jsonl" else "parquet"
     if file.suffix not in suffixes:
@@ -264,7 +264,7 @@ def _read_list(file: Path, name: str, where: str) -> list[Any]:
     return found
 
 
-def _saved_files(root: Path, where: str) -> list[tuple[Path, Kind]]:
+def _saved_files(root: Path, where: str) -> list[tuple[Path, FileKind]]:
     """The files of a dataset that HF `datasets` wrote with save_to_disk."""
     if _read_list(root / "state.json", "_indices_data_files", where):
         remedy = "save it again after flatten_indices()"
@@ -280,8 +280,8 @@ def _saved_files(root: Path, where: str) -> list[tuple[Path, Kind]]:
 
 
 def _folder_files(
-    root: Path, format: Format, where: str, suffixes: Mapping[str, Kind]
-) -> list[tuple[Path, Kind]]:
+    root: Path, format: Format, where: str, suffixes: Mapping[str, FileKind]
+) -> list[tuple[Path, FileKind]]:
     files = sorted(file for file in root.rglob("*") if file.suffix in suffixes and file.is_file())
     kinds = {suffixes[file.suffix] for file in files}
     if not files:
@@ -303,7 +303,7 @@ def _folder_files(
 
 
 def _open_file(
-    file: Path, kind: Kind, where: str, *, streaming: bool, limit: int | None
+    file: Path, kind: FileKind, where: str, *, streaming: bool, limit: int | None
 ) -> DatasetRows:
     if kind == "jsonl":
         try:

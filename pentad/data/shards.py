@@ -23,11 +23,11 @@ import numpy as np
 
 from pentad.core.errors import Problem, UserError
 from pentad.data.render import BadRow, DataSettings, text_of
-from pentad.data.rows import STREAMS, SUFFIXES, DatasetRows, Kind, find_files, raise_first
+from pentad.data.rows import STREAMS, SUFFIXES, DatasetRows, FileKind, find_files, raise_first
 from pentad.data.stamp import Stamp, digest_of_file
 from pentad.data.tokenizer import Tokenizer
 
-KINDS: dict[str, Kind] = SUFFIXES | STREAMS
+KINDS: dict[str, FileKind] = SUFFIXES | STREAMS
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Of an .idx: magic, version, code of the number type, sequences, documents."""
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -84,7 +84,7 @@ class TextFiles:
         return str(self.files[index])
 
 
-def find_data(settings: DataSettings) -> tuple[Kind, list[Path]]:
+def find_data(settings: DataSettings) -> tuple[FileKind, list[Path]]:
     """The files to pretrain on, all of one kind. Texts in a folder of rows, such as a README.md,
     are about them."""
     where = f"{settings.columns.key}.path = {settings.path}"
@@ -99,7 +99,7 @@ def find_data(settings: DataSettings) -> tuple[Kind, list[Path]]:
 
 
 def open_texts(
-    settings: DataSettings, kind: Kind, files: list[Path], tokenizer: Tokenizer, cache: Path
+    settings: DataSettings, kind: FileKind, files: list[Path], tokenizer: Tokenizer, cache: Path
 ) -> TokenShard:
     """Texts as a shard in the folder `cache`."""
     column = settings.columns.text_key or "text"

@@ -17,7 +17,7 @@ from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt
 from pentad.data.packing import (
     Buffer,
-    Columns,
+    ScoredColumns,
     add_column,
     pack_column,
     pack_groups,
@@ -63,7 +63,7 @@ class GroupStore(Protocol):
         """Those of the groups that are not here."""
         ...
 
-    def write(self, gid: int, attempt: int, columns: Columns) -> bool:
+    def write(self, gid: int, attempt: int, columns: ScoredColumns) -> bool:
         """Adds columns to the group. False, and no change, if this attempt is not here."""
         ...
 
@@ -99,7 +99,7 @@ class MemoryStore:
     def missing(self, gids: Iterable[int]) -> list[int]:
         return [gid for gid in gids if gid not in self.groups]
 
-    def write(self, gid: int, attempt: int, columns: Columns) -> bool:
+    def write(self, gid: int, attempt: int, columns: ScoredColumns) -> bool:
         group = self.groups.get(gid)
         if group is None or group.attempt != attempt:
             return False
@@ -181,7 +181,7 @@ class BlobStore:
         held = {int(key.partition(".")[0]) for key in self.blobs.keys(gids)}
         return [gid for gid in gids if gid not in held]
 
-    def write(self, gid: int, attempt: int, columns: Columns) -> bool:
+    def write(self, gid: int, attempt: int, columns: ScoredColumns) -> bool:
         base = f"{gid}.{attempt}"
         if base not in self.blobs.keys([gid]):
             return False

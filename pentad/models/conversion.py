@@ -22,7 +22,7 @@ from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.models.conversion_files import (
     RECORD,
     ConversionRecord,
-    Progress,
+    OnProgress,
     SourceFiles,
     WrittenFile,
     check_target,
@@ -54,7 +54,7 @@ from pentad.weights.megatron.dist import COMMON
 from pentad.weights.megatron.layout import (
     INDEX,
     RANK_FILE,
-    Kind,
+    FolderKind,
     build_layout,
     check_rank_files,
     checkpoint_name,
@@ -86,7 +86,7 @@ class Conversion:
 
     source: str
     target: str
-    to: Kind
+    to: FolderKind
     tp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -131,7 +131,7 @@ class Opened:
     root: Path
     folder: Path
     """Where its weights are: the root itself, or one checkpoint in it."""
-    kind: Kind
+    kind: FolderKind
     config: Path
     dims: ModelDims
     reader: Reader
@@ -181,7 +181,7 @@ def convert(
     *,
     processes: int = 1,
     force: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: OnProgress = lambda what, done, total: None,
 ) -> Converted:
     """Converts, or finds that it was done; raises before anything is written if it cannot be."""
     started = time.monotonic()

@@ -35,7 +35,7 @@ FULL_BYTES = 1 << 20
 
 Build = Callable[[Any], Output]
 """Makes the output from its recipe in any process; importable by name."""
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called with the present work, bytes done, and bytes in all."""
 
 
@@ -86,7 +86,7 @@ def stats_of(files: Mapping[str, Path]) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
-def read_source(files: Mapping[str, Path], progress: Progress) -> SourceFiles:
+def read_source(files: Mapping[str, Path], progress: OnProgress) -> SourceFiles:
     """Computes the digest of every file, in one pass over the source."""
     stats = stats_of(files)
     total, done = sum(size for size, _ in stats.values()), 0
@@ -175,7 +175,7 @@ def write_files(
     folder: Path,
     *,
     processes: int,
-    progress: Progress,
+    progress: OnProgress,
 ) -> dict[str, WrittenFile]:
     """Writes every file of the output. Other processes make the output anew: `build(recipe)`."""
     folder.mkdir(exist_ok=True)

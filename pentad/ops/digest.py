@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pentad.core.sizes import DIGEST_WORDS
 
-Box = Sequence[tuple[int, int]]
+BlockBounds = Sequence[tuple[int, int]]
 BATCH_WORDS = 1 << 24
 """Words hashed at once; the work space is about 40 bytes a word."""
 FUSED_WORDS = 1 << 24
@@ -125,7 +125,7 @@ class Hasher:
                 self._hash()
         self.num_tensors += 1
 
-    def add_block(self, block: Tensor, shape: Sequence[int], box: Box) -> None:
+    def add_block(self, block: Tensor, shape: Sequence[int], box: BlockBounds) -> None:
         """A block, of whole words, of a tensor of that shape: the sums of all its blocks, modulo
         2**64, are those of the tensor."""
         if tuple(block.shape) == tuple(shape):
@@ -213,14 +213,14 @@ def _host_sum(words: Tensor, firsts: Sequence[int], length: int) -> int:
     return total * (SECOND & MASK) & MASK  # modulo 2**64 the last product is one of the sum
 
 
-def is_of_words(itemsize: int, shape: Sequence[int], box: Box) -> bool:
+def is_of_words(itemsize: int, shape: Sequence[int], box: BlockBounds) -> bool:
     """Whether a block of a tensor begins and ends with a word wherever it does."""
     firsts, length = _runs(itemsize, shape, box)
     is_end = firsts[0] + length == math.prod(shape) * itemsize
     return not any(first % 4 for first in firsts) and (length % 4 == 0 or is_end)
 
 
-def _runs(itemsize: int, shape: Sequence[int], box: Box) -> tuple[list[int], int]:
+def _runs(itemsize: int, shape: Sequence[int], box: BlockBounds) -> tuple[list[int], int]:
     """The stretches of a tensor's memory that a block of it is: the first byte of each, and the
     bytes of each."""
     extents = [stop - start for start, stop in box]

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from pentad.core.fit import experts_each
 from pentad.parallel.mesh import ALONE, Axis, Meshes
-from pentad.weights.cuts import REPEATED, UNITS, Plan, cut_entry, split_dims
+from pentad.weights.cuts import REPEATED, UNITS, CutPlan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
 from pentad.weights.regions import Box, Shape, box_shape, slices
 
@@ -80,13 +80,13 @@ def stored_box(tensor: DTensor) -> Box:
 
 
 def plan_cuts(
-    names: Mapping[str, Tensor], weight_map: WeightMap, plan: Plan, meshes: Meshes
+    names: Mapping[str, Tensor], weight_map: WeightMap, plan: CutPlan, meshes: Meshes
 ) -> dict[str, Cut]:
     """The cut of every named parameter. Every rank must call it."""
     return {name: _cut(weight_map.entries[name], weight_map, plan, meshes) for name in names}
 
 
-def _cut(entry: Entry, weight_map: WeightMap, plan: Plan, meshes: Meshes) -> Cut:
+def _cut(entry: Entry, weight_map: WeightMap, plan: CutPlan, meshes: Meshes) -> Cut:
     layout, at = meshes.layout, meshes.coords
     coords = {
         "tp": (layout.tp, at.tp),

@@ -25,7 +25,7 @@ from pentad.parallel.collectives import exchange
 from pentad.parallel.mesh import Axis
 from pentad.weights.cuts import cut_range
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert, how many each has, the weight of each row) to their results."""
 
 
@@ -53,7 +53,7 @@ class CellDispatch:
         x_TD: Tensor,
         weights_Tk: Tensor,
         chosen_Tk: Tensor,
-        experts: Experts,
+        experts: RunExperts,
         beside: Callable[[], Callable[[], Tensor]] | None = None,
     ) -> Tensor:
         road = Road(x_TD.device)
@@ -116,7 +116,7 @@ class CellDispatch:
         return torch.cat([torch.stack(parts[n : n + self.etp]).sum(0) for n in starts])
 
 
-def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: Experts) -> Tensor:
+def _run_here(x_MD: Tensor, weights_M: Tensor, got_PE: Tensor, experts: RunExperts) -> Tensor:
     """Pairs lie by sender, then expert; the experts want them by expert."""
     num_senders, num_held = got_PE.shape
     expert_PE = torch.arange(num_held, device=x_MD.device).repeat(num_senders)

@@ -67,7 +67,7 @@ NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16
 X32_BIT, NEWER = 0x40000000, 452
 """System calls from there on are of another interface, or younger than the tables above."""
 
-Line = tuple[int, int, int, int]
+Instruction = tuple[int, int, int, int]
 """Operation, lines to skip if true, lines to skip if false, value."""
 
 
@@ -85,7 +85,7 @@ def build_filter(*, isolate: bool) -> bytes:
     column, arch = ARCHITECTURES[machine]
     argued = numbers(ARGUED, column)
     refused = numbers(SPAWN + (REACH_OUT if isolate else ""), column)
-    lines: list[Line] = [
+    lines: list[Instruction] = [
         (LOAD, 0, 0, ARCH_AT),
         (EQUAL, 1, 0, arch),
         (RETURN, 0, 0, KILL),

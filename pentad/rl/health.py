@@ -7,10 +7,11 @@ with the fields of `metrics`; fields that are missing or None raise no alarm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pentad.core.algorithms import CorrectionKind
 
-Record = Mapping[str, object]
+Record = Mapping[str, Any]
 
 WINDOW = 5
 """Steps that a sign must last."""

@@ -35,6 +35,7 @@ TARGET = f"{__name__}:RankHost"
 JOIN_S = 600.0
 """Longest wait in a collective, and for the group to come together."""
 Emit = Callable[[str, Any], None]
+"""Pushes an event to all who are connected; from the event loop's thread."""
 MakeRank = Callable[[dict[str, Any], Rank, torch.device], RankService]
 """Makes the service of one rank, of a JSON value; a function at the top of its module."""
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -31,9 +31,6 @@ from pentad.runtime.standby import WAIT, wait_for_job
 from pentad.runtime.wire import Listener
 
 log = logging.getLogger(__name__)
-
-Emit = Callable[[str, Any], None]
-"""Pushes an event to all who are connected; from the event loop's thread."""
 
 
 class Hosted(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
-from pentad.core.roles import Installed
+from pentad.core.roles import Installed, TensorPairs
 from pentad.core.types import FinishReason, Generation, SamplingParams
 from pentad.infer.sequence import filled
 from pentad.samplers.http import Wire
@@ -38,7 +38,6 @@ CUTS = (
 )
 NPY = b"\x93NUMPY"
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-Pairs = Sequence[tuple[str, Tensor]]
 OnToken = Callable[[int, int, float], None]
 OnPiece = Callable[[Sequence[int], Sequence[float]], None]
 T = TypeVar("T")
@@ -107,7 +106,7 @@ class Dialect:
     async def resume(self) -> None:
         raise self._cannot("be paused")
 
-    async def load(self, version: int, weights: Pairs) -> Installed:
+    async def load(self, version: int, weights: TensorPairs) -> Installed:
         """Replaces the weights of the paused server; its caches forget the old ones."""
         raise self._cannot("take weights")
 
@@ -196,7 +195,7 @@ class LoadingDialect(Dialect):
         """Checksums of the tensors as the server holds them, by its names, and what makes one."""
         raise NotImplementedError
 
-    async def _prove_if_due(self, weights: Pairs, *, is_part: bool) -> None:
+    async def _prove_if_due(self, weights: TensorPairs, *, is_part: bool) -> None:
         """Raises InfraFailure unless the server holds what was published."""
         every = self.settings.check_weights_every
         is_due = self.num_loads % every == 0 if every else self.num_loads == 0

@@ -21,7 +21,7 @@ import torch
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError, is_cancelled
-from pentad.core.roles import Installed, NamedTensors
+from pentad.core.roles import Installed, NamedTensors, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Request
 from pentad.infer.settings import RequestLimits, check_request
@@ -34,7 +34,6 @@ from pentad.samplers.dialect import (
     Dialect,
     OnPiece,
     OnToken,
-    Pairs,
     flaw_of,
     joined,
 )
@@ -187,7 +186,7 @@ class ServerSampler:
             self.num_installs += 1
         return receipt
 
-    async def _replace(self, version: int, pairs: Pairs) -> Installed:
+    async def _replace(self, version: int, pairs: TensorPairs) -> Installed:
         if "weights" in self.asleep:
             await self.dialect.wake(["weights"])
             self.asleep.remove("weights")
@@ -402,7 +401,7 @@ class ServerSampler:
             received = self.num_received
             await asyncio.sleep(QUIET_S)
 
-    def _check_weights(self, pairs: Pairs) -> None:
+    def _check_weights(self, pairs: TensorPairs) -> None:
         """Raises UserError unless these are all weights of the model, each once, of its shape."""
         given = transfer.PairsReader(pairs)
         if not self.dims.is_whole:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
 from pentad.core.errors import InfraFailure, Problem, UserError
-from pentad.core.roles import Installed
+from pentad.core.roles import Installed, TensorPairs
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import DTYPE_BYTES, kv_token_bytes
 from pentad.core.types import Generation
@@ -33,7 +33,6 @@ from pentad.samplers.dialect import (
     MEMORIES,
     Call,
     LoadingDialect,
-    Pairs,
     VersionSpan,
     check_context,
     check_routes,
@@ -230,7 +229,7 @@ class Sglang(LoadingDialect):
     async def resume(self) -> None:
         await self.wire.post("/continue_generation", {})
 
-    async def load(self, version: int, weights: Pairs) -> Installed:
+    async def load(self, version: int, weights: TensorPairs) -> Installed:
         # A cache that running requests keep cannot be flushed.
         is_idle = self.reprefill or not self.tells_versions
         last = {"weight_version": str(version), "flush_cache": is_idle}
@@ -256,7 +255,7 @@ class Sglang(LoadingDialect):
         on_gpu = self.about.device != "cpu"
         return found.ranks[0].checksums, partial(sglang_checksum, on_gpu=on_gpu)
 
-    async def _by_disk(self, weights: Pairs, last: dict[str, Any]) -> None:
+    async def _by_disk(self, weights: TensorPairs, last: dict[str, Any]) -> None:
         folder = self.settings.transfer_folder / f"pentad-weights-{id(weights):x}"
         try:
             await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
@@ -266,7 +265,7 @@ class Sglang(LoadingDialect):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _by_tensors(self, weights: Pairs, last: dict[str, Any]) -> None:
+    async def _by_tensors(self, weights: TensorPairs, last: dict[str, Any]) -> None:
         """CUDA tensors travel as references, others through shared memory: same machine only."""
         buckets = list(in_buckets(weights, BUCKET_BYTES))
         for number, bucket in enumerate(buckets, start=1):
@@ -275,7 +274,7 @@ class Sglang(LoadingDialect):
             body = {"serialized_named_tensors": [payload] * self.about.tp_size, **ending}
             await self._done("/update_weights_from_tensor", body)
 
-    async def _by_broadcast(self, weights: Pairs, last: dict[str, Any]) -> None:
+    async def _by_broadcast(self, weights: TensorPairs, last: dict[str, Any]) -> None:
         try:
             group = self.group or await self._meet(weights[0][1].device.type)
             body = {

@@ -17,7 +17,7 @@ from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
 from pentad.core.errors import InfraFailure, Problem, UserError
-from pentad.core.roles import Installed
+from pentad.core.roles import Installed, TensorPairs
 from pentad.core.sizes import PASS_TOKENS
 from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
@@ -25,7 +25,6 @@ from pentad.samplers.dialect import (
     CUTS,
     Call,
     LoadingDialect,
-    Pairs,
     VersionSpan,
     check_context,
     check_routes,
@@ -198,7 +197,7 @@ class Vllm(LoadingDialect):
     async def resume(self) -> None:
         await self.wire.post("/resume")
 
-    async def load(self, version: int, weights: Pairs) -> Installed:
+    async def load(self, version: int, weights: TensorPairs) -> Installed:
         part = await self.changed.choose(weights)
         is_part = len(part) < len(weights)
         receipts = await self.transport.send(part, self.call_workers, is_part=is_part)

@@ -33,13 +33,13 @@ PROTOCOL = 3
 DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device index."""
 
-Pairs = Iterator[tuple[str, Tensor]]
-Receipt = dict[str, Any]
+TensorStream = Iterator[tuple[str, Tensor]]
+Reply = dict[str, Any]
 
 
-def reports_errors(call: Callable[..., Receipt]) -> Callable[..., Receipt]:
+def reports_errors(call: Callable[..., Reply]) -> Callable[..., Reply]:
     @wraps(call)
-    def safe(*args: Any) -> Receipt:
+    def safe(*args: Any) -> Reply:
         try:
             return call(*args)
         except Exception as error:
@@ -59,33 +59,33 @@ class WeightReceiver:
     pentad_version: str = "none"
 
     @reports_errors
-    def pentad_about(self) -> Receipt:
+    def pentad_about(self) -> Reply:
         label, device = self.pentad_version, str(self.device)
         return {"protocol": PROTOCOL, "rank": self.rank, "device": device, "label": label}
 
     @reports_errors
-    def pentad_label(self, version: str) -> Receipt:
+    def pentad_label(self, version: str) -> Reply:
         """Names the weights, where vLLM itself has no name for them."""
         self.pentad_version = version
         return {"label": version}
 
     @reports_errors
-    def pentad_held(self) -> Receipt:
+    def pentad_held(self) -> Reply:
         """The digest of every parameter as the model holds it."""
         model = self.model_runner.get_model()
         return {"held": digest_of(model.named_parameters()).entries}
 
     @reports_errors
-    def pentad_load_file(self, path: str) -> Receipt:
+    def pentad_load_file(self, path: str) -> Reply:
         return take(self, read(path, self.device))
 
     @reports_errors
-    def pentad_load_part(self, path: str) -> Receipt:
+    def pentad_load_part(self, path: str) -> Reply:
         """The tensors of some modules: the others keep theirs."""
         return take(self, read(path, self.device), is_part=True)
 
     @reports_errors
-    def pentad_join(self, spec: str) -> Receipt:
+    def pentad_join(self, spec: str) -> Reply:
         """Meets the sender, which is rank 0, in a group of its own."""
         wanted = json.loads(spec)
         timeout = timedelta(seconds=wanted["timeout_s"])
@@ -95,12 +95,12 @@ class WeightReceiver:
         return {"rank": rank}
 
     @reports_errors
-    def pentad_receive(self, spec: str) -> Receipt:
+    def pentad_receive(self, spec: str) -> Reply:
         """Takes the tensors that the sender broadcasts, in the order of `spec`."""
         return take(self, received(self.pentad_group, json.loads(spec), self.device))
 
     @reports_errors
-    def pentad_open(self, spec: str) -> Receipt:
+    def pentad_open(self, spec: str) -> Reply:
         """Takes tensors that lie on this worker's GPU in the sender's process."""
         handles = json.loads(spec)
         mine = str(torch.cuda.get_device_properties(self.device).uuid)
@@ -111,7 +111,7 @@ class WeightReceiver:
         return take(self, opened(handles[mine], self.device))
 
 
-def read(path: str, device: torch.device) -> Pairs:
+def read(path: str, device: torch.device) -> TensorStream:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
             yield name, file.get_tensor(name).to(device)
@@ -119,14 +119,14 @@ def read(path: str, device: torch.device) -> Pairs:
 
 def received(
     group: BroadcastGroup, names: list[tuple[str, list[int], str]], device: torch.device
-) -> Pairs:
+) -> TensorStream:
     for name, shape, dtype in names:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         broadcast(group, tensor)
         yield name, tensor
 
 
-def opened(handles: dict[str, str], device: torch.device) -> Pairs:
+def opened(handles: dict[str, str], device: torch.device) -> TensorStream:
     """The sender counts devices by its own CUDA_VISIBLE_DEVICES: the index becomes ours. All are
     held to the end: torch waits for the GPU when it lets go of one."""
     tensors = {}
@@ -137,19 +137,19 @@ def opened(handles: dict[str, str], device: torch.device) -> Pairs:
     yield from tensors.items()
 
 
-def take(worker: WeightReceiver, pairs: Pairs, *, is_part: bool = False) -> Receipt:
+def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) -> Reply:
     """Loads every tensor; the receipt's digest is of what arrived, as it arrived."""
     model = worker.model_runner.get_model()
     wanted = {plain_name(name) for name, _ in model.named_parameters()}
     running, loaded = RunningDigest(), set[str]()
     load = model.load_weights
 
-    def passing() -> Pairs:
+    def passing() -> TensorStream:
         for name, tensor in pairs:
             running.add(name, tensor)
             yield name, tensor
 
-    def watched(weights: Pairs) -> set[str]:
+    def watched(weights: TensorStream) -> set[str]:
         names = set(load(weights))
         loaded.update(map(plain_name, names))
         return names

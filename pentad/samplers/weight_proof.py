@@ -8,7 +8,7 @@ that one that was dropped, transposed, loaded elsewhere or left as it was is fou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pentad.core.errors import InfraFailure
+from pentad.core.roles import TensorPairs
 from pentad.ops.digest import words_of
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 VOCAB_MULTIPLE = 64
-Pairs = Sequence[tuple[str, Tensor]]
 
 
 def prove(
     where: str,
     held: Mapping[str, str],
-    weights: Pairs,
+    weights: TensorPairs,
     dtype: torch.dtype,
     checksum: Callable[[Tensor], str],
 ) -> None:

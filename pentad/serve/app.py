@@ -25,7 +25,7 @@ from pentad.infer.settings import RequestLimits
 from pentad.serve.jobs import Job, chat_job, completion_job
 from pentad.serve.service import (
     ClientGone,
-    Emit,
+    EmitEvent,
     Service,
     as_json,
     while_connected,
@@ -188,7 +188,7 @@ class EventStream(Response):
         finally:
             self.endpoints.ended(self.client)
 
-    async def _events(self, emit: Emit) -> None:
+    async def _events(self, emit: EmitEvent) -> None:
         try:
             await self.endpoints.service.stream(self.job, emit)
         except RunError as error:  # the head is sent: the failure can only be an event

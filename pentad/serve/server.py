@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.serve.wire import ApiError, ServeLimits
 
-Phase = Literal["head", "body", "answer", "writing", "closing"]
+ConnectionPhase = Literal["head", "body", "answer", "writing", "closing"]
 
 TICK_S = 0.5
 ACCEPTED_AT_ONCE = 32
@@ -45,7 +45,7 @@ class Connections:
         self.of_client: dict[str, dict[HttpConnection, None]] = {}
         """Address -> its connections, the oldest first."""
         self.most = max(1, free_files() - RESERVED_FILES)
-        self.patience_s: dict[Phase, float] = {
+        self.patience_s: dict[ConnectionPhase, float] = {
             "head": limits.header_timeout_s,
             "body": limits.body_timeout_s + BODY_GRACE_S,
             "writing": limits.write_timeout_s,
@@ -132,7 +132,7 @@ class HttpConnection(H11Protocol):
         """The client's."""
         self.num_changes = 0
         """Grows with every answer and every time the client takes some of one."""
-        self.seen: tuple[Phase, int] = ("head", 0)
+        self.seen: tuple[ConnectionPhase, int] = ("head", 0)
         """The phase when it was last looked at, and `num_changes` then."""
         self.since = time.monotonic()
 
@@ -156,7 +156,7 @@ class HttpConnection(H11Protocol):
         self.num_changes += 1
         super().resume_writing()
 
-    def phase(self) -> Phase:
+    def phase(self) -> ConnectionPhase:
         if self.transport.is_closing():
             return "closing"
         if self.flow.write_paused:

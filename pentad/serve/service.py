@@ -80,8 +80,8 @@ def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
 
 
 T = TypeVar("T")
-Emit = Callable[[dict[str, Any]], Awaitable[None]]
-OnToken = Callable[[int, int, float, TopTokens], None]
+EmitEvent = Callable[[dict[str, Any]], Awaitable[None]]
+OnTopToken = Callable[[int, int, float, TopTokens], None]
 
 BYTES_A_TOKEN = 64
 """What a token of an answer counts in `TextWork`: its text is looked at token by token."""
@@ -107,7 +107,7 @@ class Service:
             lambda: as_json(answer.whole(generations)),
         )
 
-    async def stream(self, job: Job, emit: Emit) -> None:
+    async def stream(self, job: Job, emit: EmitEvent) -> None:
         """Emits the answer chunk by chunk, as tokens are drawn."""
         answer = Answer(job, self.name, self.tokenizer)
         tokens: asyncio.Queue[tuple[int, int, float, TopTokens] | None] = asyncio.Queue()
@@ -133,7 +133,7 @@ class Service:
         if job.wants_usage:
             await emit(answer.final_usage(sum(len(g.ids) for g in generations)))
 
-    async def _generate(self, job: Job, on_token: OnToken | None) -> list[Generation]:
+    async def _generate(self, job: Job, on_token: OnTopToken | None) -> list[Generation]:
         """One generation a choice: those of the first prompt, then those of the next. A request of
         many prompts leaves most of the engine to others."""
         max_running = self.sampler.engine.settings.max_running
@@ -176,7 +176,7 @@ def _encoded(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-async def _emit_some(emit: Emit, chunk: dict[str, Any] | None) -> None:
+async def _emit_some(emit: EmitEvent, chunk: dict[str, Any] | None) -> None:
     if chunk is not None:
         await emit(chunk)
 

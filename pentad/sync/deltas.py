@@ -14,13 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from pentad.core.roles import TensorPairs
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.sync.tickets import Ticket
 from pentad.weights.transfer import TensorInfo
 
-Pairs = Sequence[tuple[str, Tensor]]
 Blocks = dict[str, list[list[Any]]]
 """By tensor: [file, offset, box] of each block."""
 MAX_KEPT = 2
@@ -106,7 +104,9 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def changed_modules(weights: Pairs, held: Mapping[str, str], now: Mapping[str, str]) -> Pairs:
+def changed_modules(
+    weights: TensorPairs, held: Mapping[str, str], now: Mapping[str, str]
+) -> TensorPairs:
     """The tensors of all modules in which one changed: a server loads a module whole."""
     changed = {module_of(name) for name, entry in now.items() if held.get(name) != entry}
     if not changed:  # something must carry the name of the version
@@ -114,7 +114,7 @@ def changed_modules(weights: Pairs, held: Mapping[str, str], now: Mapping[str, s
     return [(name, tensor) for name, tensor in weights if module_of(name) in changed]
 
 
-def size_of(pairs: Pairs) -> int:
+def size_of(pairs: TensorPairs) -> int:
     return sum(tensor.nbytes for _, tensor in pairs)
 
 
@@ -131,7 +131,7 @@ class ChangedOnly:
         self.digest = WeightDigest()
         """Of the weights that were chosen from last."""
 
-    async def choose(self, weights: Pairs) -> Pairs:
+    async def choose(self, weights: TensorPairs) -> TensorPairs:
         if not self.is_on:
             return weights
         self.digest = await asyncio.to_thread(digest_of, weights)
@@ -141,7 +141,7 @@ class ChangedOnly:
         part = changed_modules(weights, held, self.digest.entries)
         return part if size_of(part) <= MAX_SENT * size_of(weights) else weights
 
-    def digest_of_part(self, part: Pairs) -> str:
+    def digest_of_part(self, part: TensorPairs) -> str:
         digest = WeightDigest()
         digest.entries.update({name: self.digest.entries[name] for name, _ in part})
         return digest.hex()

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentad.core.roles import TensorPairs
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.sync.deltas import WrittenVersion, join_versions, unchanged
 from pentad.sync.publisher import Snapshot
 from pentad.sync.tickets import (
     Kind,
-    Pairs,
     Ticket,
     copy_pairs,
     lay_out,
@@ -193,7 +193,7 @@ class Handoff:
 
 
 def _write_changed(
-    version: int, pairs: Pairs, digest: WeightDigest, path: Path, base: WrittenVersion | None
+    version: int, pairs: TensorPairs, digest: WeightDigest, path: Path, base: WrittenVersion | None
 ) -> tuple[Ticket, WrittenVersion]:
     infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in pairs}
     same = unchanged(base, digest, infos)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from pentad.core.errors import InfraFailure, RunError
+from pentad.core.roles import TensorPairs
 from pentad.weights.regions import box_shape, coverage_fault, slices
 from pentad.weights.transfer import TensorInfo
 
 Kind = Literal["shm", "file", "ipc"]
-Pairs = Sequence[tuple[str, Tensor]]
 ALIGN = 64
 WRITING = "writing"
 WAIT_S = 0.001, 0.05
@@ -144,7 +144,7 @@ def no_room(path: Path, size: int, error: OSError) -> str:
     return f"{rule}; make room in it"
 
 
-def write_ticket(version: int, pairs: Pairs, digest: str, path: Path, kind: Kind) -> Ticket:
+def write_ticket(version: int, pairs: TensorPairs, digest: str, path: Path, kind: Kind) -> Ticket:
     """Whole tensors of this process, in one file."""
     tensors, size = lay_out((n, TensorInfo(tuple(x.shape), x.dtype)) for n, x in pairs)
     mapped = make_file(path, size)
@@ -152,7 +152,7 @@ def write_ticket(version: int, pairs: Pairs, digest: str, path: Path, kind: Kind
     return Ticket(version, kind, str(path), size, tensors, digest)
 
 
-def copy_pairs(into: Pairs, pairs: Pairs) -> None:
+def copy_pairs(into: TensorPairs, pairs: TensorPairs) -> None:
     torch._foreach_copy_([x for _, x in into], [x for _, x in pairs])
 
 

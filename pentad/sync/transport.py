@@ -12,7 +12,7 @@ import io
 import json
 import pickle
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.errors import InfraFailure
+from pentad.core.roles import TensorPairs
 from pentad.sync.group import BroadcastGroup, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
 from pentad.weights.hf import write_file
 from pentad.weights.transfer import TensorInfo
 
 T = TypeVar("T")
-Pairs = Sequence[tuple[str, Tensor]]
 Receipts = list[dict[str, Any]]
 Ask = Callable[..., Awaitable[Receipts]]
 """`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
@@ -42,7 +42,7 @@ DEVICE_ARGUMENT = 6
 
 
 class Transport:
-    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+    async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         """`is_part`: other modules keep the weights they have, which a file alone can say."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class DiskTransport(Transport):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+    async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         path = self.folder / f"weights-{id(weights):x}.safetensors"
         try:
             await asyncio.to_thread(write_weights, path, weights)
@@ -65,7 +65,7 @@ class DiskTransport(Transport):
             path.unlink(missing_ok=True)
 
 
-def write_weights(path: Path, weights: Pairs) -> None:
+def write_weights(path: Path, weights: TensorPairs) -> None:
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -85,7 +85,7 @@ class Broadcast(Transport):
         self.world = num_workers + 1
         self.group: BroadcastGroup | None = None
 
-    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+    async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         assert not is_part, "all is broadcast"
         device = weights[0][1].device
         try:
@@ -145,7 +145,7 @@ class CudaIpc(Transport):
     the receipt is here, which the worker gives after reading them.
     """
 
-    async def send(self, weights: Pairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+    async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         assert not is_part, "all is shared"
         handles: dict[str, dict[str, str]] = {}
         kept = []
@@ -161,7 +161,7 @@ class CudaIpc(Transport):
 # For SGLang, which takes pickles.
 
 
-def in_buckets(weights: Pairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def in_buckets(weights: TensorPairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:

@@ -61,14 +61,14 @@ from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
 from pentad.trainer.stopping import stop_early
 
-Run = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
+RunFunction = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
 """A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
 what outlives them."""
 MakeService = Callable[[Config, Rank, torch.device], RankService]
 
 
 def run_over_ranks(
-    run: Run,
+    run: RunFunction,
     make_service: MakeService,
     check: Callable[[Config, torch.device], object],
     config: Config,
@@ -124,7 +124,7 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
 
 
 def run_beside_group(
-    run: Run,
+    run: RunFunction,
     make_service: MakeService,
     check: Callable[[Config, torch.device], object],
     config: Config,
@@ -289,7 +289,7 @@ def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankS
 
 
 def run_under_torchrun(
-    run: Run,
+    run: RunFunction,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],
@@ -311,7 +311,7 @@ def run_under_torchrun(
 
 
 def run_rank(
-    run: Run,
+    run: RunFunction,
     make_service: MakeService,
     config: Config,
     notes: Sequence[str],

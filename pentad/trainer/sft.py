@@ -35,7 +35,7 @@ from pentad.trainer.update import step_from
 
 log = logging.getLogger(__name__)
 
-Checked = tuple[ModelDims, dict[str, Examples]]
+CheckedExamples = tuple[ModelDims, dict[str, Examples]]
 """The model's dimensions, and the data by "train" and "valid"."""
 
 
@@ -57,7 +57,9 @@ run_pretrain = partial(run_examples, PretrainService)
 """On a stream of tokens."""
 
 
-def begin_examples(service: type[ExampleService], config: Config, device: torch.device) -> Checked:
+def begin_examples(
+    service: type[ExampleService], config: Config, device: torch.device
+) -> CheckedExamples:
     """What must be done before anything else is, on any rank."""
     checked = check_examples(service, config, device)
     start_run(config, ("actor",))
@@ -73,7 +75,7 @@ def lead_examples(
     crew: Crew,
 ) -> RunSummary:
     """The run, beside its learners, on rank 0 or alone."""
-    checked: Checked = crew.checked or begin_examples(service, config, calls.device)
+    checked: CheckedExamples = crew.checked or begin_examples(service, config, calls.device)
     dims, parts = checked
     if isinstance(calls, RankCalls) and isinstance(calls.service, ExampleService):
         calls.service.data = parts
@@ -165,7 +167,9 @@ class ExampleRun(PlainRun):
         return record
 
 
-def check_examples(service: type[ExampleService], config: Config, device: torch.device) -> Checked:
+def check_examples(
+    service: type[ExampleService], config: Config, device: torch.device
+) -> CheckedExamples:
     """Everything the run reads, or one UserError with every problem."""
     checks = Collector()
     checks.problems += start_problems(config, device, samples=False)

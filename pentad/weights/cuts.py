@@ -17,9 +17,9 @@ from pentad.core.errors import Problem, UserError
 from pentad.weights.map import Condition, Entry, Sizes, always, size_of
 from pentad.weights.regions import Box, Region, Shape, clip
 
-Coords = Mapping[str, tuple[int, int]]
+RankCoords = Mapping[str, tuple[int, int]]
 """Axis -> (number of ranks, this rank); axes that are absent have one rank."""
-Plan = Mapping[str, str]
+CutPlan = Mapping[str, str]
 
 UNITS = {"Q": "d", "K": "d"}
 """Symbols that are cut in whole units of another symbol."""
@@ -71,7 +71,7 @@ def cut_symbol(symbol: str, axis: str, num: int, rank: int, sizes: Sizes) -> tup
     return start * unit, stop * unit
 
 
-def cut_dim(token: str, plan: Plan, coords: Coords, sizes: Sizes) -> list[Segment]:
+def cut_dim(token: str, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> list[Segment]:
     """The parts of one dim that a rank holds, in local order."""
     out: list[Segment] = []
     offset = local = 0
@@ -88,7 +88,7 @@ def cut_dim(token: str, plan: Plan, coords: Coords, sizes: Sizes) -> list[Segmen
     return out
 
 
-def cut_entry(entry: Entry, plan: Plan, coords: Coords, sizes: Sizes) -> Local:
+def cut_entry(entry: Entry, plan: CutPlan, coords: RankCoords, sizes: Sizes) -> Local:
     """One rank's part of a tensor under the plan."""
     dims = [cut_dim(token, plan, coords, sizes) for token in entry.rule.shape.split()]
     shape = tuple(sum(segment.length for segment in dim) for dim in dims)
@@ -101,7 +101,7 @@ def cut_entry(entry: Entry, plan: Plan, coords: Coords, sizes: Sizes) -> Local:
     return Local(shape, tuple(boxes), tuple(regions))
 
 
-def split_dims(entry: Entry, plan: Plan) -> dict[str, int]:
+def split_dims(entry: Entry, plan: CutPlan) -> dict[str, int]:
     """Axis -> tensor dim that it cuts, for an entry without sums: {"ep": 0, "etp": 2}."""
     symbols = entry.rule.shape.split()
     return {plan[symbol]: dim for dim, symbol in enumerate(symbols) if symbol in plan}

@@ -80,7 +80,7 @@ _METADATA: dict[str, Any] = {
 """What `.metadata` files are made of; the plans some of them carry are not wanted."""
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A stretch of a file as a file of its own; torch looks for a file's directory at its end."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
@@ -116,7 +116,7 @@ def load_tensor(path: Path, start: int, length: int) -> torch.Tensor:
     """The one tensor of a torch file that lies within another file."""
     try:
         with path.open("rb") as file:
-            window = io.BufferedReader(Window(file, start, length))
+            window = io.BufferedReader(FileWindow(file, start, length))
             content = torch.load(window, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise refused(path, error) from error

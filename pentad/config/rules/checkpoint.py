@@ -77,7 +77,7 @@ LENGTHS = ("total_train_epochs", "total_train_steps")
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ChangedKeys:
     accepted: list[str] = field(default_factory=list)
     """Keys with both values, in words."""
     refused: list[Problem] = field(default_factory=list)
@@ -85,9 +85,9 @@ class Changes:
 
 def judge_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: tuple[str, ...] = ()
-) -> Changes:
+) -> ChangedKeys:
     """What differs between the config a run began with and the one it is to go on with, as JSON."""
-    changes, default = Changes(), Config().model_dump(mode="json")
+    changes, default = ChangedKeys(), Config().model_dump(mode="json")
     harmless = HARMLESS + (() if _follows_length(old) or _follows_length(new) else LENGTHS)
     for key, before, after in changed_keys(old, new):
         if before is None and not _has(old, key) and after == _value(default, key):

@@ -13,17 +13,18 @@ from typing import Generic, Literal, ParamSpec, TypeVar
 
 from pentad.core.errors import Problem
 
-Command = Literal["train", "sft", "pretrain", "plan", "eval", "reward"]
+RunCommand = Literal["train", "sft", "pretrain"]
+Command = Literal[RunCommand, "plan", "eval", "reward"]
 RUNS: tuple[Command, ...] = ("train", "sft", "plan")
 """What starts a run that trains, or plans one; what matters to `sft` does to `pretrain`."""
 P = ParamSpec("P")
-Found = Problem | Iterable[Problem] | None
+FoundProblems = Problem | Iterable[Problem] | None
 F = TypeVar("F", bound=Problem | Iterable[Problem] | None)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigRule(Generic[P]):
-    check: Callable[P, Found]
+    check: Callable[P, FoundProblems]
     keys: tuple[str, ...]
     """Dotted keys it reads; a block stands for everything in it."""
     commands: tuple[Command, ...]
@@ -66,5 +67,5 @@ class Rules(Generic[P]):
         return [problem for rule in self.all for problem in listed(rule.check(*args, **kwargs))]
 
 
-def listed(found: Found) -> list[Problem]:
+def listed(found: FoundProblems) -> list[Problem]:
     return [found] if isinstance(found, Problem) else list(found or ())

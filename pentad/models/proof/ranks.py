@@ -25,7 +25,7 @@ from pentad.core.types import Attend
 from pentad.models.decoder import Block, Decoder
 from pentad.models.layers import Rotary, rotate
 from pentad.models.moe import Beside, Experts, Moe
-from pentad.weights.cuts import Coords, Plan, cut_entry
+from pentad.weights.cuts import CutPlan, RankCoords, cut_entry
 from pentad.weights.map import Entry, WeightMap
 from pentad.weights.regions import flip, slices
 from pentad.weights.transfer import source_block, target_block
@@ -93,7 +93,7 @@ class SimulatedLayout:
     """Whole weights, and the layout that cuts them."""
 
     weight_map: WeightMap
-    plan: Plan
+    plan: CutPlan
     weights: Mapping[str, Tensor]
     tp: int
     ep: int = 1
@@ -152,7 +152,7 @@ class SimulatedLayout:
         return torch.cat([F.linear(hidden_TD, rows) for rows in heads], dim=-1)
 
 
-def ranks_of(layout: Mapping[str, int]) -> list[Coords]:
+def ranks_of(layout: Mapping[str, int]) -> list[RankCoords]:
     """The coordinates of every rank: tp, and (ep, etp), are two readings of one world."""
     tp, ep, etp = (layout.get(axis, 1) for axis in ("tp", "ep", "etp"))
     return [
@@ -164,8 +164,8 @@ def ranks_of(layout: Mapping[str, int]) -> list[Coords]:
 def local_tensor(
     entry: Entry,
     weight_map: WeightMap,
-    plan: Plan,
-    coords: Coords,
+    plan: CutPlan,
+    coords: RankCoords,
     sources: Mapping[str, Tensor],
 ) -> Tensor:
     """A rank's part of a target, filled from source tensors; padding is zero."""
@@ -177,7 +177,7 @@ def local_tensor(
 
 
 def round_trip_fault(
-    weight_map: WeightMap, plan: Plan, ranks: Sequence[Coords], disk: Mapping[str, Tensor]
+    weight_map: WeightMap, plan: CutPlan, ranks: Sequence[RankCoords], disk: Mapping[str, Tensor]
 ) -> str | None:
     """The first source tensor that is not itself after it went through the ranks' shards."""
     back = {name: torch.full_like(tensor, float("nan")) for name, tensor in disk.items()}

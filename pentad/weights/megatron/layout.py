@@ -217,7 +217,7 @@ INDEX = ".metadata"
 """What makes a folder a torch_dist one."""
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-Kind = Literal["hf", "torch_dist", "legacy"]
+FolderKind = Literal["hf", "torch_dist", "legacy"]
 
 
 def checkpoint_name(iteration: int | None) -> str:
@@ -230,7 +230,7 @@ def write_tracker(folder: Path, iteration: int | None) -> None:
     (folder / TRACKER).write_text(text)
 
 
-def kind_of(folder: Path) -> Kind | None:
+def kind_of(folder: Path) -> FolderKind | None:
     """What one checkpoint's folder holds; None for a folder that is none."""
     if (folder / INDEX).is_file():
         return "torch_dist"
@@ -239,7 +239,7 @@ def kind_of(folder: Path) -> Kind | None:
     return None
 
 
-def find_weights(folder: Path, name: str | None = None) -> tuple[Path, Kind]:
+def find_weights(folder: Path, name: str | None = None) -> tuple[Path, FolderKind]:
     """The folder with the weights, and its kind. `name` picks a Megatron checkpoint.
 
     Megatron is looked for first: such folders may carry the index of the HF model they came from.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import Problem, UserError, raise_problems
-from pentad.weights.cuts import Plan, cut_entry
+from pentad.weights.cuts import CutPlan, cut_entry
 from pentad.weights.map import Entry, Rule, Sizes, WeightMap
 from pentad.weights.megatron.layout import MegatronLayout, MegatronRank
 from pentad.weights.regions import (
@@ -64,7 +64,7 @@ class MegatronColumn:
     """A model's Megatron tensors over its HF-on-disk tensors, and how ranks cut them."""
 
     map: WeightMap
-    plan: Plan
+    plan: CutPlan
     sizes: Sizes
 
 

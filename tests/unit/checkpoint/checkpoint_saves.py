@@ -13,15 +13,15 @@ from pentad.checkpoint.folders import COMMIT, MANIFEST, info_folder, state_folde
 from pentad.checkpoint.job import (
     CommitJob,
     FileSpec,
-    Job,
     Memory,
     Piece,
     Span,
     WriteJob,
+    WriterJob,
     receipt_name,
 )
 
-Runner = Callable[[Job], dict[str, Any]]
+Runner = Callable[[WriterJob], dict[str, Any]]
 INFOS = ("step_info.json", "saver_info.json", "dataloader_info.json", "groups.bin")
 
 
