@@ -28,6 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sampler_load import (
+    MOE_SLICE,
+    NEW,
+    PROMPT,
+    QWEN3_06B,
+    forced,
+    random_model,
+    requests,
+)
 
 from pentad.core.dims import ModelDims
 from pentad.core.types import Generation, Request, SamplingParams
@@ -35,60 +44,17 @@ from pentad.engine.predictor import Predictor
 from pentad.infer.engine import Report
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.settings import SamplerSettings
-from pentad.models.decoder import Decoder, causal_attend
+from pentad.models.decoder import Decoder
 from pentad.models.hf_weights import install_hf, iter_hf
-from pentad.models.registry import build_model
 from pentad.models.strict import apply_strict
 from pentad.ops.attention import build_attend
 from pentad.ops.digest import digest_of
 from pentad.ops.invariant import PackedAttend
 
-QWEN3_06B = ModelDims(
-    family="qwen3",
-    vocab_size=151936,
-    hidden_size=1024,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=3072,
-    tie_embeddings=True,
-    qk_norm=True,
-    rope_theta=1e6,
-    max_position=40960,
-)
-MOE_SLICE = replace(
-    QWEN3_06B,
-    family="qwen3_moe",
-    hidden_size=2048,
-    num_layers=8,
-    num_heads=32,
-    num_kv_heads=4,
-    intermediate_size=6144,
-    tie_embeddings=False,
-    num_experts=128,
-    num_experts_per_token=8,
-    moe_intermediate_size=768,
-    moe_layers=(True,) * 8,
-)
-NUM_REQUESTS, PROMPT, NEW, HF_BATCH = 256, 128, 256, 64
+NUM_REQUESTS, HF_BATCH = 256, 64
 FIGURES: dict[str, float] = {}
 """What the parts measured, by name and unit."""
 SETTINGS = SamplerSettings(max_running=256, max_context=4096, kv_cache_tokens=1 << 18)
-
-
-def requests(num: int, *, n: int = 1, prompt: int = PROMPT, new: int = NEW) -> list[Request]:
-    generator = torch.Generator().manual_seed(1)
-    params = SamplingParams(max_new_tokens=new)
-    return [
-        Request(
-            id=f"r{i}",
-            prompt_ids=tuple(torch.randint(151936, (prompt,), generator=generator).tolist()),
-            params=params,
-            seeds=tuple(range(n * i, n * i + n)),
-        )
-        for i in range(num)
-    ]
 
 
 def run(sampler: EmbeddedSampler, load: list[Request]) -> tuple[float, list[list[Generation]]]:
@@ -100,34 +66,12 @@ def run(sampler: EmbeddedSampler, load: list[Request]) -> tuple[float, list[list
     return asyncio.run(once())
 
 
-def random_model(dims: ModelDims, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    """Random weights drawn on the device: seconds sooner than `create_model`."""
-    model = build_model(dims, device="cuda", dtype=dtype)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, dims.initializer_range, generator=generator)
-    return model
-
-
 def build(dims: ModelDims = QWEN3_06B, settings: SamplerSettings = SETTINGS) -> EmbeddedSampler:
     return EmbeddedSampler(random_model(dims), settings, version=0)
 
 
 def close(sampler: EmbeddedSampler) -> None:
     asyncio.run(sampler.close())
-
-
-@torch.inference_mode()
-def forced(model: Decoder, request: Request, generation: Generation) -> torch.Tensor:
-    """Log-probs of what was drawn, by one plain forward over the whole sequence."""
-    ids = torch.tensor([*request.prompt_ids, *generation.ids], device="cuda")
-    hidden = model(ids, torch.arange(len(ids), device="cuda"), causal_attend)
-    logprobs = model.logits(hidden).float().log_softmax(-1)[:-1].gather(1, ids[1:, None])
-    return logprobs.squeeze(1)[len(request.prompt_ids) - 1 :].cpu()
 
 
 def check() -> None:

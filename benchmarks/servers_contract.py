@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sampler_gpu import forced, random_model, requests  # noqa: E402
+from sampler_load import forced, random_model, requests  # noqa: E402
 
 from pentad.core.dims import ModelDims  # noqa: E402
 from pentad.core.errors import InfraFailure  # noqa: E402

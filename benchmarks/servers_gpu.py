@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contracts"))
 
-from sampler_gpu import MOE_SLICE, QWEN3_06B, random_model, requests  # noqa: E402
+from sampler_load import MOE_SLICE, QWEN3_06B, random_model, requests  # noqa: E402
 from server_models import config_of  # noqa: E402
 from servers_contract import Policies, Report, contract, mixture  # noqa: E402
 
