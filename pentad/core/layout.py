@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def efsdp(self) -> int:
-        """Over how many ranks the weights of one (ep, etp) cell are sharded."""
+        """Over how many ranks the weights of one expert group (ep x etp) are sharded."""
         return self.stage_world // (self.ep * self.etp)
 
     @property
@@ -446,17 +446,17 @@ class _Parser:
             rule = f"p{ffn_pp} of ffn must equal p{pp} of attn"
             self.blame(columns["p"], rule, f"write p{pp} on both sides")
         ranks = component.world // pp
-        cell = ffn.get("t", 1) * ffn.get("e", 1)
-        if ranks % cell:
+        width = ffn.get("t", 1) * ffn.get("e", 1)
+        if ranks % width:
             etp = math.gcd(ffn.get("t", 1), ranks)
             fits = ", ".join(map(str, divisors(ranks // etp)))
-            rule = f"t*e = {cell} of ffn must divide d*t*c = {ranks} of attn"
+            rule = f"t*e = {width} of ffn must divide d*t*c = {ranks} of attn"
             self.blame(
                 columns.get("e", columns.get("t", start)), rule, f"with t{etp}, e can be {fits}"
             )
-        elif "d" in ffn and ffn["d"] != ranks // cell:
-            rule = f"ffn has d*t*e = {ffn['d'] * cell} ranks a stage, attn has d*t*c = {ranks}"
-            self.blame(columns["d"], rule, f"write d{ranks // cell} there or leave it out")
+        elif "d" in ffn and ffn["d"] != ranks // width:
+            rule = f"ffn has d*t*e = {ffn['d'] * width} ranks a stage, attn has d*t*c = {ranks}"
+            self.blame(columns["d"], rule, f"write d{ranks // width} there or leave it out")
 
     def check_names(self, allocation: Allocation, starts: list[int]) -> None:
         """From three components on each has a name; two never have the same role."""

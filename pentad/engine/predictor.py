@@ -22,7 +22,7 @@ from pentad.parallel.apply import ModelParts, lay_out
 from pentad.parallel.blocks import Parts
 from pentad.parallel.collectives import gather_parts, gather_shared, reduce_ranks
 from pentad.parallel.cuts import Cut, local
-from pentad.parallel.experts import CellDispatch
+from pentad.parallel.experts import ExpertDispatch
 from pentad.parallel.mesh import ALONE, Axis, Meshes, build_meshes
 
 Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -148,7 +148,7 @@ def mixtures_of(decoder: Decoder) -> dict[int, Parts]:
     return found
 
 
-def _set_dispatch(decoder: Decoder, dispatch: CellDispatch) -> None:
+def _set_dispatch(decoder: Decoder, dispatch: ExpertDispatch) -> None:
     for module in decoder.modules():
         if isinstance(module, Moe):
             module.dispatch = dispatch

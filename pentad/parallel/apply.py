@@ -30,7 +30,7 @@ from pentad.core.swap import swap_class
 from pentad.parallel.blocks import Parts, apply_to_blocks, compiling
 from pentad.parallel.collectives import gather_parts, scatter_sum
 from pentad.parallel.cuts import Cut, cut_parameters, plan_cuts
-from pentad.parallel.experts import CellDispatch
+from pentad.parallel.experts import ExpertDispatch
 from pentad.parallel.mesh import Axis, Meshes
 from pentad.parallel.storage import apply_storage, is_cast_whole, needs_storage
 from pentad.weights.cuts import Seam
@@ -49,7 +49,7 @@ class ModelParts:
     """By layer."""
     mixtures: Mapping[int, Parts]
     """By layer, of the blocks that have experts."""
-    set_dispatch: Callable[[CellDispatch], None]
+    set_dispatch: Callable[[ExpertDispatch], None]
     """Says to all mixtures how tokens come to their experts."""
     weight_map: WeightMap
     plan: Mapping[str, str]
@@ -63,10 +63,10 @@ def lay_out(parts: ModelParts, settings: EngineSettings, meshes: Meshes) -> dict
     cuts = plan_cuts(named, parts.weight_map, parts.plan, meshes)
     cut_parameters(parts.model, cuts)
     apply_seams(parts.model, parts.seams, dims, cuts, meshes.tp)
-    if meshes.cell.size > 1:
-        parts.set_dispatch(CellDispatch(meshes.cell, meshes.layout.etp, dims.num_experts))
+    if meshes.expert_group.size > 1:
+        parts.set_dispatch(ExpertDispatch(meshes.expert_group, meshes.layout.etp, dims.num_experts))
     is_sharded = needs_storage(settings, meshes, cuts) and not is_cast_whole(settings, meshes)
-    is_apart = meshes.cell.size > 1 or is_sharded
+    is_apart = meshes.expert_group.size > 1 or is_sharded
     mixtures = parts.mixtures if is_apart else {}
     compiling.expect(dims, settings, meshes.layout, meshes.device)
     apply_to_blocks(parts.blocks, settings, meshes.device, mixtures)

@@ -1,11 +1,11 @@
 """Expert parallelism: (token, expert) pairs sorted by expert, sent to who holds it, and back.
 
-The ep x etp ranks of a cell hold all experts once: ep deals whole experts, etp cuts each of them.
+The ep x etp ranks of an expert group hold all experts once: ep deals whole experts, etp cuts each.
 A pair goes to all etp ranks of its expert and comes back as parts of a sum. Every rank brings its
 own tokens, whatever dense axis dealt them.
 
 Shapes: T tokens, k experts per token, N = T * k pairs, R experts in all, E experts held here,
-P ranks of the cell, M pairs that arrive here, D hidden.
+P ranks of the group, M pairs that arrive here, D hidden.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows sorted by expert, how many each has, the weight of each row) to their results."""
 
 
-class CellDispatch:
-    """Implements `models.moe.Dispatch` over the ranks of a cell.
+class ExpertDispatch:
+    """Implements `models.moe.Dispatch` over the ranks of an expert group.
 
     On a GPU pairs travel on a stream of their own, beside whatever needs no other rank: its first
     half on their way there, its second on their way back. So do their gradients: autograd runs a
     backward where its forward ran.
     """
 
-    def __init__(self, cell: Axis, etp: int, num_experts: int) -> None:
-        self.cell = cell
+    def __init__(self, group: Axis, etp: int, num_experts: int) -> None:
+        self.group = group
         self.etp = etp
-        self.num_ep = cell.size // etp
+        self.num_ep = group.size // etp
         self.num_experts = num_experts
-        start, stop = cut_range(num_experts, self.num_ep, cell.rank // etp)
+        start, stop = cut_range(num_experts, self.num_ep, group.rank // etp)
         assert stop > start, f"{num_experts} experts over ep = {self.num_ep}"
         self.num_held = stop - start
         self.num_each = experts_each(num_experts, self.num_ep)
@@ -56,15 +56,15 @@ class CellDispatch:
         experts: RunExperts,
         beside: Callable[[], Callable[[], Tensor]] | None = None,
     ) -> Tensor:
-        road = Road(x_TD.device)
+        side = SideStream(x_TD.device)
         pairs = sort_pairs(chosen_Tk, self.num_experts)
         sent_PE = self._by_rank(pairs.sizes_E).repeat_interleave(self.etp, dim=0)
-        with road.after(sent_PE):
+        with side.after(sent_PE):
             got_PE = self._swap_counts(sent_PE)
             numbers = Numbers(torch.stack([sent_PE.sum(1), got_PE.sum(1)]))
         x_ND = take_rows(x_TD, pairs)
         weights_N = take_weights(weights_Tk, pairs)
-        rest = road.after(x_ND, weights_N)
+        rest = side.after(x_ND, weights_N)
         finish = None if beside is None else beside()
         # The one wait for the device: splits of an exchange are numbers of the host. The device
         # has been given all that needs none, and goes on with it while the host waits.
@@ -74,16 +74,16 @@ class CellDispatch:
         sent_bytes, got_bytes = (self._num_leaving(n) * pair_bytes for n in (sent, got))
         with_weights = sent_bytes + self._num_leaving(sent) * weights_N.element_size()
         with rest, timed("dispatch", x_TD.device, with_weights):
-            x_MD = exchange(self._for_cell(x_ND, sent), self.cell, got, sent)
+            x_MD = exchange(self._for_group(x_ND, sent), self.group, got, sent)
             # A weight goes with its pair and stands before the down product: what comes back is
             # only added up, and nobody has to keep it for the weights' gradients.
-            weights_M = exchange(self._for_cell(weights_N, sent), self.cell, got, sent)
-        road.join(got_PE, x_MD, weights_M)
+            weights_M = exchange(self._for_group(weights_N, sent), self.group, got, sent)
+        side.join(got_PE, x_MD, weights_M)
         y_MD = _run_here(x_MD, weights_M, got_PE[:, : self.num_held], experts)
-        with road.after(y_MD), timed("combine", x_TD.device, got_bytes):
-            back_MD = exchange(y_MD, self.cell, sent, got)
+        with side.after(y_MD), timed("combine", x_TD.device, got_bytes):
+            back_MD = exchange(y_MD, self.group, sent, got)
         beside_TD = None if finish is None else finish()
-        road.join(back_MD)
+        side.join(back_MD)
         y_TD = sum_rows(self._from_cell(back_MD, sent), pairs).to(x_TD.dtype)
         return y_TD if beside_TD is None else y_TD + beside_TD
 
@@ -93,14 +93,14 @@ class CellDispatch:
         return (pad(sizes_R, (0, lack)) if lack else sizes_R).view(self.num_ep, -1)
 
     def _num_leaving(self, counts: list[int]) -> int:
-        """Of pairs by rank of the cell those that are another's."""
-        return sum(counts) - counts[self.cell.rank]
+        """Of pairs by rank of the group those that are another's."""
+        return sum(counts) - counts[self.group.rank]
 
     def _swap_counts(self, sent_PE: Tensor) -> Tensor:
-        ones = [1] * self.cell.size
-        return exchange(sent_PE, self.cell, ones, ones)
+        ones = [1] * self.group.size
+        return exchange(sent_PE, self.group, ones, ones)
 
-    def _for_cell(self, x_ND: Tensor, sent: list[int]) -> Tensor:
+    def _for_group(self, x_ND: Tensor, sent: list[int]) -> Tensor:
         """Each ep rank's pairs once for every etp rank."""
         if self.etp == 1:
             return x_ND
@@ -146,7 +146,7 @@ class Numbers:
         return found
 
 
-class Road:
+class SideStream:
     """The stream on which pairs travel: one for each device, none on a CPU."""
 
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
@@ -158,7 +158,7 @@ class Road:
         self.stream = self.streams.get(device)
 
     def after(self, *given: Tensor) -> AbstractContextManager[object]:
-        """A context on the road that waits for what has been asked for up to here, and no more;
+        """A context on the stream that waits for what has been asked for up to here, and no more;
         what is given is used there."""
         if self.stream is None:
             return nullcontext()
@@ -175,7 +175,7 @@ class Road:
             yield
 
     def join(self, *taken: Tensor) -> None:
-        """From here on, results of the road can be used."""
+        """From here on, results of the stream can be used."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)

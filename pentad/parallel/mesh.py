@@ -52,7 +52,7 @@ class Meshes:
     cp: Axis = ALONE
     batch: Axis = ALONE
     """dp_replicate x dp_shard x cp: ranks that hold different tokens and the same tp part."""
-    cell: Axis = ALONE
+    expert_group: Axis = ALONE
     """ep x etp: ranks that together hold all experts once."""
     world: Axis = ALONE
     dense: DeviceMesh | None = None
@@ -135,7 +135,7 @@ def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
     )
     inner = _ranks(layout).view(-1, layout.cp, layout.tp)
     batch = _ranks(layout).view(pp, rep * fsdp, layout.tp).transpose(1, 2)
-    cell = _ranks(layout).view(-1, layout.ep * layout.etp)
+    expert_group = _ranks(layout).view(-1, layout.ep * layout.etp)
     return Meshes(
         layout,
         layout.coords(rank),
@@ -145,7 +145,7 @@ def _build(layout: Layout, device: torch.device, rank: int) -> Meshes:
         tp=_axis_of(dense, "tp"),
         cp=_axis_over(inner.transpose(1, 2).reshape(-1, layout.cp), rank),
         batch=_axis_over(batch.reshape(-1, rep * fsdp), rank),
-        cell=_axis_over(cell, rank),
+        expert_group=_axis_over(expert_group, rank),
         world=Axis(layout.world, rank, dist.group.WORLD),
         dense=dense,
         expert=expert,

@@ -246,7 +246,7 @@ class StandIn:
             (done,) = await self.sampler.generate(request)
         except UserError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
-        return JSONResponse(self.told(done, request))
+        return JSONResponse(self.answer_of(done, request))
 
     async def events(self, request: Request):
         """All tokens so far in every event, as SGLang does by default."""
@@ -262,14 +262,14 @@ class StandIn:
         task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while (part := await queue.get()) is not None:
-                yield f"data: {json.dumps(self.told(part, request, final=False))}\n\n"
+                yield f"data: {json.dumps(self.answer_of(part, request, final=False))}\n\n"
             (done,) = await task
-            yield f"data: {json.dumps(self.told(done, request))}\n\n"
+            yield f"data: {json.dumps(self.answer_of(done, request))}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             task.cancel()
 
-    def told(self, part: Generation, request: Request, final: bool = True) -> dict[str, Any]:
+    def answer_of(self, part: Generation, request: Request, final: bool = True) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": request.id,
             "prompt_tokens": len(request.prompt_ids),

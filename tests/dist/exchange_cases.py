@@ -8,7 +8,7 @@ from pentad.core.group_values import gather_values
 from pentad.core.layout import Layout
 from pentad.models.moe import Moe
 from pentad.parallel import experts as exchange_module
-from pentad.parallel.experts import CellDispatch
+from pentad.parallel.experts import ExpertDispatch
 from pentad.parallel.mesh import build_meshes
 
 NUM_EXPERTS, WIDTH, CHOSEN = 8, 5, 3
@@ -17,8 +17,8 @@ NUM_EXPERTS, WIDTH, CHOSEN = 8, 5, 3
 def conserve(layout: Layout):
     """Tokens of this rank through a dispatch whose experts give back what they get; on every rank:
     what was chosen, what arrived at the experts held here, and how far results are off."""
-    cell = build_meshes(layout, torch.device("cpu")).cell
-    dispatch = CellDispatch(cell, layout.etp, NUM_EXPERTS)
+    group = build_meshes(layout, torch.device("cpu")).expert_group
+    dispatch = ExpertDispatch(group, layout.etp, NUM_EXPERTS)
     rank = dist.get_rank()
     torch.manual_seed(rank)
     num_tokens = (7, 0, 16, 1)[rank]  # uneven, and one rank without any
@@ -48,7 +48,7 @@ def measured_step(layout: Layout):
     result = step(engine)
     chosen = torch.cat(noted)
     held = NUM_EXPERTS // layout.ep
-    mine = range(held * (engine.meshes.cell.rank // layout.etp), NUM_EXPERTS)[:held]
+    mine = range(held * (engine.meshes.expert_group.rank // layout.etp), NUM_EXPERTS)[:held]
     kept = sum(int(e) in mine for e in chosen)
     found = {name: (work.num_bytes, work.num_calls) for name, work in result.work.items()}
     seconds = {name: work.seconds for name, work in result.work.items()}

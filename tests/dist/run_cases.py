@@ -208,7 +208,7 @@ def ask_one(calls):
 
 
 def refused(calls):
-    """A mild failure is told, and the next call is made; another one is the end."""
+    """A mild failure is reported, and the next call is made; another one is the end."""
     try:
         calls.call("refuse")
     except RunError as error:
@@ -244,13 +244,13 @@ CASES = {f.__name__: f for f in (same_order, ask_one, refused, hang)}
 
 
 def bad_build(*args, harm, **kwargs):
-    rank, deed = harm
+    rank, failure = harm
     engine = build_engine(*args, **kwargs)
     end_step = engine.end_step
 
     def end():
         if engine.num_steps == 1 and dist.get_rank() == rank:
-            raise {"give_up": RunError("out of memory in backward"), "stumble": KeyError("x")}[deed]
+            raise {"give_up": RunError("out of memory in backward"), "stumble": KeyError("x")}[failure]
         return end_step()
 
     engine.end_step = end
@@ -274,7 +274,7 @@ class HarmedTrain(Harmed, LearnerService):
     pass
 
 
-def run_harmed(command, rank, deed, task, root):
+def run_harmed(command, rank, failure, task, root):
     """Starts a run of which one rank fails."""
     layout = "archon:d2" if command == "sft" else "embedded:d1|archon:d2"
     config, notes = config_of(
@@ -282,7 +282,7 @@ def run_harmed(command, rank, deed, task, root):
         root,
         command,
         "run",
-        *(f"experiment_name={rank}-{deed}", f"allocation_mode={layout}", "recover.retries=0"),
+        *(f"experiment_name={rank}-{failure}", f"allocation_mode={layout}", "recover.retries=0"),
     )
     run, _, begin = RUNS[command]
     harmed = {"sft": HarmedSft, "train": HarmedTrain}[command]

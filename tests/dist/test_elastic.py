@@ -48,9 +48,9 @@ def task(tmp_path_factory):
 
 
 @contextmanager
-def after_steps(deeds):
-    """Does each deed once, when its step is recorded for the first time."""
-    plain, left = Recorder.step, dict(deeds)
+def after_steps(actions):
+    """Runs each action once, when its step is recorded for the first time."""
+    plain, left = Recorder.step, dict(actions)
 
     def step(self, record, *args):
         line = plain(self, record, *args)

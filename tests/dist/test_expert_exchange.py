@@ -22,10 +22,10 @@ NUM_EXPERTS, CHOSEN, HIDDEN = 8, 3, 24
 def test_token_conservation(pool, layout):
     """Every chosen pair arrives at its expert, once on each rank that cuts it, and comes back."""
     found = pool.run(layout.world, "exchange_cases", "conserve", layout=layout)
-    cell = layout.ep * layout.etp
+    group_size = layout.ep * layout.etp
     held = -(-NUM_EXPERTS // layout.ep)
-    for start in range(0, layout.world, cell):
-        ranks = found[start : start + cell]
+    for start in range(0, layout.world, group_size):
+        ranks = found[start : start + group_size]
         chosen = Counter(expert for ids, _, _ in ranks for expert in ids)
         for place, (_, arrived, off) in enumerate(ranks):
             first = held * (place // layout.etp)

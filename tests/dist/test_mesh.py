@@ -12,7 +12,7 @@ VARYING = {
     "tp": ("tp",),
     "cp": ("cp",),
     "batch": ("dp_replicate", "dp_shard", "cp"),
-    "cell": ("ep", "etp"),
+    "expert_group": ("ep", "etp"),
 }
 """Axis -> the coordinates in which its ranks differ, the last one fastest."""
 

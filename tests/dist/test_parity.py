@@ -164,7 +164,7 @@ CORNERS = {
         Layout(tp=2, dp_shard=2, ep=4),
         {"crowd": True},
     ),
-    "all tokens to one expert cell": ("moe", Layout(cp=2, tp=2, ep=2, etp=2), {"crowd": True}),
+    "all tokens to one expert group": ("moe", Layout(cp=2, tp=2, ep=2, etp=2), {"crowd": True}),
     "a shared expert, cut by all axes": ("shared", Layout(cp=2, tp=2, ep=2, etp=2), {}),
     "a selection bias, heads turned in part": ("glm", Layout(dp_shard=2, tp=2, ep=2), {}),
     "a selection bias over all axes": ("glm", Layout(cp=2, tp=2, ep=2, etp=2), {"ac_mode": "full"}),

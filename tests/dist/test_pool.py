@@ -1,4 +1,4 @@
-"""The pool of processes itself: failures are told with their cause, and it goes on."""
+"""The pool of processes itself: failures are reported with their cause, and it goes on."""
 
 import os
 import time

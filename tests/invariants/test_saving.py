@@ -68,12 +68,12 @@ def refuse(monkeypatch, is_refused):
     return count
 
 
-def after_steps(monkeypatch, deeds):
+def after_steps(monkeypatch, actions):
     """Does something when the record of a step is written, by step."""
     plain = Recorder.step
 
     def step(self, record, *args):
-        deeds.get(record.step, lambda: None)()
+        actions.get(record.step, lambda: None)()
         return plain(self, record, *args)
 
     monkeypatch.setattr(Recorder, "step", step)
@@ -290,21 +290,21 @@ def fails(completion):
     with calls.open("a") as file:
         file.write("x")
     if calls.stat().st_size > {after}:
-        {deed}
+        {action}
     return float(len(completion))
 """
 
 
 @pytest.mark.parametrize(
-    ("deed", "said"),
+    ("action", "said"),
     [("raise ValueError('no such judge')", "no such judge"), ("os._exit(3)", "dropped so far")],
 )
 def test_what_was_trained_before_a_failing_reward_is_exported(
-    lab, tmp_path, capsys, monkeypatch, deed, said
+    lab, tmp_path, capsys, monkeypatch, action, said
 ):
     monkeypatch.setattr(rollout_pump, "MAX_DRAWS_PER_SLOT", 4)  # each starts a worker anew
     file = tmp_path / "reward.py"
-    file.write_text(REWARD.format(after=32, deed=deed))  # 16 samples a step
+    file.write_text(REWARD.format(after=32, action=action))  # 16 samples a step
     few = ("rollout.max_retries=0", "reward.num_workers=1", "total_train_steps=9")
     with pytest.raises(RunError, match=said):
         lab.train(f"reward.fn={file}:fails", *few, trial="lost")

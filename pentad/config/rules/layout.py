@@ -214,10 +214,10 @@ def replicas_divide(part: Placed) -> Iterator[Problem]:
         yield Problem(where, rule, f"it can be {list_of(divisors(d))}")
         return
     layout = part.component.layout()
-    cell = layout.ep * layout.etp
-    if layout.stage_world // replicas % cell:
-        rule = f"leaves {layout.stage_world // replicas} ranks a replica, e*t of ffn = {cell}"
-        fits = [n for n in divisors(d) if layout.stage_world // n % cell == 0]
+    width = layout.ep * layout.etp
+    if layout.stage_world // replicas % width:
+        rule = f"leaves {layout.stage_world // replicas} ranks a replica, e*t of ffn = {width}"
+        fits = [n for n in divisors(d) if layout.stage_world // n % width == 0]
         yield Problem(where, rule, f"it can be {list_of(fits)}")
 
 

@@ -1,4 +1,4 @@
-"""Every key that is given and not read is told, and what is read is not."""
+"""Every key that is given and not read is reported, and what is read is not."""
 
 import pytest
 

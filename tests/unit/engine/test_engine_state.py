@@ -36,9 +36,9 @@ def test_tags_are_used_and_left_again():
     with engine.use("ref"):
         with pytest.raises(RunError, match="those of ref are used"), engine.use("ref"):
             pass
-        for deed in (engine.begin_step, engine.state_tensors, lambda: engine.save_tag("x")):
+        for call in (engine.begin_step, engine.state_tensors, lambda: engine.save_tag("x")):
             with pytest.raises(RunError, match="those of ref are used"):
-                deed()
+                call()
     with pytest.raises(RunError, match="no weights were saved as teacher; there are actor, ref"):
         engine.forward(rows, "teacher")
     with pytest.raises(RunError, match="the tag actor is what is trained"):
@@ -120,9 +120,9 @@ def test_a_restore_that_broke_off_leaves_nothing_to_save(tmp_path):
     engine.end_restore(counters)
     engine.begin_restore(counters)
     engine.restoring = None  # as after a failure
-    for deed in (engine.state_tensors, lambda: engine.save_hf(str(tmp_path / "out"))):
+    for call in (engine.state_tensors, lambda: engine.save_hf(str(tmp_path / "out"))):
         with pytest.raises(RunError, match="a restore failed half-way"):
-            deed()
+            call()
 
 
 def test_random_states_of_all_kinds_come_back():

@@ -1,4 +1,4 @@
-"""Which experts the sampler used is told with the answer, and training can follow it."""
+"""Which experts the sampler used is returned with the answer, and training can follow it."""
 
 import asyncio
 from dataclasses import replace

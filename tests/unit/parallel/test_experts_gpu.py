@@ -1,4 +1,4 @@
-"""Pairs on a road of their own: what one GPU can show of it, with a network that takes its time."""
+"""Pairs on a stream of their own: what one GPU can show of it, with a slow network."""
 
 import time
 
@@ -11,7 +11,7 @@ from pentad.models.families import dims_of
 from pentad.models.moe import Moe
 from pentad.ops.meter import Meter
 from pentad.parallel import experts
-from pentad.parallel.experts import CellDispatch, Road
+from pentad.parallel.experts import ExpertDispatch, SideStream
 from pentad.parallel.mesh import Axis
 
 pytestmark = [
@@ -35,8 +35,8 @@ TOKENS = 16384
 
 
 @pytest.fixture
-def cell(tmp_path):
-    """A cell of one rank over NCCL: what is sent comes back to the sender."""
+def group(tmp_path):
+    """An expert group of one rank over NCCL: what is sent comes back to the sender."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     group = dist.group.WORLD
@@ -101,11 +101,11 @@ def time_of(call, repeats: int = 5) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def test_a_slow_road_changes_no_number(cell, slow):
+def test_a_slow_network_changes_no_number(group, slow):
     """A wait that is missing shows at once: data would be read before it has arrived."""
     moe, x_TD = make_mixture()
     true = run(moe, x_TD)
-    moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
+    moe.dispatch = ExpertDispatch(group, 1, CONFIG["num_experts"])
     for cycles in (0, 4_000_000):
         slow.cycles = cycles
         for _ in range(3):  # memory is used again
@@ -114,11 +114,11 @@ def test_a_slow_road_changes_no_number(cell, slow):
                 assert torch.equal(mine[name], tensor), (cycles, name)
 
 
-def test_pairs_travel_while_the_shared_expert_computes(cell, slow, monkeypatch):
+def test_pairs_travel_while_the_shared_expert_computes(group, slow, monkeypatch):
     """Forward alone. Two delays before the experts run and one after them: each hides behind a half
     of the shared expert."""
     moe, x_TD = make_mixture()
-    moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
+    moe.dispatch = ExpertDispatch(group, 1, CONFIG["num_experts"])
 
     @torch.no_grad()
     def forward() -> None:
@@ -127,17 +127,17 @@ def test_pairs_travel_while_the_shared_expert_computes(cell, slow, monkeypatch):
     plain = time_of(forward)
     slow.cycles = 4_000_000  # four exchanges: counts, rows, weights, results
     beside = time_of(forward) - plain
-    monkeypatch.setattr(Road, "after", lambda self, *given: torch.cuda.stream(None))
-    monkeypatch.setattr(Road, "join", lambda self, *taken: None)
+    monkeypatch.setattr(SideStream, "after", lambda self, *given: torch.cuda.stream(None))
+    monkeypatch.setattr(SideStream, "join", lambda self, *taken: None)
     in_line = time_of(forward) - plain
     added = f"delays add {beside * 1e3:.2f} ms, in line {in_line * 1e3:.2f} ms"
     print(f"plain {plain * 1e3:.2f} ms; {added}")
     assert beside < 0.75 * in_line
 
 
-def test_the_exchange_and_the_router_are_timed_without_waiting(cell, slow):
+def test_the_exchange_and_the_router_are_timed_without_waiting(group, slow):
     moe, x_TD = make_mixture()
-    moe.dispatch = CellDispatch(cell, 1, CONFIG["num_experts"])
+    moe.dispatch = ExpertDispatch(group, 1, CONFIG["num_experts"])
     meter = Meter()
     with torch.no_grad():
         moe(x_TD)

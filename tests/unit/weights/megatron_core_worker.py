@@ -243,7 +243,7 @@ def do(job, ids):
     from megatron.core import dist_checkpointing, parallel_state
 
     folder = Path(job["folder"])
-    if job["deed"] == "save":
+    if job["action"] == "save":
         args = argparse.Namespace(**job["args"])
     elif (folder / "common.pt").exists():
         args = torch.load(folder / "common.pt", weights_only=False)["args"]
@@ -259,7 +259,7 @@ def do(job, ids):
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     chunks = build_chunks(args)
-    if job["deed"] == "save":
+    if job["action"] == "save":
         randomise(chunks)
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""HF folders: what is written is what transformers and safetensors read, and bad ones are told."""
+"""HF folders: transformers and safetensors read what is written, and bad ones are refused."""
 
 import json
 import resource
@@ -232,7 +232,7 @@ def header_of(**offsets):
     ],
 )
 def test_a_header_whose_tensors_share_or_skip_bytes_is_refused(tmp_path, header, sentence):
-    """One tensor's bytes under another's name would load without a word."""
+    """One tensor's bytes under another's name would load silently."""
     text = header.encode()
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(range(16)))
     with pytest.raises(UserError, match=sentence):

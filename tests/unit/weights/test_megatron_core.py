@@ -155,7 +155,7 @@ def test_megatron_computes_transformers_logits_from_our_folders(tmp_path, num_ra
                 source=source, target=target, to=to, spec="local", vocab_divisor=8, **sizes
             )
             convert(made)
-            jobs.append({"name": name, "deed": "load", "folder": f"{target}/release"})
+            jobs.append({"name": name, "action": "load", "folder": f"{target}/release"})
             expected[name] = logits
     found = megatron(tmp_path / "out", num_ranks, jobs)
     assert found.keys() == expected.keys()
@@ -191,7 +191,7 @@ def test_we_read_what_megatron_saves(tmp_path):
     jobs = [
         {
             "name": kind,
-            "deed": "save",
+            "action": "save",
             "folder": str(tmp_path / kind / "iter_0000007"),
             "args": saved_args(kind, sizes),
         }
@@ -213,7 +213,7 @@ def test_we_read_what_megatron_saves(tmp_path):
 def test_a_config_of_another_model_is_refused(tmp_path):
     job = {
         "name": "qwen3",
-        "deed": "save",
+        "action": "save",
         "folder": str(tmp_path / "saved" / "iter_0000007"),
         "args": saved_args("qwen3", {}),
     }
