@@ -28,6 +28,7 @@ from pentad.checkpoint.folders import (
     DAMAGED,
     MANIFEST,
     MAX_COMMIT_BYTES,
+    READ_BYTES,
     Checkpoint,
     Damaged,
     FileEntry,
@@ -40,13 +41,10 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.s3 import MAX_PARTS, Part, Store, StoreError, checksum_of
 from pentad.core.errors import RunError
 from pentad.core.remote import Remote
-from pentad.runtime.process import die_with_parent
+from pentad.runtime.process import NICENESS, die_with_parent
 
-READ_BYTES = 4 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Between two attempts at one checkpoint."""
-NICENESS = 5
-"""Training goes first."""
 
 
 class Taken(RunError):

@@ -33,12 +33,11 @@ from pentad.checkpoint.job import (
 )
 from pentad.core.errors import RunError
 from pentad.runtime.awake import awake_s
+from pentad.runtime.process import NICENESS
 
 NUMBER = struct.Struct("<Q")
 MAX_FDS = 250
 WATCH_S = 0.5
-NICENESS = 5
-"""The steps of the run come first."""
 
 
 class Pending:

@@ -19,6 +19,9 @@ from pentad.core.types import Row
 from pentad.data.render import DataSettings
 from pentad.data.stamp import check_same_data
 
+TOO_LONG = "too_long"
+"""Why a row of the data is dropped."""
+
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(size), int64.

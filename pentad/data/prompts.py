@@ -20,7 +20,7 @@ import numpy as np
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Prompt
-from pentad.data.examples import OrderedData
+from pentad.data.examples import TOO_LONG, OrderedData
 from pentad.data.render import (
     BadRow,
     DataSettings,
@@ -36,7 +36,6 @@ from pentad.data.tokenizer import Tokenizer
 
 ENCODE_AT_ONCE = 1024
 ROWS_TRIED = 1000
-TOO_LONG = "too_long"
 BAD_ROW = "bad_row"
 
 

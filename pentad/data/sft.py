@@ -21,7 +21,7 @@ import torch
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Row
-from pentad.data.examples import Examples
+from pentad.data.examples import TOO_LONG, Examples
 from pentad.data.render import (
     BadRow,
     DataSettings,
@@ -36,8 +36,6 @@ from pentad.data.render import (
 from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.stamp import digest_of_arrays
 from pentad.data.tokenizer import Messages, Tokenizer
-
-TOO_LONG = "too_long"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops import fused
-from pentad.ops.spans import Spans
+from pentad.ops.spans import NO_WINDOW, Spans
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 NARROW_K = 32
@@ -27,7 +27,6 @@ ROWS = 64
 """Queries times heads of a tile of attention."""
 KEYS = 64
 CHUNK = 4096
-NO_WINDOW = 1 << 30
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

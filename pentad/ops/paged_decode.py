@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.ops.spans import NO_WINDOW
+
 PLACES = 64
 """Places a program loads at a time."""
 NUM_WARPS, NUM_STAGES = 4, 2
@@ -22,8 +24,6 @@ NUM_WARPS, NUM_STAGES = 4, 2
 MIN_PROGRAMS = 512
 """Splits are added until there are about this many programs: a few on every multiprocessor."""
 MAX_SPLITS = 16
-NO_WINDOW = 1 << 30
-"""Longer than any sequence."""
 MIN_DOT = 16
 """Smallest side of a tensor-core tile."""
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NO_WINDOW = 1 << 30
+"""Longer than any sequence: what kernels take for a window where there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:

@@ -16,6 +16,8 @@ from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 FAILED = 1
+NICENESS = 5
+"""Of processes that work beside training: its steps come first."""
 
 
 def die_with_parent(parent: int) -> None:

@@ -36,6 +36,8 @@ CUTS = (
     "does not say which weights drew a token: with new weights answers under way are cut, and go "
     "on with their cache computed anew"
 )
+LOAD_TIMEOUT_S = 600.0
+"""For a server to take new weights."""
 NPY = b"\x93NUMPY"
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 OnToken = Callable[[int, int, float], None]

@@ -30,6 +30,7 @@ from pentad.core.types import Generation
 from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
     CUTS,
+    LOAD_TIMEOUT_S,
     MEMORIES,
     Call,
     LoadingDialect,
@@ -64,7 +65,6 @@ OLDEST = (0, 5, 17)
 TELLS_VERSIONS = (0, 5, 23)
 """The first whose answers are known to say which weights drew each token."""
 BUCKET_BYTES = 1 << 29
-LOAD_TIMEOUT_S = 600.0
 
 
 class Reason(BaseModel):

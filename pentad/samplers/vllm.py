@@ -23,6 +23,7 @@ from pentad.core.types import Generation, SamplingParams
 from pentad.ops.digest import digest_of
 from pentad.samplers.dialect import (
     CUTS,
+    LOAD_TIMEOUT_S,
     Call,
     LoadingDialect,
     VersionSpan,
@@ -38,6 +39,7 @@ from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
 from pentad.samplers.server_sampler import ServerSampler, attach_server, start_server
 from pentad.sync.deltas import size_of
+from pentad.sync.group import PROTOCOL
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
 
 log = logging.getLogger(__name__)
@@ -49,14 +51,11 @@ TELLS_VERSIONS = (0, 32)
 by name, and that opens its endpoint for tokens only with a flag."""
 TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
-PROTOCOL = 3
-"""That of `vllm_worker`, which cannot be imported here."""
 GENERATE = "/inference/v1/generate"
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
 NO_LOGPROB = -9999.0
 """What vLLM sends where it has no log-prob, or one that is not a number."""
-LOAD_TIMEOUT_S = 600.0
 
 
 class TokenLogprob(BaseModel):

@@ -26,12 +26,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from pentad.ops.digest import RunningDigest, digest_of
-from pentad.sync.group import BroadcastGroup, broadcast, weight_group
-
-PROTOCOL = 3
-"""Counts the meanings these calls have had; both sides must have the same."""
-DEVICE_ARGUMENT = 6
-"""Where `rebuild_cuda_tensor` takes the device index."""
+from pentad.sync.group import DEVICE_ARGUMENT, PROTOCOL, BroadcastGroup, broadcast, weight_group
 
 TensorStream = Iterator[tuple[str, Tensor]]
 Reply = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The process group that weights are broadcast over: both ends make it with these functions.
+"""What both ends of a weight transfer share: the process group of broadcasts, and what calls mean.
 
 The receiving end runs in a server's own environment, so this imports nothing but torch. The group
 stands beside whatever default group either process has.
@@ -12,6 +12,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+
+PROTOCOL = 3
+"""Counts the meanings that calls of vLLM's workers have had; both ends must have the same."""
+DEVICE_ARGUMENT = 6
+"""Where `rebuild_cuda_tensor` takes the device index."""
 
 
 class BroadcastGroup(Protocol):

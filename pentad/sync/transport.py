@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.errors import InfraFailure
 from pentad.core.roles import TensorPairs
-from pentad.sync.group import BroadcastGroup, send_all, weight_group
+from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
 from pentad.weights.hf import write_file
 from pentad.weights.transfer import TensorInfo
@@ -37,8 +37,6 @@ Ask = Callable[..., Awaitable[Receipts]]
 """`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
 JOIN_TIMEOUT_S = 300.0
 """For all workers to join a group."""
-DEVICE_ARGUMENT = 6
-"""Where `rebuild_cuda_tensor` takes the device."""
 
 
 class Transport:
