@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pentad.config.derived import known_config
+from pentad.config.derived import allocation_of, known_config
 from pentad.config.load import load_config
 from pentad.config.rules.layout import layout_problems
 from pentad.config.schema import Config
@@ -190,7 +190,7 @@ def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
     problems = layout_problems(config, subject.dims)
     if problems:
         return problems
-    backends = {component.backend for component in parse_allocation(text)}
+    backends = {component.backend for component in allocation_of(config)}
     if backends != {"archon"}:
         rule = f"only archon is run here, not {', '.join(sorted(backends - {'archon'}))}"
         return [Problem(f"layout = {text}", rule, "give the training layout alone")]

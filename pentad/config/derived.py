@@ -126,6 +126,11 @@ def allocation_for(sizes: ParallelismConfig) -> str:
     return f"archon:d{d}{rest}" if e == 1 else f"archon:(attn:d{d * e}{rest}|ffn:d{d}{rest}e{e})"
 
 
+def component_for(sizes: ParallelismConfig) -> Component:
+    (component,) = parse_allocation(allocation_for(sizes))
+    return component
+
+
 def component_of(config: Config, role: str) -> Component:
     """Where a role stands; a critic without a component of its own is where the actor is."""
     allocation = allocation_of(config)

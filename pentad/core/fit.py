@@ -39,6 +39,15 @@ def head_problems(layout: Layout, dims: ModelDims, where: str) -> Iterator[Probl
     yield Problem(where, rule, _cut_remedy(dims, tp, cp))
 
 
+def whole_kv_head_problems(tp: int, dims: ModelDims, where: str) -> Iterator[Problem]:
+    """The backend fsdp, which repeats no kv head; what `head_problems` finds is not said again."""
+    if dims.num_kv_heads % tp and dims.num_heads % tp == 0:
+        rule = f"t{tp} of fsdp must divide num_kv_heads = {dims.num_kv_heads}"
+        yield Problem(
+            where, rule, f"t can be {list_of(divisors(dims.num_kv_heads))}, or use archon"
+        )
+
+
 def heads_work(dims: ModelDims, tp: int, cp: int) -> bool:
     if dims.num_heads % (tp * cp) or not _deals(dims.num_kv_heads, tp):
         return False
@@ -104,6 +113,11 @@ def deals_experts(num_experts: int, ep: int) -> bool:
     return experts_each(num_experts, ep) * (ep - 1) < num_experts
 
 
+def no_bias(dims: ModelDims) -> str:
+    """Why a router gets no selection bias."""
+    return f"a saved {dims.family} has no place for a bias, so it would route otherwise"
+
+
 def balance_problems(
     dims: ModelDims, losses: Mapping[str, float], bias: tuple[str, float]
 ) -> Iterator[Problem]:
@@ -113,8 +127,9 @@ def balance_problems(
         if value and not dims.num_experts:
             yield Problem(f"{name} = {value:g}", "the model has no experts", "leave it out")
     if rate and dims.num_experts and not dims.router_bias:
-        rule = f"a saved {dims.family} has no place for a bias, so it would route otherwise"
-        yield Problem(f"{key} = {rate:g}", rule, "use the balancing loss (moe_aux_loss_coef)")
+        yield Problem(
+            f"{key} = {rate:g}", no_bias(dims), "use the balancing loss (moe_aux_loss_coef)"
+        )
 
 
 def strict_problems(layout: Layout, who: str) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from functools import partial
 
 from pentad.core.device import DTYPES
 from pentad.core.errors import Problem, UserError, raise_problems
-from pentad.core.fit import check_fit
+from pentad.core.fit import check_fit, whole_kv_head_problems
 from pentad.core.layout import Layout
 from pentad.core.settings import BalanceSettings, EngineSettings
 from pentad.engine.held import Maker
@@ -60,10 +60,7 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
     check_fit(layout, model.dims)
     if layout.tp == 1:
         return {}
-    num_kv_heads = model.dims.num_kv_heads
-    if num_kv_heads % layout.tp:
-        rule = f"t{layout.tp} of fsdp must divide num_kv_heads = {num_kv_heads}"
-        raise UserError(Problem(where, rule, "use another t"))
+    raise_problems(whole_kv_head_problems(layout.tp, model.dims, where))
     # Tables and the head stay whole: a tied one is used at both ends.
     whole = {name.removesuffix(".weight") for name in model.undecayed}
     whole.add(model.head_name)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
+from pentad.core.fit import no_bias
 from pentad.core.settings import BalanceSettings
 from pentad.core.types import LayerBalance
 from pentad.models.decoder import Block
@@ -40,11 +41,8 @@ def apply_balance(model: LanguageModel, settings: BalanceSettings) -> None:
         router.aux_loss_coef = settings.aux_loss_coef
         router.z_loss_coef = settings.z_loss_coef
         if settings.bias_rate and router.bias is None:
-            rule = (
-                f"a saved {model.dims.family} has no place for a bias, so it would route otherwise"
-            )
             where = f"bias_rate = {settings.bias_rate}"
-            raise UserError(Problem(where, rule, "use aux_loss_coef"))
+            raise UserError(Problem(where, no_bias(model.dims), "use aux_loss_coef"))
 
 
 def scale_losses(model: LanguageModel, count_per_token: float) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.derived import chosen, model_folder, register_models
+from pentad.config.rules.modes import no_groups
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
@@ -102,12 +103,11 @@ def begin_train_only(config: Config, device: torch.device) -> CheckedGroups:
 
 
 def open_groups(config: Config) -> KeptGroups:
-    folder = Path(chosen(config.groups_from, "groups_from")).absolute() / "batches"
+    source = chosen(config.groups_from, "groups_from")
+    folder = Path(source).absolute() / "batches"
     steps = kept_steps(folder)
     if not steps:
-        rule = "has no groups: no step*.groups in its batches/"
-        remedy = "give the folder of a run's records; telemetry.keep_batches says what it keeps"
-        raise UserError(Problem(f"groups_from = {config.groups_from}", rule, remedy))
+        raise UserError(no_groups(source))
     return KeptGroups(folder, steps, [read_head(folder, step) for step in steps])
 
 

@@ -148,15 +148,9 @@ def remote_of(config: Config) -> Remote | None:
     tiers = config.checkpoint
     if tiers.remote_uri is None:
         return None
-    return Remote(
-        tiers.remote_uri,
-        endpoint_url=tiers.endpoint_url,
-        region=tiers.region,
-        num_workers=tiers.async_workers,
-        retention=tiers.retention,
-        bandwidth_mb_s=tiers.bandwidth_mb_s,
-        timeout_s=tiers.timeout_s,
-    ).under(f"{chosen(config.user, 'user')}/{config.experiment_name}/{config.trial_name}")
+    place = f"{chosen(config.user, 'user')}/{config.experiment_name}/{config.trial_name}"
+    remote = into(Remote, tiers, uri=tiers.remote_uri, num_workers=tiers.async_workers)
+    return remote.under(place)
 
 
 def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:

@@ -31,6 +31,7 @@ from pentad.core.fit import (
     list_of,
     splits_backward,
     takes_microbatches,
+    whole_kv_head_problems,
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors
@@ -272,10 +273,8 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
     if part.dims is not None and part.dims.num_experts and tp > 1:
         rule = f"t{tp} of fsdp would cut experts, for which transformers' plan is not built"
         yield Problem(part.where, rule, "use t1, or archon")
-    elif part.dims is not None and part.dims.num_kv_heads % tp and part.dims.num_heads % tp == 0:
-        rule = f"t{tp} of fsdp must divide num_kv_heads = {part.dims.num_kv_heads}"
-        fits = list_of(divisors(part.dims.num_kv_heads))
-        yield Problem(part.where, rule, f"t can be {fits}, or use archon")
+    elif part.dims is not None:
+        yield from whole_kv_head_problems(tp, part.dims, part.where)
 
 
 @TRAINING.add()

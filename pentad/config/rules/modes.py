@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.config.derived import (
-    allocation_for,
     are_apart,
+    component_for,
     count_devices,
     has_storage_units,
     is_learner_apart,
@@ -19,7 +19,7 @@ from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 from pentad.core.fit import list_of, strict_problems
-from pentad.core.layout import Component, divisors, parse_allocation
+from pentad.core.layout import Component, divisors
 from pentad.telemetry.runfolder import run_path
 
 RULES: Rules[[Config]] = Rules()
@@ -77,7 +77,7 @@ def parallelism_agrees_with_the_allocation(config: Config) -> Problem | None:
     actor = part_of(config, "actor")
     if config.parallelism is None or not actor:
         return None
-    (wanted,) = parse_allocation(allocation_for(config.parallelism))
+    wanted = component_for(config.parallelism)
     if wanted.layout() == actor.layout():
         return None
     rule = f"is {wanted} ({wanted.world} devices), but allocation_mode has {actor}"
@@ -242,9 +242,14 @@ def groups_are_there(config: Config) -> Problem | None:
         return None
     if any(Path(config.groups_from, "batches").glob("step*.groups")):
         return None
+    return no_groups(config.groups_from)
+
+
+def no_groups(folder: str) -> Problem:
+    """Of a run that only trains, before it starts and where its groups have gone since."""
     rule = "has no groups: no step*.groups in its batches/"
     remedy = "give the folder of a run's records; telemetry.keep_batches says what it keeps"
-    return Problem(f"groups_from = {config.groups_from}", rule, remedy)
+    return Problem(f"groups_from = {folder}", rule, remedy)
 
 
 @RULES.add("only", "groups_from", "fileroot", "experiment_name", "trial_name", "user")
