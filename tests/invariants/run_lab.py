@@ -1,4 +1,4 @@
-"""Runs of tiny recipes through the public face, and what they left."""
+"""Runs of tiny recipes through the public interface, and what they left."""
 
 import json
 from pathlib import Path

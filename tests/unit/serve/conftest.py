@@ -63,7 +63,7 @@ class Running:
     """A server at work; `loop` and `stop` are those of its thread."""
 
     url: str
-    face: Endpoints
+    endpoints: Endpoints
     loop: asyncio.AbstractEventLoop
     stop: asyncio.Event
     thread: threading.Thread
@@ -90,14 +90,14 @@ def start_server(byte_model, byte_tokenizer):
         async def main():
             listener = bind("127.0.0.1", 0)
             service = Service(make_sampler(byte_model, tokenizer), tokenizer, "tiny")
-            face, stop = Endpoints(service, ServeLimits(**limits)), asyncio.Event()
+            endpoints, stop = Endpoints(service, ServeLimits(**limits)), asyncio.Event()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            told = (url, face, asyncio.get_running_loop(), stop)
+            told = (url, endpoints, asyncio.get_running_loop(), stop)
             try:
                 await serve(
-                    Guard(face.app(), api_key=api_key, is_loopback=True),
+                    Guard(endpoints.app(), api_key=api_key, is_loopback=True),
                     listener,
-                    face.limits,
+                    endpoints.limits,
                     stop=stop,
                     drain_s=drain_s,
                     on_ready=lambda: ready.put(told),

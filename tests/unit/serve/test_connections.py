@@ -97,11 +97,11 @@ def test_clients_that_ask_and_read_are_left_alone(hasty):
 
 def test_a_client_that_does_not_read_loses_its_place(hasty):
     many = post(stream=True, n=64, max_tokens=3000, ignore_eos=True, logprobs=0, temperature=1)
-    sampler = hasty.face.service.sampler
+    sampler = hasty.endpoints.service.sampler
     before = sampler.stats()["tokens_drawn"]
     connection = connect(hasty, many, receive=2048)
     wait_until(lambda: sampler.stats()["tokens_drawn"] > before)
-    wait_until(lambda: hasty.face.num_open == 0)
+    wait_until(lambda: hasty.endpoints.num_open == 0)
     drawn = sampler.stats()["tokens_drawn"] - before
     assert drawn < 64 * 3000, "it was answered to the end"
     connection.close()
@@ -114,13 +114,13 @@ def test_a_client_may_have_so_many_connections(start_server):
     wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
     assert [is_open(one) for one in silent] == [False, True, True]  # the oldest made room
     busy = [connect(server, post(stream=True, max_tokens=3000, ignore_eos=True)) for _ in range(3)]
-    wait_until(lambda: server.face.num_open == 3)
+    wait_until(lambda: server.endpoints.num_open == 3)
     answer = httpx.get(f"{server.url}/health")
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert "127.0.0.1 has too many connections" in answer.json()["error"]["message"]
     for one in silent + busy:
         one.close()
-    wait_until(lambda: server.face.num_open == 0)
+    wait_until(lambda: server.endpoints.num_open == 0)
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -129,7 +129,7 @@ def test_one_client_cannot_take_every_place(start_server):
     server = start_server(max_requests=4, client_share=0.75)
     long = post(stream=True, max_tokens=3000, ignore_eos=True)
     busy = [connect(server, long) for _ in range(3)]
-    wait_until(lambda: server.face.num_open == 3)
+    wait_until(lambda: server.endpoints.num_open == 3)
     forged = post(max_tokens=1).replace("\r\n", "\r\nx-forwarded-for: 10.0.0.1\r\n", 1)
     with connect(server, forged) as fourth:
         answer = b""
@@ -140,8 +140,8 @@ def test_one_client_cannot_take_every_place(start_server):
         assert other.recv(2000).startswith(b"HTTP/1.1 200")
     for one in busy:
         one.close()
-    wait_until(lambda: server.face.num_open == 0)
-    assert not server.face.open
+    wait_until(lambda: server.endpoints.num_open == 0)
+    assert not server.endpoints.open
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_bad_requests_get_a_sentence_in_openais_shape(server, body, status, para
     error = answer.json()["error"]
     assert said in error["message"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert server.face.num_open == 0
+    assert server.endpoints.num_open == 0
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_large_bodies_are_refused_declared_or_not(start_server):
     connection.putheader("content-length", "500")
     connection.endheaders(b"{")
     assert connection.getresponse().status == 408
-    assert server.face.num_open == 0
+    assert server.endpoints.num_open == 0
 
 
 def connect(server):
@@ -242,7 +242,7 @@ def wait_until(condition, timeout_s=240.0):
 
 def stats(server):
     async def ask():
-        return server.face.service.sampler.stats()
+        return server.endpoints.service.sampler.stats()
 
     return server.call(ask)
 
@@ -258,9 +258,9 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     wait_until(lambda: stats(server)["tokens_drawn"] > before)
     assert stats(server)["running"] == 2
     connection.close()
-    wait_until(lambda: stats(server)["running"] == 0 and server.face.num_open == 0)
+    wait_until(lambda: stats(server)["running"] == 0 and server.endpoints.num_open == 0)
     assert stats(server)["tokens_drawn"] - before < 2 * 4000
-    assert not server.face.service.sampler.open
+    assert not server.endpoints.service.sampler.open
 
 
 def test_more_requests_than_allowed_are_told_to_come_again(start_server):
@@ -273,7 +273,7 @@ def test_more_requests_than_allowed_are_told_to_come_again(start_server):
         server.client.completions.create(model="tiny", prompt="x", max_tokens=1)
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "requests": 1}
     open_one.close()
-    wait_until(lambda: server.face.num_open == 0)
+    wait_until(lambda: server.endpoints.num_open == 0)
     server.client.completions.create(model="tiny", prompt="x", max_tokens=1)
 
 
@@ -300,7 +300,7 @@ def test_requests_that_do_not_end_in_time_are_told_so(start_server):
     next(stream)
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(server.client.completions.create, **options)
-        wait_until(lambda: server.face.num_open == 2)
+        wait_until(lambda: server.endpoints.num_open == 2)
         server.end()
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(stream)
@@ -320,7 +320,7 @@ def refuses(server):
 
 def test_an_engine_that_failed_is_told(start_server):
     server = start_server()
-    server.call(server.face.service.sampler.close)
+    server.call(server.endpoints.service.sampler.close)
     answer = httpx.get(f"{server.url}/health")
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         503,
