@@ -18,7 +18,7 @@ ROWS = (
     "models parallel data runtime",
     "config engine infer sync checkpoint",
     "planner samplers rewards serve",
-    "rollout elastic",
+    "rollout",
     "trainer",
     "chaos",
     "cli",
