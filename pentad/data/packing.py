@@ -13,6 +13,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ ALIGN = 64
 
 PLAIN = ("finish", "given_text", "turns", "reward", "reward_parts")
 ARRAYS = ("ids", "mask", "rollout_logprobs", "versions", "routes")
+_plain_of, _held_by = attrgetter(*PLAIN), attrgetter(*ARRAYS)
 TEXT = "text"
 """Bytes among the arrays: JSON is slow with long texts."""
 COLUMN = "columns/"
@@ -43,25 +45,25 @@ def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
     parts: dict[str, list[np.ndarray]] = {}
     """Arrays alike in name, type and shape lie end to end, in the order of the samples."""
     meta = []
-    kinds: dict[tuple[str, str, tuple[int, ...]], tuple[str, list[np.ndarray]]] = {}
+    kinds: dict[tuple[str, np.dtype, tuple[int, ...]], tuple[str, list[np.ndarray]]] = {}
     """Of each kind its key and its parts: a name is written once, not for every sample."""
     for group in groups:
         samples = []
         for sample in group.samples:
             own = {}
             for name, array in _arrays_of(sample):
-                kind = name, array.dtype.str, array.shape[1:]
-                if kind not in kinds:
+                kind = name, array.dtype, array.shape[1:]
+                alike = kinds.get(kind)
+                if alike is None:
                     if array.dtype.hasobject:
                         raise RunError(
                             f"group {group.gid} cannot be kept in a file: {name} has objects"
                         )
                     key = f"{name} {array.dtype.str} {array.shape[1:]}"
-                    kinds[kind] = key, parts.setdefault(key, [])
-                key, alike = kinds[kind]
-                own[name] = [key, len(array)]
-                alike.append(array)
-            samples.append({name: getattr(sample, name) for name in PLAIN} | {"arrays": own})
+                    alike = kinds[kind] = key, parts.setdefault(key, [])
+                own[name] = alike[0], len(array)
+                alike[1].append(array)
+            samples.append(dict(zip(PLAIN, _plain_of(sample), strict=True)) | {"arrays": own})
         meta.append({"gid": group.gid, "attempt": group.attempt, "samples": samples})
     joined = {key: np.concatenate(arrays) for key, arrays in parts.items()}
     return pack_arrays(meta, joined)
@@ -157,11 +159,12 @@ def _crc(pieces: Sequence[Buffer]) -> int:
 
 def _arrays_of(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
     yield TEXT, np.frombuffer(sample.text.encode("utf-8", "surrogatepass"), np.uint8)
-    for name in ARRAYS:
-        if (array := getattr(sample, name)) is not None:
+    for name, array in zip(ARRAYS, _held_by(sample), strict=True):
+        if array is not None:
             yield name, array
-    for name, column in list(sample.columns.items()):  # a scorer may write one meanwhile
-        yield COLUMN + name, np.asarray(column)
+    if sample.columns:
+        for name, column in list(sample.columns.items()):  # a scorer may write one meanwhile
+            yield COLUMN + name, np.asarray(column)
 
 
 def _plain(value: Any) -> Any:

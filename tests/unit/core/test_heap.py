@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from pentad.core.device import WARM_STEPS, settle, unsettle
+from pentad.core.device import WARM_STEPS, YOUNG_OBJECTS, settle, unsettle
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,20 @@ def test_the_heap_is_frozen_once_and_given_back():
     assert gc.get_freeze_count() <= frozen and len(kept) == 1000
     unsettle()
     assert gc.get_freeze_count() == 0
+
+
+def test_a_settled_process_collects_seldom_and_one_that_goes_on_as_before():
+    before = gc.get_threshold()
+    gc.set_threshold(700, 12, 13)
+    try:
+        settle(WARM_STEPS)
+        settle(WARM_STEPS)  # of another role in the same process
+        assert gc.get_threshold() == (YOUNG_OBJECTS, 12, 13)
+        unsettle()
+        assert gc.get_threshold() == (700, 12, 13)
+    finally:
+        unsettle()
+        gc.set_threshold(*before)
 
 
 def test_what_was_frozen_before_a_run_stays_so_and_nothing_of_the_run_is_added():
