@@ -155,13 +155,14 @@ def answered(
     """The samples that `Transcript`s of one answer come to, without the way over lists."""
     given = Transcript(prompt_ids).finished("stop", "")
     drawn = [generation.columns() for generation in generations]
-    ids, logprobs, versions, mask = (
+    sizes = [size for ids, _, _ in drawn for size in (len(prompt_ids), len(ids))]
+    mask = np.repeat(np.tile((False, True), len(drawn)), sizes)
+    ids, logprobs, versions = (
         np.concatenate([part for column in columns for part in (before, column)])
         for before, columns in (
             (given.ids, [ids for ids, _, _ in drawn]),
             (given.rollout_logprobs, [logprobs for _, logprobs, _ in drawn]),
             (given.versions, [versions for _, _, versions in drawn]),
-            (given.mask, [np.ones(len(ids), dtype=bool) for ids, _, _ in drawn]),
         )
     )
     samples, end = [], 0
