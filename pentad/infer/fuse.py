@@ -24,7 +24,7 @@ class FusedNorm(Norm):
 
 class FusedMlp(Mlp):
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(fused.silu_mul(*self.gate_up(x_TD)))
+        return self.down(fused.silu_mul(*self.gate_up(x_TD).chunk(2, dim=-1)))
 
 
 class FusedAttention(Attention):

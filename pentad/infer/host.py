@@ -48,10 +48,9 @@ class HostLinear(Linear):
 
 
 class HostGateUp(GateUp):
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
-        gate, up = product(x_TD, self.weight.flatten(0, 1), bias).chunk(2, dim=-1)
-        return gate, up
+        return product(x_TD, self.weight.flatten(0, 1), bias)
 
 
 class HostNorm(Norm):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Attend
+from pentad.ops.gated import silu_mul
 
 
 class Rotary(nn.Module):
@@ -176,17 +177,17 @@ class Norm(nn.Module):
 
 
 class GateUp(nn.Module):
-    """Two projections of one input on an own leading axis, gate first: weight [2, F, D]."""
+    """Two projections of one input on an own leading axis, gate first: weight [2, F, D]. Their
+    results lie side by side: [T, 2F]."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2, out_size, in_size))
         self.bias = nn.Parameter(torch.empty(2, out_size)) if bias else None
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
-        gate, up = F.linear(x_TD, self.weight.flatten(0, 1), bias).chunk(2, dim=-1)
-        return gate, up
+        return F.linear(x_TD, self.weight.flatten(0, 1), bias)
 
 
 class Mlp(nn.Module):
@@ -198,8 +199,7 @@ class Mlp(nn.Module):
         self.down = Linear(dims.intermediate_size, dims.hidden_size, bias=dims.mlp_bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_TD)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_mul(self.gate_up(x_TD)))
 
 
 class Attention(nn.Module):

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.models.layers import GateUp, Linear
 from pentad.ops.experts import run_experts, sort_pairs, sum_rows, take_rows, take_weights
+from pentad.ops.gated import silu_mul
 from pentad.ops.router import RouteRule, add_loss, balance_loss, gate_logits, route, z_loss
 
 Routes = dict[int, Tensor]
@@ -107,8 +107,7 @@ class SharedExpert(nn.Module):
     def forward(self, x_TD: Tensor, a_TM: Tensor | None = None) -> Tensor:
         """The first half, or given its result the second: one function, since that is compiled."""
         if a_TM is None:
-            gate, up = self.gate_up(x_TD)
-            return F.silu(gate) * up
+            return silu_mul(self.gate_up(x_TD))
         y_TD: Tensor = self.down(a_TM)
         return y_TD if self.gate is None else self.gate(x_TD).sigmoid() * y_TD
 

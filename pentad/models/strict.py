@@ -24,10 +24,9 @@ class StrictLinear(Linear):
 
 
 class StrictGateUp(GateUp):
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
-        gate, up = invariant.linear(x_TD, self.weight.flatten(0, 1), bias).chunk(2, dim=-1)
-        return gate, up
+        return invariant.linear(x_TD, self.weight.flatten(0, 1), bias)
 
 
 class StrictNorm(Norm):
@@ -37,14 +36,14 @@ class StrictNorm(Norm):
 
 class StrictMlp(Mlp):
     def forward(self, x_TD: Tensor) -> Tensor:
-        down: Tensor = self.down(invariant.silu_mul(*self.gate_up(x_TD)))
+        down: Tensor = self.down(invariant.silu_mul(*self.gate_up(x_TD).chunk(2, dim=-1)))
         return down
 
 
 class StrictSharedExpert(SharedExpert):
     def forward(self, x_TD: Tensor, a_TM: Tensor | None = None) -> Tensor:
         if a_TM is None:
-            return invariant.silu_mul(*self.gate_up(x_TD))
+            return invariant.silu_mul(*self.gate_up(x_TD).chunk(2, dim=-1))
         y_TD: Tensor = self.down(a_TM)
         return y_TD if self.gate is None else invariant.sigmoid(self.gate(x_TD)) * y_TD
 

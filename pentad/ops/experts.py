@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pentad.ops.gated import weighted_silu_mul
+
 try:
     from pentad.ops.sum_kernel import sum_places
 except ImportError:
@@ -127,8 +129,7 @@ def run_experts(
     instead of D, and backward does not need the result. Its gradient flows.
     """
     h_NG = grouped_linear(x_ND, gate_up_E2MD.flatten(1, 2), ends_E)
-    a_NM: Tensor = _WeightedSwiglu.apply(h_NG, weights_N)
-    return grouped_linear(a_NM, down_EDM, ends_E)
+    return grouped_linear(weighted_silu_mul(h_NG, weights_N), down_EDM, ends_E)
 
 
 def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
@@ -155,38 +156,6 @@ def loop_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
         return x_ND.new_empty(0, weight_EOD.shape[1])
     parts = zip(x_ND.split(sizes), weight_EOD.unbind(), strict=True)
     return torch.cat([F.linear(part, weight) for part, weight in parts])
-
-
-class _WeightedSwiglu(torch.autograd.Function):
-    """weight * silu(gate) * up, gate and up side by side; backward recomputes from its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(h_NG, weights_N)
-        gate, up = h_NG.chunk(2, dim=-1)
-        # Nothing in place: selective recomputation under torch.compile does not bear it.
-        a_NM = F.silu(gate) * up
-        if weights_N is None:
-            return a_NM
-        y_NM = a_NM * weights_N[:, None]
-        # Not `to` where there is nothing to do: compiled by torch 2.11, its result has no gradient.
-        return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        h_NG, weights_N = ctx.saved_tensors
-        gate, up = h_NG.chunk(2, dim=-1)
-        s_NM = gate.sigmoid()
-        silu_NM = gate * s_NM
-        d_NM, dweights_N = grads[0], None
-        if weights_N is not None:
-            if ctx.needs_input_grad[1]:
-                terms = d_NM * silu_NM * up
-                dweights_N = terms.sum(-1, dtype=weights_N.dtype)
-            d_NM = d_NM.clone().mul_(weights_N[:, None])
-        # silu'(g) = s * (1 + g - g * s)
-        slope_NM = (1 + gate - silu_NM).mul_(s_NM)
-        return torch.cat([slope_NM.mul_(up).mul_(d_NM), silu_NM.mul_(d_NM)], dim=-1), dweights_N
 
 
 def reference_mixture(

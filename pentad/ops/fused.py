@@ -239,19 +239,32 @@ def _rotate_heads(
     tl.store(out_ptr + x_at + HALF, out_2.to(dtype), mask=mask_hd)
 
 
-def reference_silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    return F.silu(gate_TF) * up_TF
+def reference_silu_mul(gate_TF: Tensor, up_TF: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    out_TF = F.silu(gate_TF) * up_TF
+    return out_TF if weights_T is None else (out_TF * weights_T[:, None]).to(out_TF.dtype)
 
 
-def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """Both may be halves of one tensor: rows are contiguous, their distance is free."""
+def silu_mul(gate_TF: Tensor, up_TF: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    """Both may be halves of one tensor: rows are contiguous, their distance is free. Given weights,
+    each row times its own."""
     num_tokens, width = gate_TF.shape
     assert gate_TF.stride() == up_TF.stride() and gate_TF.stride(1) == 1
+    assert weights_T is None or weights_T.is_contiguous()
     out_TF = torch.empty((num_tokens, width), dtype=gate_TF.dtype, device=gate_TF.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul[(num_tokens, triton.cdiv(width, block))](
-        gate_TF, up_TF, out_TF, gate_TF.stride(0), WIDTH=width, BLOCK=block, num_warps=4
-    )
+    num_programs = num_tokens * triton.cdiv(width, block)
+    if num_programs:
+        _silu_mul[(num_programs,)](
+            gate_TF,
+            up_TF,
+            gate_TF if weights_T is None else weights_T,
+            out_TF,
+            gate_TF.stride(0),
+            HAS_WEIGHTS=weights_T is not None,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out_TF
 
 
@@ -259,17 +272,24 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 def _silu_mul(
     gate_ptr: tl.tensor,
     up_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
     out_ptr: tl.tensor,
     stride: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    f = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
     mask = f < WIDTH
     gate = tl.load(gate_ptr + row * stride + f, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride + f, mask=mask, other=0.0)
-    out = (gate / (1.0 + tl.exp(-gate))).to(up.dtype) * up
+    up = tl.load(up_ptr + row * stride + f, mask=mask, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    out = (silu * up).to(dtype)
+    if HAS_WEIGHTS:
+        out = (out.to(tl.float32) * tl.load(weights_ptr + row).to(tl.float32)).to(dtype)
     tl.store(out_ptr + row * WIDTH + f, out, mask=mask)
 
 

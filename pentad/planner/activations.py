@@ -117,7 +117,8 @@ def attention_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> f
 
 
 def mlp_kept(dims: ModelDims, layout: Layout, keeping: Checkpointing) -> float:
-    """Second half of a dense layer: norm, gate and up, silu(gate), their product."""
+    """Second half of a dense layer: norm, gate and up, silu(gate), their product. At most: a GPU's
+    kernel for 16-bit numbers does without silu(gate)."""
     c, tp = keeping.compute_bytes, layout.tp
     kept = norm_kept(dims.hidden_size / tp, c)
     kept += c * dims.hidden_size  # input of gate and up, gathered over tp

@@ -1,0 +1,78 @@
+"""The gated activation of a feed-forward: silu(gate) * up, gate and up side by side in one tensor.
+
+On a GPU one kernel makes the gradient, where a compiler's reads everything once for each half, and
+from the inputs alone, so that silu(gate) is not kept.
+
+Shapes: T rows (of experts: N), F width (of experts: M), G = 2F.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+try:
+    from pentad.ops.gated_kernel import silu_mul as kernel_silu_mul
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+
+def has_kernel(h_TG: Tensor) -> bool:
+    """Whether kernels run: wider dtypes keep the bits of plain torch."""
+    return HAS_TRITON and h_TG.is_cuda and h_TG.dtype.itemsize == 2
+
+
+def silu_mul(h_TG: Tensor) -> Tensor:
+    """Of a dense feed-forward. Forward is the same with gradients and without."""
+    if has_kernel(h_TG):
+        result: Tensor = kernel_silu_mul(h_TG, None)
+        return result
+    gate, up = h_TG.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def weighted_silu_mul(h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
+    """Of experts: weight * silu(gate) * up. The gradient of the weights flows."""
+    result: Tensor
+    if has_kernel(h_NG):
+        result = kernel_silu_mul(h_NG, weights_N)
+    else:
+        result = _Gated.apply(h_NG, weights_N)
+    return result
+
+
+class _Gated(torch.autograd.Function):
+    """Backward recomputes from the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, h_NG: Tensor, weights_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(h_NG, weights_N)
+        gate, up = h_NG.chunk(2, dim=-1)
+        # Nothing in place: selective recomputation under torch.compile does not bear it.
+        a_NM = F.silu(gate) * up
+        if weights_N is None:
+            return a_NM
+        y_NM = a_NM * weights_N[:, None]
+        # Not `to` where there is nothing to do: compiled by torch 2.11, its result has no gradient.
+        return y_NM if y_NM.dtype == a_NM.dtype else y_NM.to(a_NM.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        h_NG, weights_N = ctx.saved_tensors
+        gate, up = h_NG.chunk(2, dim=-1)
+        s_NM = gate.sigmoid()
+        silu_NM = gate * s_NM
+        d_NM, dweights_N = grads[0], None
+        if weights_N is not None:
+            if ctx.needs_input_grad[1]:
+                terms = d_NM * silu_NM * up
+                dweights_N = terms.sum(-1, dtype=weights_N.dtype)
+            d_NM = d_NM.clone().mul_(weights_N[:, None])
+        # silu'(g) = s * (1 + g - g * s)
+        slope_NM = (1 + gate - silu_NM).mul_(s_NM)
+        return torch.cat([slope_NM.mul_(up).mul_(d_NM), silu_NM.mul_(d_NM)], dim=-1), dweights_N
