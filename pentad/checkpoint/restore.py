@@ -35,7 +35,7 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.folders import STATE, RecoveryPath
 from pentad.models.hf_weights import box_of, hf_metadata
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import build_face, save_model
+from pentad.models.registry import build_whole, save_model
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import DcpFolder, Demand
 from pentad.weights.megatron.layout import INDEX
@@ -223,30 +223,30 @@ def export_hf(
     if wanted not in DTYPES:
         raise UserError(Problem(f"--dtype {wanted}", f"use one of {', '.join(DTYPES)}"))
     config, head = counters["hf_config"], counters["value_head"]
-    face = build_face(config, counters["backend"], model=model, value_head=head)
+    whole = build_whole(config, counters["backend"], model=model, value_head=head)
     prefix = "model." if tag == "actor" else f"tags.{tag}."
     folders = [Path(path) for path in counters["companions"] if Path(path).is_dir()]
     save_model(
-        face,
+        whole,
         target,
         dtype=DTYPES[wanted],
         hf_config=config,
         tokenizer_folder=folders[0] if folders else None,
         source_folder=folders[-1] if folders else None,
-        weights=_read(open_state(checkpoint, folder), face, prefix, DTYPES[wanted]),
+        weights=_read(open_state(checkpoint, folder), whole, prefix, DTYPES[wanted]),
     )
     return counters
 
 
 def _read(
-    saved: DcpFolder, face: LanguageModel, prefix: str, dtype: torch.dtype
+    saved: DcpFolder, whole: LanguageModel, prefix: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    sources = face.weight_map.sources
+    sources = whole.weight_map.sources
     regions = {
         name: [replace(region, source=prefix + region.source) for region in source.regions]
         for name, source in sources.items()
     }
-    infos = hf_metadata(face, dtype)
+    infos = hf_metadata(whole, dtype)
     for names in _batches(infos):
         kept = {n: saved.infos[regions[n][0].source].dtype for n in names}
         batch = {n: torch.empty(sources[n].shape, dtype=kept[n]) for n in names}

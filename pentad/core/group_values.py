@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup | None
+OptionalGroup = dist.ProcessGroup | None
 """None: the default group. It must have a backend for tensors of the CPU."""
 
 
-def broadcast_value(value: Any, group: Group = None, source: int = 0) -> Any:
+def broadcast_value(value: Any, group: OptionalGroup = None, source: int = 0) -> Any:
     """The value of the rank `source` of the group, on every rank of it; the others give None."""
     is_source = dist.get_rank(group) == source
     data = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
@@ -24,7 +24,7 @@ def broadcast_value(value: Any, group: Group = None, source: int = 0) -> Any:
     return value if is_source else _unpacked(data)
 
 
-def gather_values(value: Any, group: Group = None) -> list[Any]:
+def gather_values(value: Any, group: OptionalGroup = None) -> list[Any]:
     """The values of all ranks, in their order, on every rank."""
     data, world = _packed(value), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]

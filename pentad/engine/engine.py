@@ -32,7 +32,7 @@ from pentad.engine.export import model_digest, save_whole, stage_weights
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
 from pentad.engine.optim import FusedAdamW, OpenStep, clip_scale, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
-from pentad.engine.packing import Plan, plan_call, sequence_cost
+from pentad.engine.packing import MicrobatchPlan, plan_call, sequence_cost
 from pentad.engine.predictor import Predicted
 from pentad.engine.state import present_all, read_random, sources_between, write_random
 from pentad.engine.tags import Offload, WeightTags
@@ -40,7 +40,7 @@ from pentad.models.balance import measure_balance, move_biases, scale_losses
 from pentad.models.families import ConfigLike, dims_of, read_config
 from pentad.models.hf_weights import box_of, hf_metadata
 from pentad.models.moe import Routes
-from pentad.models.registry import build_face, plan_export
+from pentad.models.registry import build_whole, plan_export
 from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
@@ -131,7 +131,7 @@ class Engine:
         self.backend = backend
         self.decoder = held.decoders[0]
         """The model, or the first of its stages that this rank holds."""
-        self.dims = held.face.dims
+        self.dims = held.whole.dims
         self.settings = settings
         self.meshes = meshes
         self.device = meshes.device
@@ -187,17 +187,17 @@ class Engine:
 
     def _score(
         self, rows: Sequence[Row], tag: str, noted: list[Routes] | None = None
-    ) -> tuple[list[Predicted], Plan]:
+    ) -> tuple[list[Predicted], MicrobatchPlan]:
         """All rows forward, with the weights of the tag in place."""
         check_rows(rows, (), self.dims.vocab_size)
         check_routes(rows, self.dims)
         plan = self._plan(rows)
         with self.use(tag):
             predicted = self.passes.forward(self._microbatches(plan, rows, ()), noted)
-        compiling.tell()
+        compiling.report()
         return predicted, plan
 
-    def _plan(self, rows: Sequence[Row]) -> Plan:
+    def _plan(self, rows: Sequence[Row]) -> MicrobatchPlan:
         """What each data-parallel rank computes, without what would be empty on all of them."""
         check_agreement(rows, self.meshes)
         lengths = [row.ids.numel() for row in rows]
@@ -206,7 +206,7 @@ class Engine:
         return plan_call(lengths, self.cost, self.settings, num_ranks, take)
 
     def _microbatches(
-        self, plan: Plan, rows: Sequence[Row], columns: Sequence[str]
+        self, plan: MicrobatchPlan, rows: Sequence[Row], columns: Sequence[str]
     ) -> Iterator[PackedRows]:
         at, layout = self.meshes.coords, self.meshes.layout
         for indices in plan[at.dp_replicate * layout.dp_shard + at.dp_shard]:
@@ -283,7 +283,7 @@ class Engine:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
             self.is_half_moved = False
         self._drop_gradients()
-        compiling.tell()
+        compiling.report()
         self.step = None
         self.num_steps += 1
         self.num_skipped += bool(reason)
@@ -385,7 +385,7 @@ class Engine:
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]:
         """What weights are called outside: the map, and name, shape and dtype of each tensor."""
-        return self.held.face.weight_map, hf_metadata(self.held.face, self._publish_dtype)
+        return self.held.whole.weight_map, hf_metadata(self.held.whole, self._publish_dtype)
 
     def save_hf(self, folder: str) -> None:
         """Rank 0 writes; on return, on any rank, the folder is whole."""
@@ -396,7 +396,7 @@ class Engine:
 
     def stage_hf(self, into: Tensor | None) -> None:
         """Rank 0 holds the copy."""
-        infos = hf_metadata(self.held.face, self._publish_dtype)
+        infos = hf_metadata(self.held.whole, self._publish_dtype)
         stage_weights(self._whole_weights(), infos, into, self.device)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -417,7 +417,7 @@ class Engine:
 
     def _export(self) -> FolderPlan:
         return plan_export(
-            self.held.face,
+            self.held.whole,
             dtype=self._publish_dtype,
             source_folder=self.source_folder,
             hf_config=self.hf_config,
@@ -455,9 +455,9 @@ class Engine:
             "num_skipped": self.num_skipped,
             "tags": list(self.tags.copies),
             "backend": self.backend,
-            "value_head": self.held.face.value_head is not None,
+            "value_head": self.held.whole.value_head is not None,
             "layout": str(self.meshes.layout),
-            "model": model_digest(self.held.face),
+            "model": model_digest(self.held.whole),
             "dtype": str(self._publish_dtype).removeprefix("torch."),
             "hf_config": dict(self.hf_config),
             "companions": [
@@ -471,7 +471,7 @@ class Engine:
         """Makes room for what is restored. From here to `end_restore` the weights are of no step:
         whoever writes to `state_tensors` in between writes all of them."""
         self._require_actor("restoring")
-        if counters["model"] != model_digest(self.held.face):
+        if counters["model"] != model_digest(self.held.whole):
             raise RunError(
                 "the checkpoint is of another model: its tensors have other names or shapes"
             )
@@ -486,10 +486,10 @@ class Engine:
         """Where the state of another backend has the parts of this one's; None: under its names."""
         if counters["backend"] == self.backend:
             return None
-        head = self.held.face.value_head is not None
-        saved = build_face(self.hf_config, counters["backend"], value_head=head)
+        head = self.held.whole.value_head is not None
+        saved = build_whole(self.hf_config, counters["backend"], value_head=head)
         names = list(self.state_tensors())
-        return sources_between(names, self.held.face.weight_map, saved.weight_map)
+        return sources_between(names, self.held.whole.weight_map, saved.weight_map)
 
     def end_restore(self, counters: Mapping[str, Any]) -> None:
         assert self.restoring is not None, "begin_restore comes first"

@@ -86,9 +86,9 @@ class HeldModel:
     def __init__(self, maker: Maker, meshes: Meshes) -> None:
         self.meshes = meshes
         self.pipeline = maker.pipeline
-        self.face = maker.build()
+        self.whole = maker.build()
         """The whole model without memory: what is saved and published, by name and shape."""
-        decoders = [self.face]
+        decoders = [self.whole]
         if self.pipeline is not None:
             last = self.pipeline.num_stages - 1
             decoders = [
@@ -111,7 +111,7 @@ class HeldModel:
         self.holders = [module._parameters for part in self.parts for module in part.modules()]
         """Where modules keep their parameters, whichever those are at the time."""
         self.tied = TiedHead()
-        is_tied = self.face.dims.tie_embeddings and self.face.has_lm_head
+        is_tied = self.whole.dims.tie_embeddings and self.whole.has_lm_head
         if self.pipeline is not None and is_tied:
             held = {name: p for name, p, _ in named}
             ends = held.get("embed.weight"), held.get(TIED)
@@ -168,8 +168,8 @@ class HeldModel:
         """Each tensor from the rank of its stage to all ranks of the pipeline."""
         mine = pipeline.stages(self.meshes.pp.rank)
         streams = {n: iter_hf(d, dtype) for n, d in zip(mine, self.decoders, strict=True)}
-        sources = self.face.weight_map.sources
-        for name, info in hf_metadata(self.face, dtype).items():
+        sources = self.whole.weight_map.sources
+        for name, info in hf_metadata(self.whole, dtype).items():
             stage = pipeline.stage_of(sources[name].regions[0].source, sources[name].layer)
             if stage in streams:
                 got, tensor = next(streams[stage])

@@ -12,7 +12,7 @@ from torch import Tensor
 from pentad.core.errors import RunError
 from pentad.core.types import Row
 from pentad.engine.batch import fill_up, split_out
-from pentad.engine.packing import Plan
+from pentad.engine.packing import MicrobatchPlan
 from pentad.engine.predictor import Predicted
 from pentad.parallel.collectives import gather_shared, reduce_ranks
 from pentad.parallel.mesh import Meshes
@@ -43,7 +43,7 @@ def check_agreement(rows: Sequence[Row], meshes: Meshes) -> None:
 
 def per_row(
     predicted: Sequence[Predicted],
-    plan: Plan,
+    plan: MicrobatchPlan,
     rows: Sequence[Row],
     meshes: Meshes,
     at_least: int = 1,
@@ -66,7 +66,11 @@ def per_row(
 
 
 def routes_per_row(
-    recorded: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes, at_least: int = 1
+    recorded: Sequence[Tensor],
+    plan: MicrobatchPlan,
+    rows: Sequence[Row],
+    meshes: Meshes,
+    at_least: int = 1,
 ) -> list[Tensor]:
     """Of each row the experts its tokens were sent to, [L, mixture layers, k], on the CPU."""
     outputs: dict[int, Tensor] = {}
@@ -77,7 +81,7 @@ def routes_per_row(
 
 
 def _of_all(
-    mine: Sequence[Tensor], plan: Plan, rows: Sequence[Row], meshes: Meshes, at_least: int
+    mine: Sequence[Tensor], plan: MicrobatchPlan, rows: Sequence[Row], meshes: Meshes, at_least: int
 ) -> Iterator[tuple[list[int], list[int], Tensor]]:
     """(rows, lengths with filling, numbers of all tokens) of every microbatch of every rank.
 

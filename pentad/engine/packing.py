@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pentad.core.dims import ModelDims
 from pentad.core.settings import EngineSettings
 
-Plan = list[list[list[int]]]
+MicrobatchPlan = list[list[list[int]]]
 """plan[rank][microbatch] = row indices, ascending. Every rank has as many microbatches."""
 
 
@@ -33,7 +33,7 @@ def plan_call(
     settings: EngineSettings,
     num_ranks: int,
     take: Callable[[int], int] | None,
-) -> Plan:
+) -> MicrobatchPlan:
     """What each data-parallel rank computes of a call's rows. `take` rounds a number of
     microbatches up to one that a pipeline's schedule runs; without one, those that would be empty
     on all ranks are left out."""
@@ -63,7 +63,7 @@ def plan_microbatches(
     num_ranks: int = 1,
     min_per_rank: int = 1,
     by_cost: bool = True,
-) -> Plan:
+) -> MicrobatchPlan:
     """Deals rows to ranks and microbatches, by cost or in their order (`_in_order`).
 
     No microbatch exceeds `max_tokens`, except one that holds a single longer row. There are as
@@ -89,10 +89,12 @@ def plan_microbatches(
         num_bins += num_ranks
 
 
-def _in_order(lengths: Sequence[int], budget: int, num_ranks: int, min_per_rank: int) -> Plan:
+def _in_order(
+    lengths: Sequence[int], budget: int, num_ranks: int, min_per_rank: int
+) -> MicrobatchPlan:
     """Each rank an equal number of rows that follow each other, cut where the budget ends; ranks
     that need fewer microbatches than others have empty ones at the end."""
-    plan: Plan = []
+    plan: MicrobatchPlan = []
     for rows in _parts(range(len(lengths)), num_ranks):
         cut: list[list[int]] = []
         for part in _parts(rows, min_per_rank):
@@ -144,11 +146,11 @@ def _fill(
 
 def _deal(
     bins: list[list[int]], lengths: Sequence[int], costs: dict[int, float], num_ranks: int
-) -> Plan:
+) -> MicrobatchPlan:
     """Bins by falling cost, dealt in turns back and forth, so that ranks' sums stay close."""
     load = [sum(costs[lengths[row]] for row in rows) for rows in bins]
     ranked = sorted(range(len(bins)), key=lambda i: (-load[i], i))
-    plan: Plan = [[] for _ in range(num_ranks)]
+    plan: MicrobatchPlan = [[] for _ in range(num_ranks)]
     for turn in range(0, len(ranked), num_ranks):
         round_ = ranked[turn : turn + num_ranks]
         if (turn // num_ranks) % 2:

@@ -46,7 +46,7 @@ class OpenRequest:
 
 
 @dataclass(slots=True)
-class Command:
+class EngineCommand:
     """Something to be done between two steps."""
 
     action: Callable[[], object]
@@ -84,7 +84,7 @@ class EmbeddedSampler:
         self.interrupt = threading.Event()
         self.open: dict[str, OpenRequest] = {}
         self.inbox: list[OpenRequest] = []
-        self.commands: list[Command] = []
+        self.commands: list[EngineCommand] = []
         self.driver: asyncio.Task[None] | None = None
         self.is_paused = False
         self.num_installs = 0
@@ -199,7 +199,7 @@ class EmbeddedSampler:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         # Nobody waits for an abort of abandoned tokens: that it failed is no news either.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self.commands.append(Command(action, future))
+        self.commands.append(EngineCommand(action, future))
         self._kick()
         return future
 

@@ -77,13 +77,13 @@ def warn_left_out(weight_map: WeightMap, reader: Reader) -> None:
         )
 
 
-Device = torch.device | str
+DeviceLike = torch.device | str
 
 
 def build_model(
     dims: ModelDims,
     *,
-    device: Device,
+    device: DeviceLike,
     dtype: torch.dtype,
     value_head: bool = False,
     lm_head: bool | None = None,
@@ -111,7 +111,7 @@ def build_model(
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
 
 
-def build_face(
+def build_whole(
     config: ConfigLike, backend: str, *, model: str | None = None, value_head: bool = False
 ) -> LanguageModel:
     """The whole model of a backend without memory: its names, its shapes and its weight map."""
@@ -129,7 +129,7 @@ def build_face(
 def create_model(
     dims: ModelDims,
     *,
-    device: Device = "cpu",
+    device: DeviceLike = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     value_head: bool = False,
@@ -142,7 +142,7 @@ def create_model(
 
 
 @torch.no_grad()
-def blank_model(dims: ModelDims, *, device: Device, dtype: torch.dtype) -> Decoder:
+def blank_model(dims: ModelDims, *, device: DeviceLike, dtype: torch.dtype) -> Decoder:
     """A model that waits for an install: until then its weights are NaN, and a sampler refuses to
     draw from it."""
     model = build_model(dims, device=device, dtype=dtype)
@@ -188,7 +188,7 @@ def load_weights(model: LanguageModel, folder: str | Path, *, seed: int = 0) -> 
 def load_model(
     folder: str | Path,
     *,
-    device: Device = "cpu",
+    device: DeviceLike = "cpu",
     dtype: torch.dtype = torch.float32,
     value_head: bool = False,
     lm_head: bool | None = None,

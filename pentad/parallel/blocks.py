@@ -102,7 +102,7 @@ def apply_to_block(
     how = _recomputing(index, settings)
     if watch is not None:
         if how is _run_plain:
-            watch.tell_kept(index)
+            watch.log_kept(index)
         else:
             contexts = _keep_products if how is _run_keeping_products else None
             how = partial(_run_watched, watch, index, contexts)
@@ -137,7 +137,7 @@ class Compiling:
         """Spent since the last report."""
         self.total_s = 0.0
         self.what = ""
-        """The model and where it runs: the time is noted, and told, under this name."""
+        """The model and where it runs: the time is noted, and logged, under this name."""
 
     def expect(
         self, dims: ModelDims, settings: EngineSettings, layout: Layout, device: torch.device
@@ -169,7 +169,7 @@ class Compiling:
         self.num_graphs += 1
         self.seconds += time.monotonic() - self.since
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Called after a pass: how long it took, if anything was compiled."""
         if self.seconds:
             text = "compiled the model's blocks in %.1f s (%d graphs so far)"

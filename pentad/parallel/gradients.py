@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from pentad.core.errors import RunError
-from pentad.core.group_values import Group, gather_values
+from pentad.core.group_values import OptionalGroup, gather_values
 from pentad.ops.digest import digest_of
 from pentad.parallel.collectives import reduce_ranks
 from pentad.parallel.cuts import Cut, local, stored_box
@@ -83,7 +83,9 @@ def sum_of_squares(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return norms.double().square().sum().to(device)
 
 
-def differing_copies(tensors: Mapping[str, Tensor], group: Group) -> list[tuple[str, int, int]]:
+def differing_copies(
+    tensors: Mapping[str, Tensor], group: OptionalGroup
+) -> list[tuple[str, int, int]]:
     """(name, rank, other rank) of each shard that the other rank has other bits of, on every rank.
 
     Every rank of the group calls it, with the tensors that it holds shards of.

@@ -42,7 +42,7 @@ class RecomputeLog:
             second, again, lambda: self._tell(layer, first.counts, second.counts)
         )
 
-    def tell_kept(self, layer: int) -> None:
+    def log_kept(self, layer: int) -> None:
         log.info("ac_debug: layer %d keeps everything", layer)
 
     def _tell(self, layer: int, ran: Counts, again: Counts) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.errors import RunError
-from pentad.core.group_values import Group, gather_values
+from pentad.core.group_values import OptionalGroup, gather_values
 from pentad.core.sizes import PUBLISH_BUCKET_BYTES
 from pentad.ops.digest import (
     Hasher,
@@ -100,7 +100,7 @@ class ShardWriter:
         shards: Mapping[str, Shard],
         weight_map: WeightMap,
         infos: Mapping[str, TensorInfo],
-        group: Group,
+        group: OptionalGroup,
     ) -> None:
         """`infos` of all that is published; `group` None: this rank is alone."""
         self.infos = infos

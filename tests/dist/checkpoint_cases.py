@@ -57,7 +57,7 @@ def train(engine: Engine, loss: str, routes: list[Tensor] | None) -> None:
 
 def seen(engine: Engine) -> dict[str, Any]:
     """The whole state under HF names, whatever the layout and the backend."""
-    weight_map = engine.held.face.weight_map
+    weight_map = engine.held.whole.weight_map
     out: dict[str, Any] = {}
     for part in PARTS:
         natives = over_stages({n: whole(t) for n, t in state_of(engine, part).items()})

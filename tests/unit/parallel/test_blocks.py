@@ -56,12 +56,12 @@ def test_compiling_says_that_it_runs_and_how_long_it_took(caplog):
     caplog.set_level(logging.INFO)
     compile_run(torch.sin, backend="eager")
     torch._dynamo.reset()  # it ends the watch of what was compiled before
-    compiling.tell()
+    compiling.report()
     caplog.clear()
     run = compile_run(lambda x: x.sin() + 1, backend="eager")
     run(torch.randn(4))
-    compiling.tell()
-    compiling.tell()
+    compiling.report()
+    compiling.report()
     begun, done = caplog.records
     assert begun.getMessage() == "compiling the model's blocks ..."
     assert done.getMessage().startswith("compiled the model's blocks in ")
@@ -82,7 +82,7 @@ def compile_once(what: str) -> list[str]:
             watch._begin()
             watch.since = time.monotonic() - seconds
             watch._end()
-            watch.tell()
+            watch.report()
     finally:
         logger.removeHandler(handler)
     return told
