@@ -60,6 +60,8 @@ class Training:
     reduce_bytes: int = 4
     reshard: bool = True
     """Whether parameters are sharded again between forward and backward."""
+    has_whole_tables: bool = False
+    """Whether tp leaves embedding and head whole, as it does in the backend fsdp."""
     keeps_logits: bool = False
     """Whether backward finds the logits of the microbatch, instead of making them again."""
     offload: bool = False
@@ -84,6 +86,11 @@ class Training:
     @property
     def compute_bytes(self) -> int:
         return self.keeping.compute_bytes
+
+    @property
+    def table_tp(self) -> int:
+        """Ranks that the vocabulary is cut over."""
+        return 1 if self.has_whole_tables else self.layout.tp
 
     @property
     def num_stages(self) -> int:
@@ -140,7 +147,7 @@ def held_params(training: Training, pp_rank: int) -> HeldParams:
     dims, layout = training.dims, training.layout
     layers = [i for stage in stage_layers(training, pp_rank) for i in stage]
     is_first, is_last = 0 in layers, dims.num_layers - 1 in layers
-    table = dims.embedding_params // layout.tp
+    table = dims.embedding_params // training.table_tp
     # A tied table stands on both ends of a pipeline.
     is_shared = dims.tie_embeddings and is_first
     root = table * (is_first + (is_last and not is_shared)) + dims.hidden_size * is_last
@@ -193,7 +200,7 @@ def logit_bytes(training: Training, *, keeps: bool = False) -> float:
     """One chunk of logits in float32 and its gradient in compute dtype. On a CPU, plain torch needs
     one more array in float32. `keeps`: all chunks are there, and one is at work."""
     dims, layout, c = training.dims, training.layout, training.compute_bytes
-    vocab = dims.vocab_size / layout.tp
+    vocab = dims.vocab_size / training.table_tp
     chunk = CHUNK_BYTES[training.device] / (LOGIT_COPIES * 4 * vocab)
     whole = training.microbatch_tokens / layout.cp
     tokens = min(whole, max(chunk, 1.0))

@@ -238,6 +238,7 @@ def plan_trainer(
         param_bytes=DTYPE_BYTES[model.param_dtype],
         reduce_bytes=DTYPE_BYTES[model.reduce_dtype],
         reshard=reshards(archon, layout.pp, layout.world),
+        has_whole_tables=component.backend == "fsdp",
         keeps_logits=keys.keep_logits is True and part.key == "actor" and trains,
         offload=archon.offload_params,
         num_tags=num_tags(config, allocation) if part.key == "actor" else 0,

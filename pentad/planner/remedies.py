@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from pentad.config.derived import (
@@ -23,6 +24,7 @@ from pentad.config.derived import (
     rows_per_step,
 )
 from pentad.config.resolve import replaced
+from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.layout import layout_problems, placed_components
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
@@ -119,7 +121,8 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
 
 def choose_logits(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
     """`actor.archon.keep_logits` where it was left open: on, if a GPU without a sampler has ample
-    room for them. Microbatches are taken as full, and rows of no given length as the context."""
+    room for them, with the fewest ranks, too, that an elastic run may be left with. Microbatches
+    are taken as full, and rows of no given length as the context."""
     is_open = config.actor.archon.keep_logits is None and _is_chosen_for(device, command)
     if not is_open or config.rollout.server.addresses or not _is_counted(config):
         return config, []
@@ -131,6 +134,9 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
     plan = build_plan(with_values(changed, largest), device)
     if not all(sampler.is_alone for sampler in plan.samplers):
         return config, []
+    if config.elastic.enabled and (fewest := fit_world(changed, config.elastic.min_ranks)):
+        cut = build_plan(with_values(fewest.config, largest), device)
+        plan = max(plan, cut, key=attrgetter("peak_bytes"))
     if plan.peak_bytes > KEEPING_SHARE * device.memory_bytes:
         return config, []
     need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB

@@ -21,7 +21,7 @@ from pentad.core.layout import Layout, parse_allocation
 from pentad.core.machine import GIB, MIB, Gpu
 from pentad.infer import engine
 from pentad.planner.figures import MAX_ROWS, Device, RunPlan, inner_rows, span
-from pentad.planner.memory import PHASES, kv_token_bytes
+from pentad.planner.memory import PHASES, held_params, kv_token_bytes
 from pentad.planner.plan import EMBEDDED_CPU_BYTES, build_plan, choose_device
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import KEEPING_SHARE, choose_logits, propose, with_values
@@ -238,6 +238,43 @@ def test_logits_are_not_kept_unasked_beside_a_sampler_or_in_a_pipeline(keys):
     keys = ["actor.path=Qwen/Qwen3-0.6B", "train_dataset.max_length=512", *keys]
     config, notes = prepare(None, keys, "plan", 200)
     assert config.actor.archon.keep_logits is None and "keep_logits" not in " ".join(notes)
+
+
+def test_logits_are_kept_unasked_where_the_fewest_ranks_of_an_elastic_run_have_room():
+    keys = ["actor.path=Qwen/Qwen3-0.6B", "train_dataset.max_length=512"]
+    keys += ["actor.mb_spec.max_tokens_per_mb=8192", "cluster.n_gpus_per_node=4"]
+
+    def chosen(allocation, *more, memory):
+        given = [*keys, f"allocation_mode={allocation}", *more]
+        return prepare(None, given, "plan", memory)[0].actor.archon.keep_logits
+
+    elastic = "elastic.enabled=true"
+    # One rank holds all of the 9 GB of weights, gradients and moments that four share.
+    assert chosen("archon:d4", memory=24) is True and chosen("archon:d1", memory=24) is None
+    assert chosen("archon:d4", elastic, memory=24) is None
+    assert chosen("archon:d4", elastic, "elastic.min_ranks=4", memory=24) is True
+    assert chosen("archon:d4", elastic, memory=48) is True
+
+
+def test_the_backend_fsdp_holds_tables_and_logits_of_the_whole_vocabulary():
+    """Its tp cuts layers alone."""
+    keys = ["actor.path=Qwen/Qwen3-0.6B", "train_dataset.max_length=2048"]
+    keys += ["cluster.n_gpus_per_node=4", "actor.mb_spec.max_tokens_per_mb=32768"]
+
+    def planned(backend, *more):
+        given = [*keys, f"allocation_mode={backend}:d1t4", *more]
+        return prepare(None, given, "plan", 80)[0]
+
+    largest = ["actor.archon.keep_logits=true", "actor.pad_to_maximum=true"]
+    fsdp, archon = (
+        build_plan(planned(name, *largest), Device("cuda", 80 * GIB, "", False)).trainers[0]
+        for name in ("fsdp", "archon")
+    )
+    whole, cut = (one.peak[1].device["logits"] for one in (fsdp, archon))
+    assert whole > 4 * 32768 * 151936 > 3.5 * cut
+    table = 151936 * 1024
+    lacking = held_params(fsdp.training, 0).total - held_params(archon.training, 0).total
+    assert lacking == table - table // 4
 
 
 def test_runs_choose_for_the_gpu_that_is_here():
