@@ -168,7 +168,9 @@ def write_recipe(case: RlCase, folder: Path, num_steps: int) -> Path:
     tokens = json.loads((model / "config.json").read_text())
     kept = {key: tokens[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id")}
     (model / "config.json").write_text(json.dumps({**case.config, **kept}))
-    write_task(folder, seed=0, num_train=case.num_prompts * num_steps, num_sft=0, num_valid=0)
+    # More than are used: the end of an epoch begins a recovery checkpoint, which TRL has none of.
+    num_train = case.num_prompts * (num_steps + 1)
+    write_task(folder, seed=0, num_train=num_train, num_sft=0, num_valid=0)
     (folder / "reward.py").write_text(REWARD)
     recipe = {
         "experiment_name": "bench",
