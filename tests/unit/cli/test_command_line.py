@@ -45,7 +45,8 @@ def recipe(tmp_path) -> Path:
 def test_ctrl_c_outside_of_commands_shows_no_traceback(when, code):
     program = (
         "import atexit, sys, time, typer\n"
-        "def wait(*_):\n    print('now', flush=True)\n    time.sleep(600)\n"
+        # Short sleeps: a signal just before one does not interrupt it.
+        "def wait(*_):\n    print('now', flush=True)\n    while True: time.sleep(0.1)\n"
         "sys.argv = ['pentad', '--version']\n"
         f"from pentad.cli.main import main\n{when}\nmain()"
     )
