@@ -30,7 +30,7 @@ from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
 from pentad.engine.export import model_digest, save_whole, stage_weights
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
-from pentad.engine.optim import FusedAdamW, OpenStep, clip_scale, compute_lr, optimizer_state
+from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
 from pentad.engine.packing import MicrobatchPlan, plan_call, sequence_cost
 from pentad.engine.predictor import Predicted
@@ -241,7 +241,7 @@ class Engine:
     def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
         step = self._open_step("accumulate")
         self._require_actor("a gradient")
-        if step.is_complete:
+        if step.whole is not None:
             raise RunError("accumulate was called after the call with last=True; begin a new step")
         check_rows(rows, loss.columns, self.dims.vocab_size)
         check_routes(rows, self.dims)
@@ -253,22 +253,22 @@ class Engine:
             scale_losses(decoder, count / max(num_tokens, 1))
         with self.meter.counting():
             predicted, sums = self.passes.train(microbatches, loss, last=last)
-        if last:  # before the device is waited for
-            self._complete(step)
+        whole = self._whole_gradient() if last else None  # before the device is waited for
         loss_total, stats_total = add_up(sums, self.meshes)
         num_microbatches = sum(bool(indices) for turn in plan for indices in turn)
         step.add(loss_total, count, num_tokens, num_microbatches)
+        step.whole = whole
         at_least = self.settings.min_tokens_per_mb
         outputs_per_row = per_row(predicted, plan, rows, self.meshes, at_least)
         return Accumulated(loss_total, count, stats_total, outputs_per_row)
 
     def end_step(self) -> StepResult:
         step = self._open_step("end_step")
-        if step.square is None:
+        if step.whole is None:
             raise RunError("end_step was called before accumulate(..., last=True)")
         self.onload()
         lr = compute_lr(step.optimizer.settings, self.num_steps)
-        norm = float(step.square.sqrt()) / step.count if step.count else 0.0
+        norm = float(step.whole.square.sqrt()) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
         # Here, where the device has just been waited for: after the optimizer's step it would be
@@ -277,7 +277,7 @@ class Engine:
         if not reason:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings):
-                self._move(step, norm, lr)
+                self._move(step, step.whole.shards, norm, lr)
                 hit("optimizer")
             for decoder in self.held.decoders:
                 move_biases(decoder, loads, self.settings.balance.bias_rate)
@@ -299,11 +299,10 @@ class Engine:
             work=self.meter.take(),
         )
 
-    def _complete(self, step: OpenStep) -> None:
-        """The whole gradient and the square of its norm."""
-        step.gradients = self._gradients()
-        hit("all-reduce", tensors=step.gradients.values())
-        step.square = global_square(step.gradients, self.cuts, self.meshes)
+    def _whole_gradient(self) -> WholeGradient:
+        shards = self._gradients()
+        hit("all-reduce", tensors=shards.values())
+        return WholeGradient(shards, global_square(shards, self.cuts, self.meshes))
 
     def _gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the gradient, by name; what several ranks hold is added up."""
@@ -312,13 +311,11 @@ class Engine:
         sum_copies(gradients, self.cuts, self.device)
         return gradients
 
-    def _move(self, step: OpenStep, norm: float, lr: float) -> None:
-        for name, gradient in (step.gradients or {}).items():
+    def _move(self, step: OpenStep, gradients: dict[str, Tensor], norm: float, lr: float) -> None:
+        for name, gradient in gradients.items():
             self.masters[name].grad = gradient
         step.optimizer.lr = lr
-        step.optimizer.step(
-            clip_scale(norm, step.optimizer.settings.gradient_clipping) / step.count
-        )
+        step.optimizer.step(step.scale(norm))
 
     def _open_step(self, call: str) -> OpenStep:
         if self.step is None:

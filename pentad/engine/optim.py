@@ -60,9 +60,9 @@ class FusedAdamW:
         """Moves what has a gradient, by the gradient times `scale`; gradients are used up."""
         for weight_decay, group in self.groups:
             moved = [(p, p.grad, self.state[p]) for p in group if p.grad is not None]
+            small = [one for one in moved if not _is_large(one)]
+            self._move_small(small, scale, weight_decay)
             large = [one for one in moved if _is_large(one)]
-            ids = {id(parameter) for parameter, _, _ in large}
-            self._move_small([one for one in moved if id(one[0]) not in ids], scale, weight_decay)
             self._move_large(large, scale, weight_decay)
 
     def _move_small(self, moved: list[Moved], scale: float, weight_decay: float) -> None:
@@ -114,10 +114,10 @@ class FusedAdamW:
 
 def _is_large(moved: Moved) -> bool:
     parameter, gradient, state = moved
+    if not HAS_TRITON or parameter.numel() < LARGE or parameter.dtype == torch.float64:
+        return False
     tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-    is_plain = all(x.is_cuda and x.is_contiguous() for x in tensors)
-    is_wide = parameter.dtype == torch.float64
-    return HAS_TRITON and parameter.numel() >= LARGE and is_plain and not is_wide
+    return all(x.is_cuda and x.is_contiguous() for x in tensors)
 
 
 def optimizer_state(
@@ -154,6 +154,14 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 
+@dataclass(frozen=True, slots=True)
+class WholeGradient:
+    shards: dict[str, Tensor]
+    """This rank's, by name."""
+    square: Tensor
+    """Of the norm over all ranks, on the device."""
+
+
 @dataclass(slots=True)
 class OpenStep:
     optimizer: FusedAdamW
@@ -161,20 +169,18 @@ class OpenStep:
     count: float = 0.0
     num_tokens: int = 0
     num_microbatches: int = 0
-    gradients: dict[str, Tensor] | None = None
-    """This rank's shards by name, whole; None before the last rows were added."""
-    square: Tensor | None = None
-    """Of the whole gradient's norm, on the device."""
-
-    @property
-    def is_complete(self) -> bool:
-        return self.gradients is not None
+    whole: WholeGradient | None = None
+    """None before the last rows were added."""
 
     def add(self, loss_sum: float, count: float, num_tokens: int, num_microbatches: int) -> None:
         self.loss_sum += loss_sum
         self.count += count
         self.num_tokens += num_tokens
         self.num_microbatches += num_microbatches
+
+    def scale(self, norm: float) -> float:
+        """What the gradient of the summed loss is multiplied by."""
+        return clip_scale(norm, self.optimizer.settings.gradient_clipping) / self.count
 
     def why_skipped(self, norm: float) -> str:
         """Empty when the weights may move."""

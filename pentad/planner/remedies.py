@@ -102,11 +102,7 @@ def choose_offloading(config: Config, device: Device, command: Command) -> tuple
     if config.mode != "colocate" or config.offload_rollout is not None:
         return config, []
     without = with_values(config, {"offload_rollout": False})
-    if (
-        not _is_chosen_for(device, command)
-        or config.rollout.server.addresses
-        or not _is_counted(config)
-    ):
+    if not _is_chosen_for(config, device, command):
         return without, []
     plan = build_plan(without, device)
     changed = with_values(config, {"offload_rollout": True})
@@ -123,8 +119,8 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
     """`actor.archon.keep_logits` where it was left open: on, if a GPU without a sampler has ample
     room for them, with the fewest ranks, too, that an elastic run may be left with. Microbatches
     are taken as full, and rows of no given length as the context."""
-    is_open = config.actor.archon.keep_logits is None and _is_chosen_for(device, command)
-    if not is_open or config.rollout.server.addresses or not _is_counted(config):
+    is_open = config.actor.archon.keep_logits is None
+    if not is_open or not _is_chosen_for(config, device, command):
         return config, []
     if pipeline_size(config, "actor") > 1:
         return config, []
@@ -144,9 +140,11 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
     return changed, [f"actor.archon.keep_logits = true: {why}"]
 
 
-def _is_chosen_for(device: Device, command: Command) -> bool:
-    """Whether memory decides: on a GPU, and for a run on one that is here."""
-    return device.kind == "cuda" and (command == "plan" or device.is_here)
+def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
+    """Whether memory decides: that of a GPU, for a run of one that is here, and all on it is
+    counted."""
+    is_known = device.kind == "cuda" and (command == "plan" or device.is_here)
+    return is_known and not config.rollout.server.addresses and _is_counted(config)
 
 
 def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
