@@ -18,6 +18,7 @@ from engine_toys import (
 from torch import Tensor
 
 from pentad.core.errors import RunError
+from pentad.engine import engine as engine_module
 from pentad.models.decoder import causal_attend
 
 
@@ -238,3 +239,20 @@ def test_entropy_moves_the_gradient_only_where_the_loss_asks():
         grads.append(engine.parameters["norm.weight"].grad.clone())
     assert torch.equal(grads[0], grads[1])
     assert not torch.allclose(grads[0], grads[2], rtol=1e-2)
+
+
+def test_a_step_whose_last_sums_failed_cannot_be_ended(monkeypatch):
+    engine, rows = make_engine(), make_rows()
+    before = {name: tensor.clone() for name, tensor in weights_of(engine).items()}
+    engine.begin_step()
+    engine.accumulate(rows[:2], PolicyLoss(), last=False)
+
+    def fail(*_):
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="lost"):
+        patched.setattr(engine_module, "add_up", fail)
+        engine.accumulate(rows[2:], PolicyLoss())
+    with pytest.raises(RunError, match="before accumulate"):
+        engine.end_step()
+    assert all(torch.equal(tensor, before[n]) for n, tensor in weights_of(engine).items())
