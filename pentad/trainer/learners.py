@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -212,7 +211,7 @@ def build_scorer(
         pp=layout.pp,
         world=layout.world,
         temperature=config.gconfig.temperature,
-        total_steps=0,
+        total_steps=None,
         max_row_tokens=max_row_tokens,
         strict=config.strict,
     )
@@ -220,7 +219,7 @@ def build_scorer(
         weights = Path(given).expanduser() if given else weights_folder(config, "actor")
     return build_engine(
         path,
-        replace(settings, optimizer=None),
+        settings,
         device=device,
         layout=layout,
         init_from_scratch=weights is None,

@@ -53,7 +53,7 @@ def engine_settings(
     device: torch.device,
     *,
     temperature: float,
-    total_steps: int,
+    total_steps: int | None,
     max_row_tokens: int,
     pp: int = 1,
     world: int = 1,
@@ -62,7 +62,8 @@ def engine_settings(
 ) -> EngineSettings:
     """`max_row_tokens` is the longest sequence the run can meet: no microbatch is smaller.
 
-    `pp` counts the pipeline ranks of the layout, `world` all of them.
+    `pp` counts the pipeline ranks of the layout, `world` all of them. Without `total_steps` the
+    engine only scores: it has no optimizer, and no schedule that would need the number.
     """
     archon = model.archon
     is_cuda = device.type == "cuda"
@@ -92,7 +93,9 @@ def engine_settings(
         ),
         deterministic=archon.use_deterministic_algorithms,
         tag_memory="host" if saves_memory else "device",
-        optimizer=into(OptimizerSettings, model.optimizer, total_steps=total_steps),
+        optimizer=None
+        if total_steps is None
+        else into(OptimizerSettings, model.optimizer, total_steps=total_steps),
     )
 
 

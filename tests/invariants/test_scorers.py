@@ -8,11 +8,15 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+import torch
 from run_lab import Lab, steps_of, values_of
 from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import UserError
+from pentad.core.sizes import RunSize
+from pentad.planner.prepare import prepare
 from pentad.runtime.local_roles import LocalRuntime
+from pentad.trainer.learners import build_learner, build_scorer
 
 
 @contextmanager
@@ -44,6 +48,10 @@ def killing(fileroot, trial, after, monkeypatch):
 
 
 KL = ("algorithm.kl_coef=0.1", "gconfig.n_samples=2")
+COSINE = (
+    "actor.optimizer.lr_scheduler_type=cosine",
+    "actor.optimizer.warmup_steps_proportion=0.34",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +67,9 @@ def teacher(task, tmp_path_factory):
         (*KL, "ref.path={teacher}", "algorithm.kl_in=reward"),
         (*KL, "ref_update_interval=2", "total_train_steps=6"),
         ("algorithm.name=distill", "teacher.path={teacher}", "reward.fn=null", *KL),
+        (*KL, *COSINE),
     ],
-    ids=["first weights", "chunks", "folder", "refreshed", "teacher and reference"],
+    ids=["first weights", "chunks", "folder", "refreshed", "teacher and reference", "schedule"],
 )
 def test_scorers_apart_give_the_weights_of_tags_in_the_trainer(lab, teacher, words):
     words = [word.format(teacher=teacher) for word in words]
@@ -70,6 +79,26 @@ def test_scorers_apart_give_the_weights_of_tags_in_the_trainer(lab, teacher, wor
     assert "making the models of" in (apart.records / "log.txt").read_text()
     kl = [record["rl"]["kl_ref"] for record in steps_of(apart)]
     assert kl[-1] > 0, "the policy never left its reference: nothing was compared"
+
+
+@pytest.mark.parametrize("warmup", [0, 0.5])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("role", ["actor", "critic", "ref", "teacher"])
+def test_every_role_is_built_under_every_schedule(lab, teacher, role, schedule, warmup):
+    keys = [f"lr_scheduler_type={schedule}", f"warmup_steps_proportion={warmup}"]
+    words = [f"{model}.optimizer.{key}" for model in ("actor", "critic") for key in keys]
+    kind = {"critic": ["algorithm.name=ppo"], "teacher": ["algorithm.name=distill"]}
+    words += ["mode=async", *kind.get(role, []), f"teacher.path={teacher}", *KL]
+    if role == "teacher":
+        words.append("reward.fn=null")
+    config, _ = prepare(None, lab.words_for("roles", *words), "train")
+    device = torch.device("cpu")
+    if role in ("actor", "critic"):
+        engine = build_learner(config, role, RunSize(10, 32), device=device)
+        assert engine.settings.optimizer.total_steps == 10 * config.updates_per_batch
+    else:
+        engine = build_scorer(config, role, 32, device=device)
+        assert engine.optimizer is None
 
 
 @pytest.mark.slow
