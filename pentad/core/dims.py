@@ -59,6 +59,8 @@ class ModelDims:
     """Explicit: not hidden_size / num_heads in general."""
     intermediate_size: int
     tie_embeddings: bool = False
+    padding_id: int | None = None
+    """The token whose lookups give its row of the input table no gradient, as in transformers."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False

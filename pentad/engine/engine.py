@@ -149,7 +149,7 @@ class Engine:
         self.masters = {name: self.tensors[name] for name in self.parameters}
         self.optimizer: FusedAdamW | None = None
         if settings.optimizer is not None:
-            self.optimizer = FusedAdamW(self.masters, settings.optimizer, held.undecayed)
+            self.optimizer = FusedAdamW(self.masters, settings.optimizer, held.whole.decayed)
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
         self.meter = Meter()

@@ -101,8 +101,6 @@ class HeldModel:
         self.decoders = [part.decoder for part in self.parts]
         for decoder in self.decoders:
             decoder.fill_tables()
-        self.undecayed = {name for decoder in self.decoders for name in decoder.undecayed}
-        """Parameters that the optimizer does not decay whatever their shape."""
         named = [
             (name, p, part.cuts[name])
             for part in self.parts

@@ -34,12 +34,11 @@ class FusedAdamW:
         self,
         parameters: Mapping[str, Tensor],
         settings: OptimizerSettings,
-        undecayed: Container[str] = (),
+        decayed: Container[str] = (),
     ) -> None:
-        """Over this rank's memory of the parameters: every operation is elementwise. Matrices are
-        decayed but for those named in `undecayed`."""
+        """Over this rank's memory of the parameters: every operation is elementwise. Weight decay
+        applies to those named in `decayed`."""
         self.lr, self.settings = settings.lr, settings
-        decayed = {name for name, p in parameters.items() if p.ndim >= 2 and name not in undecayed}
         self.groups = [
             (decay, group)
             for decay, is_in in ((settings.weight_decay, True), (0.0, False))

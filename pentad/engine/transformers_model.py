@@ -62,7 +62,7 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
         return {}
     raise_problems(whole_kv_head_problems(layout.tp, model.dims, where))
     # Tables and the head stay whole: a tied one is used at both ends.
-    whole = {name.removesuffix(".weight") for name in model.undecayed}
+    whole = {name.removesuffix(".weight") for name in model.tables}
     whole.add(model.head_name)
     plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
     return match_styles(model, plan, layout.tp, where)

@@ -160,6 +160,7 @@ class ConfigReader:
             head_dim=head_dim,
             intermediate_size=read.whole("intermediate_size"),
             tie_embeddings=read.flag("tie_word_embeddings"),
+            padding_id=_padding_id(read),
             qkv_bias=read.flag(self.qkv_bias),
             out_bias=read.flag(self.out_bias),
             mlp_bias=read.flag(self.mlp_bias),
@@ -243,6 +244,14 @@ class ConfigReader:
 
 dims_from_hf = ConfigReader()
 """The reading of a family that differs in nothing."""
+
+
+def _padding_id(read: ConfigValues) -> int | None:
+    """As torch reads `padding_idx`, negative ones from the end; of no use beyond the vocabulary."""
+    given, size = read.hf.get("pad_token_id"), read.whole("vocab_size")
+    if not isinstance(given, int) or isinstance(given, bool) or not -size <= given < size:
+        return None
+    return given % size
 
 
 def _short(value: object) -> str:

@@ -70,7 +70,8 @@ class Decoder(LanguageModel):
         value_head: bool = False,
     ) -> None:
         super().__init__(dims)
-        self.embed = Embedding(dims.vocab_size, dims.hidden_size) if is_first else None
+        sizes = dims.vocab_size, dims.hidden_size
+        self.embed = Embedding(*sizes, padding_idx=dims.padding_id) if is_first else None
         held = range(dims.num_layers) if layers is None else layers
         # Keyed by the global index: a stage's weights keep the names of the whole model.
         self.layers = nn.ModuleDict({str(i): Block(dims, i) for i in held})

@@ -6,13 +6,23 @@ Both take flat tokens with their positions and the attention core to use, and kn
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from pentad.core.dims import ModelDims
-from pentad.weights.map import WeightMap
+from pentad.weights.map import Entry, WeightMap
+
+BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names of parameters that transformers' Trainer does not decay."""
+
+
+def _is_decayed(entry: Entry) -> bool:
+    names = [entry.name, *(region.source for region in entry.regions)]
+    is_matrix = all(len(region.source_shape) >= 2 for region in entry.regions)
+    return is_matrix and not any(BIAS_OR_NORM.search(name.lower()) for name in names)
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -65,10 +75,18 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     @property
-    def undecayed(self) -> set[str]:
-        """Tables that are looked up: like norms and biases they are not decayed."""
+    def tables(self) -> set[str]:
+        """Parameters that are looked up by token."""
         tables = [name for name, x in self.named_modules() if isinstance(x, nn.Embedding)]
         return {f"{name}.weight" for name in tables}
+
+    @property
+    def decayed(self) -> set[str]:
+        """Parameters that weight decay applies to: matrices that are no table, bias or norm. What
+        a parameter is, its tensors on disk say: here gate and up biases are a matrix, too."""
+        return {
+            name for name, entry in self.weight_map.entries.items() if _is_decayed(entry)
+        } - self.tables
 
     def map_for(self, names: Iterable[str]) -> WeightMap:
         """The weight map, with those of a folder's names left out that carry nothing."""

@@ -139,9 +139,11 @@ def _looked_up(cls: Any) -> type[nn.Module]:
 
         def forward(self, ids_T: Tensor) -> Tensor:
             num_rows = self.weight.shape[0]
+            padding = -1 if self.padding_idx is None else self.padding_idx - self.start
+            padding_id = padding if 0 <= padding < num_rows else None
             local_T = ids_T - self.start
             is_away_T = (local_T < 0) | (local_T >= num_rows)
-            x_TD = F.embedding(local_T.clamp(0, num_rows - 1), self.weight)
+            x_TD = F.embedding(local_T.clamp(0, num_rows - 1), self.weight, padding_id)
             return scatter_sum(x_TD.masked_fill(is_away_T[:, None], 0), self.tp)
 
     return LookedUp

@@ -29,8 +29,14 @@ from pentad.parallel.cuts import local, stored_box
 from pentad.parallel.gradients import global_square
 from pentad.sync.publisher import take_snapshot
 
-DENSE = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
-"""8 heads, 2 kv heads: tp * cp up to 8, with repeated kv heads from 4 on. 37 words: uneven."""
+DENSE = CONFIG | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "pad_token_id": 20,
+}
+"""8 heads, 2 kv heads: tp * cp up to 8, with repeated kv heads from 4 on. 37 words: uneven. The
+row of the padding, which lookups give no gradient, is the second rank's of two."""
 MOE = DENSE | {
     "model_type": "qwen3_moe",
     "tie_word_embeddings": False,

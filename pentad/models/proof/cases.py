@@ -202,6 +202,8 @@ def build_case(name: str, spec: ModelSpec, config: Mapping[str, Any], scratch: P
     theirs.save_pretrained(scratch / "hf")
     dims = dims_of(scratch / "hf", path_of(spec.family))
     ids = torch.randint(dims.vocab_size, (NUM_TOKENS,), generator=generator(1))
+    if dims.padding_id is not None:
+        ids[NUM_TOKENS // 2] = dims.padding_id  # its row of the table is frozen
     return FamilyCase(name, spec, dims, theirs.eval(), scratch / "hf", ids)
 
 

@@ -47,9 +47,10 @@ class SumOverRanks(nn.Module):
 class EmbeddingOverRanks(nn.Module):
     """A table cut by rows: each rank looks up the ids it has, and zeros for the others."""
 
-    def __init__(self, tables: Sequence[Tensor]) -> None:
+    def __init__(self, tables: Sequence[Tensor], padding_id: int | None) -> None:
         super().__init__()
         self.tables = tables
+        self.padding_id = padding_id
 
     def forward(self, ids_T: Tensor) -> Tensor:
         total, start = torch.zeros(len(ids_T), self.tables[0].shape[1]), 0
@@ -59,7 +60,9 @@ class EmbeddingOverRanks(nn.Module):
                 rows = F.embedding(torch.where(inside, ids_T - start, 0), table)
                 total = total + torch.where(inside[:, None], rows, 0)
             start += len(table)
-        return total
+        if self.padding_id is None:
+            return total
+        return torch.where((ids_T == self.padding_id)[:, None], total.detach(), total)
 
 
 class ExpertsOverRanks:
@@ -139,7 +142,10 @@ class SimulatedLayout:
                 block.ffn.dispatch = self.dispatch(f"layers.{i}.ffn.experts")
             else:
                 block.add_module("ffn", self.summed(f"layers.{i}.ffn", block.ffn))
-        model.add_module("embed", EmbeddingOverRanks(self.tp_parts("embed.weight")))
+        dims = self.weight_map.dims
+        model.add_module(
+            "embed", EmbeddingOverRanks(self.tp_parts("embed.weight"), dims.padding_id)
+        )
 
     def logits(self, model: Decoder, ids_T: Tensor, attend: Attend) -> Tensor:
         """The logits of one sequence as the ranks of the layout compute them."""

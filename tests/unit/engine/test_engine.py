@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from engine_toys import (
+    CONFIG,
     PolicyLoss,
     SequenceLoss,
     ValueLoss,
@@ -20,6 +21,8 @@ from torch import Tensor
 from pentad.core.errors import RunError
 from pentad.engine import engine as engine_module
 from pentad.models.decoder import causal_attend
+
+BIASED = CONFIG | {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -40,9 +43,14 @@ def test_logprobs_are_those_of_each_row_alone(temperature, budget):
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
-def test_a_step_is_clipped_adamw_on_the_mean_loss(entropy_coef):
-    engine, rows = make_engine(max_tokens_per_mb=50), make_rows()
-    twin = make_engine()
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biases"])
+def test_a_step_is_clipped_adamw_on_the_mean_loss(entropy_coef, config):
+    engine, rows = make_engine(config=config, max_tokens_per_mb=50), make_rows()
+    twin = make_engine(config=config)
+    with torch.no_grad():  # biases begin at zero, where decay would not show
+        for name in [name for name in twin.parameters if name.endswith("bias")]:
+            engine.parameters[name].fill_(0.5)
+            twin.parameters[name].fill_(0.5)
     loss = torch.zeros(())
     for row in rows:
         logprobs, entropy = plain_outputs(twin, row.ids)
@@ -50,8 +58,9 @@ def test_a_step_is_clipped_adamw_on_the_mean_loss(entropy_coef):
         loss = loss - (row.columns["weights"] * terms).sum()
     (loss / sum(row.count for row in rows)).backward()
     norm = torch.nn.utils.clip_grad_norm_(twin.decoder.parameters(), 0.5)
-    matrices = [p for n, p in twin.parameters.items() if p.ndim > 1 and "embed" not in n]
-    others = [p for n, p in twin.parameters.items() if p.ndim == 1 or "embed" in n]
+    kept = ("embed.weight", "norm.weight", "bias")
+    matrices = [p for n, p in twin.parameters.items() if not n.endswith(kept)]
+    others = [p for n, p in twin.parameters.items() if n.endswith(kept)]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=1.0).step()
 

@@ -25,7 +25,7 @@ def test_steps_equal_those_of_torch(num, weight_decay, monkeypatch):
     start = torch.randn(2, num, device=DEVICE)
     mine = {"large.weight": start.clone(), "small.weight": start.clone()}
     settings = OptimizerSettings(lr=1e-2, beta2=0.9999, weight_decay=weight_decay)
-    optimizer = optim.FusedAdamW(mine, settings)
+    optimizer = optim.FusedAdamW(mine, settings, decayed=mine)
     for lr in (1e-2, 1e-3, 2e-3):
         optimizer.lr, gradient = lr, torch.randn(2, num, device=DEVICE)
         for parameter in mine.values():
