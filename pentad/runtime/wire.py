@@ -15,6 +15,7 @@ import itertools
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -38,7 +39,13 @@ MAX_CALLS = 1 << 16
 """Under way at once on one connection; also unsent items, before the peer counts as dead."""
 HANDSHAKE_S = 10.0
 MAX_STRANGERS = 32
-"""Connections that have not proven the token yet; further ones are closed at once."""
+"""Connections that have not proven the token yet; for a further one the oldest is dropped."""
+REFUSED = bytes(hashlib.sha256().digest_size)
+"""In place of the server's proof: another try with this token is of no use."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""Between two tries to connect, doubled each time."""
+LOGGED_REFUSALS = 100
+"""Further ones are logged when their number has doubled: strangers must not fill the disk."""
 STALL_S = 60.0
 """A process that takes nothing of a frame for so long is given up by those who call it. They are
 waited for as long as they live: whoever started it may be stopped."""
@@ -308,30 +315,48 @@ async def connect(
     patience_s: float | None = None,
     timeout_s: float = HANDSHAKE_S,
 ) -> Connection:
-    """Raises InfraFailure where nobody listens, or not the one who knows the token."""
+    """Tries until `timeout_s` is over. Raises InfraFailure where nothing listens, or not the
+    process that knows the token."""
     host, port = address
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                keep_alive(writer)
-                greeting = await reader.readexactly(len(MAGIC) + NONCE)
-                theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
-                if greeting[: len(MAGIC)] != MAGIC:
-                    raise InfraFailure(f"{name}: what listens at {host}:{port} is none of ours")
-                writer.write(MAGIC + ours + proof(token, b"client", theirs, ours))
-                answer = await reader.readexactly(hashlib.sha256().digest_size)
-                if not hmac.compare_digest(answer, proof(token, b"server", ours, theirs)):
-                    raise InfraFailure(f"{name}: {host}:{port} does not know the token of this run")
-            except BaseException:
-                writer.transport.abort()
-                raise
-    except TimeoutError:
-        raise InfraFailure(f"{name}: {host}:{port} did not answer in {timeout_s:g} s") from None
-    except (OSError, EOFError) as error:
-        why = str(error) if isinstance(error, OSError) else "it ended the connection"
-        raise InfraFailure(f"{name}: no connection to {host}:{port} ({why})") from error
+    loop = asyncio.get_running_loop()
+    deadline, pause_s, reason = loop.time() + timeout_s, FIRST_PAUSE_S, "it did not answer"
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                reader, writer = await _open(name, host, port, token)
+            break
+        except (OSError, EOFError) as error:
+            is_end = isinstance(error, EOFError)
+            reason = "it ended the connection" if is_end else str(error) or reason
+            if loop.time() + pause_s >= deadline:
+                rule = f"no connection to {host}:{port} within {timeout_s:g} s"
+                raise InfraFailure(f"{name}: {rule} ({reason})") from error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return Connection(name, reader, writer, generation, on_event=on_event, patience_s=patience_s)
+
+
+async def _open(
+    name: str, host: str, port: int, token: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which both ends have proven the token."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        keep_alive(writer)
+        greeting = await reader.readexactly(len(MAGIC) + NONCE)
+        theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
+        if greeting[: len(MAGIC)] != MAGIC:
+            raise InfraFailure(f"{name}: what listens at {host}:{port} is none of ours")
+        writer.write(MAGIC + ours + proof(token, b"client", theirs, ours))
+        answer = await reader.readexactly(len(REFUSED))
+        if answer == REFUSED:
+            raise InfraFailure(f"{name}: {host}:{port} has another token than this run")
+        if not hmac.compare_digest(answer, proof(token, b"server", ours, theirs)):
+            raise InfraFailure(f"{name}: {host}:{port} does not know the token of this run")
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return reader, writer
 
 
 class Listener:
@@ -343,7 +368,9 @@ class Listener:
         self.token = token
         self.generation = generation
         self.serve = serve
-        self.num_strangers = 0
+        self.strangers: dict[asyncio.StreamWriter, str] = {}
+        """Connections that have not proven the token yet, the oldest first, and their hosts."""
+        self.num_refused = 0
         self.connections: set[Connection] = set()
         self.had_any = asyncio.Event()
         self.server: asyncio.Server | None = None
@@ -360,29 +387,54 @@ class Listener:
     async def close(self) -> None:
         if self.server is not None:
             self.server.close()
+        for stranger in self.strangers:
+            stranger.transport.abort()
         for connection in list(self.connections):
             await connection.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.num_strangers >= MAX_STRANGERS:
-            writer.transport.abort()
-            return
-        self.num_strangers += 1
-        peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
+        # A peer that is gone already has no name.
+        host, port = (writer.get_extra_info("peername") or ("unknown", 0))[:2]
+        self._make_room()
+        self.strangers[writer] = host
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await self._prove(reader, writer)
-        except (InfraFailure, OSError, EOFError, TimeoutError) as error:
-            log.warning("%s is refused: %s", peer, error or "it proved nothing in time")
-            writer.transport.abort()
+        except (InfraFailure, OSError, EOFError) as error:
+            self._log_refusal(f"{host}:{port}", self._why_refused(writer, error))
+            writer.close()  # after the answer to a wrong token
             return
         finally:
-            self.num_strangers -= 1
-        name = f"the caller at {peer}"
+            self.strangers.pop(writer, None)
+        name = f"the caller at {host}:{port}"
         connection = Connection(name, reader, writer, self.generation, serve=self.serve)
         self.connections.add(connection)
         connection.lost.add_done_callback(lambda _: self.connections.discard(connection))
         self.had_any.set()
+
+    def _make_room(self) -> None:
+        """Drops the oldest stranger of the host that has the most of them: silent ones keep
+        neither other hosts nor later callers out."""
+        while len(self.strangers) >= MAX_STRANGERS:
+            nums = Counter(self.strangers.values())
+            most = max(nums.values())
+            oldest = next(one for one, host in self.strangers.items() if nums[host] == most)
+            del self.strangers[oldest]
+            oldest.transport.abort()
+
+    def _why_refused(self, writer: asyncio.StreamWriter, error: Exception) -> str:
+        if writer not in self.strangers:
+            return f"it was the oldest of {MAX_STRANGERS} that had not proven the token"
+        if isinstance(error, TimeoutError):
+            return f"it did not prove the token within {HANDSHAKE_S:g} s"
+        if isinstance(error, EOFError):
+            return "it ended the connection before it had proven the token"
+        return str(error) or type(error).__name__
+
+    def _log_refusal(self, peer: str, why: str) -> None:
+        self.num_refused = num = self.num_refused + 1
+        if num <= LOGGED_REFUSALS or num & (num - 1) == 0:
+            log.warning("%s is refused: %s (%d so far)", peer, why, num)
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         keep_alive(writer)
@@ -392,5 +444,8 @@ class Listener:
         answer = await reader.readexactly(size)
         theirs, given = answer[len(MAGIC) : len(MAGIC) + NONCE], answer[len(MAGIC) + NONCE :]
         if not hmac.compare_digest(given, proof(self.token, b"client", ours, theirs)):
+            writer.write(REFUSED)
             raise InfraFailure("it does not know the token of this run")
+        if writer not in self.strangers:
+            raise EOFError  # dropped while its proof was on the way
         writer.write(proof(self.token, b"server", theirs, ours))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import struct
 from contextlib import asynccontextmanager, suppress
@@ -202,8 +203,8 @@ def test_a_lost_peer_ends_calls_under_way_and_later_ones():
 
 def test_a_wrong_token_is_refused_on_both_sides():
     async def scenario(listener, address):
-        with pytest.raises(InfraFailure, match="thing: no connection to .* ended the connection"):
-            await wire.connect("thing", address, "another", 3)
+        with pytest.raises(InfraFailure, match="thing: .* has another token than this run"):
+            await wire.connect("thing", address, "another", 3, timeout_s=60)
         await still_serves(address)
 
     play(scenario)
@@ -269,9 +270,9 @@ def test_strangers_are_refused_and_others_are_served(kind, monkeypatch):
         writer.write(GARBAGE[kind])
         await reader.read(len(wire.MAGIC) + wire.NONCE)
         with suppress(ConnectionResetError):
-            assert await reader.read() == b""
+            assert await reader.read() in (b"", wire.REFUSED)
         writer.close()
-        while listener.connections or listener.num_strangers:
+        while listener.connections or listener.strangers:
             await asyncio.sleep(0.01)
         monkeypatch.undo()
         await still_serves(address)
@@ -279,20 +280,199 @@ def test_strangers_are_refused_and_others_are_served(kind, monkeypatch):
     play(scenario)
 
 
-def test_strangers_are_bounded(monkeypatch):
-    monkeypatch.setattr(wire, "MAX_STRANGERS", 3)
+async def silent(address, num):
+    """Strangers that connect and say nothing, accepted before this returns."""
+    opened = [await asyncio.open_connection(*address) for _ in range(num)]
+    for reader, _ in opened:
+        await reader.readexactly(len(wire.MAGIC) + wire.NONCE)
+    return opened
+
+
+def test_silent_strangers_keep_nobody_out():
+    """As many as there are places for; callers still come in at once, and the oldest one goes."""
 
     async def scenario(listener, address):
-        idle = [await asyncio.open_connection(*address) for _ in range(3)]
-        with pytest.raises(InfraFailure):
-            await wire.connect("thing", address, TOKEN, 3)
+        idle = await silent(address, wire.MAX_STRANGERS)
+        async with asyncio.timeout(wire.HANDSHAKE_S / 2):
+            for _ in range(3):
+                await still_serves(address)
+            with suppress(ConnectionResetError):
+                assert await idle[0][0].read() == b""
+        assert len(listener.strangers) == wire.MAX_STRANGERS - 1
         for _, writer in idle:
             writer.transport.abort()
-        while listener.num_strangers:
-            await asyncio.sleep(0.01)
-        await still_serves(address)
 
     play(scenario)
+
+
+def test_callers_come_in_while_strangers_flood_the_port(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_STRANGERS", 2)
+
+    async def flood(address, held):
+        while True:
+            held.append(await asyncio.open_connection(*address))
+            await asyncio.sleep(0)
+
+    async def scenario(listener, address):
+        held = []
+        floods = [asyncio.create_task(flood(address, held)) for _ in range(3)]
+        try:
+            for _ in range(5):
+                async with joined(address, timeout_s=60) as connection:
+                    assert await connection.call("echo", x=1) == {"x": 1}
+                assert len(listener.strangers) <= 2
+        finally:
+            for task in floods:
+                task.cancel()
+            for _, writer in held:
+                writer.transport.abort()
+        assert len(held) > 5
+
+    play(scenario)
+
+
+def test_the_host_with_the_most_strangers_loses_one(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_STRANGERS", 4)
+
+    async def scenario(listener, address):
+        (other,) = await silent(address, 1)
+        (first,) = listener.strangers
+        listener.strangers[first] = "10.0.0.7"  # the oldest, from another machine
+        idle = await silent(address, 5)
+        assert first in listener.strangers and len(listener.strangers) == 4
+        for _, writer in [other, *idle]:
+            writer.transport.abort()
+
+    play(scenario)
+
+
+def test_strangers_that_are_gone_at_once_hold_no_place():
+    """A connection that was reset before it is accepted has no peer to name."""
+
+    async def scenario(listener, address):
+        for _ in range(wire.MAX_STRANGERS + 8):
+            gone = socket.create_connection(address)
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+        await still_serves(address)
+        while listener.strangers:
+            await asyncio.sleep(0.01)
+
+    play(scenario, seconds=wire.HANDSHAKE_S / 2)
+
+
+async def say_nothing(reader, writer):
+    await reader.read()
+
+
+async def hang_up(reader, writer):
+    writer.close()
+
+
+async def reset(reader, writer):
+    writer.transport.abort()
+
+
+async def prove_nothing(reader, writer):
+    writer.write(wire.MAGIC + bytes(wire.NONCE) + bytes(wire.NONCE + 8 + 32))
+    await writer.drain()
+    await reader.read()
+
+
+REFUSALS = {
+    "silent": (say_nothing, "it did not prove the token within 0.3 s"),
+    "gone": (hang_up, "it ended the connection before it had proven the token"),
+    "reset": (reset, "(it ended the connection before|Connection reset)"),
+    "wrong": (prove_nothing, "it does not know the token of this run"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSALS))
+def test_the_log_says_why_a_caller_is_refused(kind, monkeypatch, caplog):
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.3)
+    behave, sentence = REFUSALS[kind]
+
+    async def scenario(listener, address):
+        reader, writer = await asyncio.open_connection(*address)
+        await reader.readexactly(len(wire.MAGIC) + wire.NONCE)
+        acting = asyncio.create_task(behave(reader, writer))
+        while not listener.num_refused:
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+        await asyncio.gather(acting, return_exceptions=True)
+
+    play(scenario)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"127.0.0.1:\d+ is refused: {sentence}.* \(1 so far\)", line)
+
+
+def test_refusals_do_not_fill_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(wire, "LOGGED_REFUSALS", 3)
+
+    async def scenario(listener, address):
+        for num in range(40):
+            _, writer = await asyncio.open_connection(*address)
+            writer.transport.abort()
+            while listener.num_refused <= num:
+                await asyncio.sleep(0)
+
+    play(scenario)
+    counts = [record.getMessage().rpartition("(")[2] for record in caplog.records]
+    assert counts == [f"{num} so far)" for num in (1, 2, 3, 4, 8, 16, 32)]
+
+
+@pytest.mark.parametrize("behave", [hang_up, reset], ids=["closed", "reset"])
+def test_a_connection_that_was_dropped_is_tried_again(behave):
+    async def scenario(listener, address):
+        nums = {"dropped": 0}
+
+        async def dropping(reader, writer):
+            """The first callers are dropped; the others reach the listener."""
+            if nums["dropped"] < 3:
+                nums["dropped"] += 1
+                await behave(reader, writer)
+                return
+            await listener._accept(reader, writer)
+
+        async with await asyncio.start_server(dropping, "127.0.0.1", 0) as server:
+            place = server.sockets[0].getsockname()
+            await still_serves(place)
+        assert nums["dropped"] == 3
+
+    play(scenario)
+
+
+def test_a_port_that_opens_late_is_tried_until_it_does():
+    async def scenario(listener, address):
+        with socket.socket() as late:
+            late.bind(("127.0.0.1", 0))  # and does not listen
+            joining = asyncio.create_task(wire.connect("thing", late.getsockname(), TOKEN, 3))
+            await asyncio.sleep(0.2)
+            assert not joining.done()
+            late.listen()
+            async with await asyncio.start_server(listener._accept, sock=late):
+                connection = await joining
+                assert await connection.call("echo", x=1) == {"x": 1}
+                await connection.close()
+
+    play(scenario)
+
+
+UNREACHABLE = {"nothing listens": "Connect call failed", "silence": "it did not answer"}
+
+
+@pytest.mark.parametrize("kind", sorted(UNREACHABLE))
+def test_tries_to_connect_end_with_the_last_reason(kind):
+    async def scenario(listener, address):
+        with socket.socket() as mute:
+            mute.bind(("127.0.0.1", 0))
+            if kind == "silence":
+                mute.listen()
+            at, rule = mute.getsockname(), f"within 0.4 s .*{UNREACHABLE[kind]}"
+            with pytest.raises(InfraFailure, match=f"thing: no connection to .* {rule}"):
+                await wire.connect("thing", at, TOKEN, 3, timeout_s=0.4)
+
+    play(scenario, seconds=10)
 
 
 def frame(table, text=b"[]", data=b"", sizes=None):
