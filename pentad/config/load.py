@@ -26,9 +26,17 @@ from pentad.config.describe import (
     takes,
     text_keys,
 )
-from pentad.config.other_systems import HALF, NOT_BUILT, READ, hint, is_block
+from pentad.config.other_systems import (
+    HALF,
+    READ,
+    by_last_word,
+    hint,
+    is_block,
+    not_built,
+)
 from pentad.config.recipe_file import COMMAND_LINE, Tree, drop, dump_yaml, read_tree
 from pentad.config.schema import Config
+from pentad.core.algorithms import ELSEWHERE
 from pentad.core.errors import Problem, UserError
 from pentad.core.settings import MAX_INT
 
@@ -149,8 +157,9 @@ def _where(key: str, value: object, tree: Tree) -> str:
 
 
 def _unknown_keys(key: str, value: object, tree: Tree) -> list[Problem]:
-    """Of a block of another system's every key is looked up."""
-    if not (isinstance(value, dict) and value and is_block(key)):
+    """Every key of a block is looked up where the block, or the last word of one of its keys, is
+    known from another system."""
+    if not (isinstance(value, dict) and value and (is_block(key) or _has_known_words(key, value))):
         return [_unknown_key(key, value, tree)]
     return [
         problem
@@ -159,14 +168,27 @@ def _unknown_keys(key: str, value: object, tree: Tree) -> list[Problem]:
     ]
 
 
+def _has_known_words(key: str, value: dict[str, object]) -> bool:
+    known = {name.rpartition(".")[2] for name in fields()}
+    return any(name not in known and by_last_word(f"{key}.{name}") for name in value)
+
+
+def _meant(key: str) -> list[str]:
+    """A name that is nearly one of ours was misspelt, or is in the wrong block; another may be
+    known by its last word."""
+    near, word, here = nearest_keys(key), key.rpartition(".")[2], by_last_word(key)
+    names = [name.rpartition(".")[2] for name in near]
+    is_slip = difflib.get_close_matches(word, names, cutoff=0.75)
+    return [here] if here in fields() and not is_slip else near
+
+
 def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
     where = _where(key, value, tree)
-    known_from = NOT_BUILT.get(key)
-    if known_from:
-        return Problem(where, f"is known from {known_from} and not built yet", "leave it out")
+    if refused := not_built(key, where):
+        return refused
     if remedy := hint(key):
         return Problem(where, "there is no such key", remedy)
-    near = nearest_keys(key)
+    near = _meant(key)
     tree.bad.update(name for name in near if name not in tree.sources)
     if near:
         return Problem(where, "there is no such key", f"did you mean {join_or(near)}?")
@@ -186,6 +208,8 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     near = difflib.get_close_matches(str(value), choices(field), n=1, cutoff=0.5)
     remedy = f"did you mean {near[0]}?" if near else ""
     expected = takes(field)
+    if key == "algorithm.name" and (why := ELSEWHERE.get(str(value).lower())):
+        return Problem(_where(key, value, tree), why, f"use one of {expected}")
     if value in HALF and "bfloat16" in expected:
         rule = "fp16 overflows without loss scaling, which is not built"
         return Problem(_where(key, value, tree), rule, f"use bfloat16; it must be {expected}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from pentad.core.errors import Problem
+
 NOT_BUILT = {
     "megatron.ddp_bucket_size": "RLinf's Megatron backend",
     "megatron.distributed_backend": "RLinf's Megatron backend",
@@ -10,16 +14,10 @@ NOT_BUILT = {
     "megatron.use_dist_ckpt": "RLinf's Megatron backend",
     "megatron.tp_comm_bootstrap_backend": "RLinf's Megatron backend",
     "megatron.tp_comm_overlap_cfg": "RLinf's Megatron backend",
-    "actor.lora_rank": "LoRA training",
-    "actor.use_lora": "LoRA training",
-    "peft_config": "LoRA training",
-    "use_peft": "LoRA training",
-    "lora_r": "LoRA training",
-    "lora_alpha": "LoRA training",
-    "actor_rollout_ref.model.lora_rank": "LoRA training",
-    "actor_rollout_ref.model.lora_alpha": "LoRA training",
 }
-"""Key -> what it belongs to. It and everything below it is honestly refused."""
+"""Key -> what it belongs to. It and everything below it is refused."""
+LORA = re.compile(r"(^|[._])(lora|qlora|peft)([._]|$)")
+"""In the name of every key of LoRA: `lora.r`, `use_peft`, `actor.lora_rank`, `peft_config.r`."""
 
 TRL = {
     "model_name_or_path": ("actor.path", "a folder; only `plan` knows names of public models"),
@@ -219,6 +217,7 @@ MOE_ENGINE = {
     "elastic.rendezvous": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_BACKEND"),
     "elastic.rdzv_backend": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_BACKEND"),
     "elastic.rdzv_endpoint": ("scheduler", "torchrun's: scripts/launch.sh takes RDZV_ENDPOINT"),
+    "telemetry.log_dir": ("fileroot", "records go to its logs/USER/EXPERIMENT/TRIAL"),
     "elastic.max_restarts": ("recover.retries", "without a step gained in between"),
     "elastic.heartbeat_interval": ("elastic.heartbeat_interval_s", ""),
     "elastic.heartbeat_interval_sec": ("elastic.heartbeat_interval_s", ""),
@@ -263,6 +262,9 @@ RLINF = {
 
 NO_CHOICE = {
     "actor.group_name": "processes have the names of their roles",
+    "resource.actor_fwd": "the actor computes the log-probs of its samples on its own devices",
+    "resource.advantages": "advantages are computed where the batch is trained, on no extra device",
+    "resource.critic": "the critic is trained on the actor's devices",
     "rollout.group_name": "processes have the names of their roles",
     "actor.mcore_gpt": "the model of actor.path is built from its config.json",
     "actor.spec_name": "the model of actor.path is built from its config.json",
@@ -309,12 +311,50 @@ SPELLED = {
     "checkpoint.io_workers": "checkpoint.async_workers",
     "checkpoint.num_workers": "checkpoint.async_workers",
     "checkpoint.keep_last": "checkpoint.retention",
+    "resource.ref": "resource.reference",
 }
 """Key elsewhere -> key here, where the nearest name would not find it."""
 
 REMARKED = {**TRL, **VERL, **MOE_ENGINE, **RLINF}
 SPELLED.update(READ)
 SPELLED.update({key: here for key, (here, _) in REMARKED.items()})
+
+
+WORDS = {
+    **{key.rpartition(".")[2]: here for key, (here, _) in VERL.items()},
+    **{key: here for key, (here, _) in TRL.items()},
+    **dict.fromkeys(
+        ("clip_grad", "gradient_clip", "grad_norm"), "actor.optimizer.gradient_clipping"
+    ),
+    **dict.fromkeys(("clip_range", "cliprange", "clip_eps"), "algorithm.eps_clip"),
+    **dict.fromkeys(("warmup", "num_warmup_steps"), "actor.optimizer.warmup_steps_proportion"),
+    **dict.fromkeys(("lr_schedule", "scheduler_type"), "actor.optimizer.lr_scheduler_type"),
+    **dict.fromkeys(("model_path", "model_name", "tokenizer", "tokenizer_path"), "actor.path"),
+    **dict.fromkeys(("dataset", "dataset_path", "train_file"), "train_dataset.path"),
+    **dict.fromkeys(("epochs", "num_epochs"), "total_train_epochs"),
+    **dict.fromkeys(("num_steps", "train_steps"), "total_train_steps"),
+    **dict.fromkeys(("log_dir", "logging_dir", "logdir"), "fileroot"),
+    **dict.fromkeys(("max_tokens", "max_response_len"), "gconfig.max_new_tokens"),
+    **dict.fromkeys(("num_samples", "group_size"), "gconfig.n_samples"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "gpus_per_node"), "cluster.n_gpus_per_node"),
+    **dict.fromkeys(("num_nodes", "nodes"), "cluster.n_nodes"),
+    **dict.fromkeys(("micro_batch_size", "mini_batch_size"), "actor.mb_spec.max_tokens_per_mb"),
+    **dict.fromkeys(("kl_beta", "init_kl_coef"), "algorithm.kl_coef"),
+    **dict.fromkeys(("betas", "adam_betas"), "actor.optimizer.beta1"),
+}
+"""Last word of a key elsewhere, in whatever block -> key here."""
+TOO_COMMON = ("enable", "len", "model", "n", "name", "path")
+"""Last words that mean something else in every block."""
+
+
+def not_built(key: str, where: str) -> Problem | None:
+    """The answer to a key of something that is not here."""
+    if LORA.search(key):
+        rule = "LoRA is not supported yet, all weights are trained"
+        return Problem(where, rule, "leave it out; actor.archon.offload_params saves GPU memory")
+    if (known_from := NOT_BUILT.get(key)) is None:
+        return None
+    return Problem(where, f"is known from {known_from} and not built yet", "leave it out")
 
 
 def hint(key: str) -> str:
@@ -325,9 +365,18 @@ def hint(key: str) -> str:
     return f"its name here is {here}" + (f" ({remark})" if remark else "") if here else ""
 
 
+def by_last_word(key: str) -> str:
+    """The key here that the last word of an unknown one stands for, of the critic in its block."""
+    block, _, word = key.rpartition(".")
+    here = "" if word in TOO_COMMON else WORDS.get(word, "")
+    is_critic = block.partition(".")[0] == "critic"
+    return here.replace("actor.", "critic.", 1) if is_critic else here
+
+
 def is_block(key: str) -> bool:
     """Whether a block of that name has keys that are known from elsewhere."""
-    return any(name.startswith(f"{key}.") for name in (*SPELLED, *NOT_BUILT, *NO_CHOICE))
+    names = (*SPELLED, *NOT_BUILT, *NO_CHOICE)
+    return not LORA.search(key) and any(name.startswith(f"{key}.") for name in names)
 
 
 HALF = ("fp16", "float16", "half")

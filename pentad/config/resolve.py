@@ -8,7 +8,6 @@ A resolved config resolves to itself.
 from __future__ import annotations
 
 import getpass
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -149,19 +148,19 @@ def _choose_allocation(draft: _Draft) -> None:
     join = "|" if config.mode in (None, "colocate") else "+"
     if config.resource is None:
         why = "no devices were asked for" if join == "|" else f"mode = {config.mode}"
-        actor = rollout = 1
+        sizes = {"actor": 1, "rollout": 1}
     else:
-        why = "from resource"
-        actor, rollout = math.prod(config.resource.actor), math.prod(config.resource.rollout)
+        why, sizes = "from resource", config.resource.sizes()
         join = "|" if config.mode == "colocate" else "+"
     sides = (
-        Component("embedded", None, (("d", rollout),)),
-        Component("archon", None, (("d", actor),)),
+        Component("embedded", None, (("d", sizes["rollout"]),)),
+        Component("archon", None, (("d", sizes["actor"]),)),
     )
     chosen = Allocation((sides,) if join == "|" else tuple((side,) for side in sides))
+    own = {role: sizes[role] for role in SCORERS if role in sizes}
     if config.mode == "async" and config.only is None:
-        chosen = chosen.with_own(frozen_models(config))
-    draft.set("allocation_mode", str(chosen), why)
+        own = {role: sizes.get(role, 1) for role in (*own, *frozen_models(config))}
+    draft.set("allocation_mode", str(chosen.with_own(own)), why)
 
 
 def _choose_mode(draft: _Draft) -> None:

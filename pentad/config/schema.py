@@ -8,6 +8,7 @@ the part that reads the key chooses, and says so. Rules between keys are in `pen
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -74,6 +75,17 @@ class ResourceConfig(Section):
     """[nodes, devices per node] that train."""
     rollout: tuple[Count, Count]
     """[nodes, devices per node] that sample. In mode colocate these are the same devices."""
+    reference: tuple[Count, Count] | None = None
+    """[nodes, devices per node] of the reference model in mode async. null: one device where the
+    algorithm has a KL term."""
+    teacher: tuple[Count, Count] | None = None
+    """[nodes, devices per node] of the teacher of algorithm.name=distill in mode async. null: one
+    device."""
+
+    def sizes(self) -> dict[str, int]:
+        """Devices by the name that a role has in `allocation_mode`, of the roles that are given."""
+        names = {"reference": "ref"}
+        return {names.get(role, role): math.prod(given) for role, given in self if given}
 
 
 class ParallelismConfig(Section):

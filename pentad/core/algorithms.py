@@ -132,6 +132,12 @@ FACTS: dict[str, AlgorithmFacts] = {
         defaults={"gamma": 0.0, "reward_clip": 10.0},
     ),
 }
+PREFERENCES = "learns from recorded preferences, and algorithms here from samples that they draw"
+ELSEWHERE = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), PREFERENCES),
+    "sft": "supervised fine-tuning is a command of its own, pentad sft",
+}
+"""Names of methods that are no online algorithm -> why they are none of these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pentad.core.errors import Problem, UserError
@@ -221,10 +221,10 @@ class Allocation:
         part, others = self.find(role), [self.find("actor"), self.find("rollout")]
         return part is not None and not any(o and self.shares_devices(part, o) for o in others)
 
-    def with_own(self, roles: Sequence[str]) -> Allocation:
-        """With a device more for each of the roles; every component has its name then."""
+    def with_own(self, sizes: Mapping[str, int]) -> Allocation:
+        """With as many devices more for each role; every component has its name then."""
         named = [tuple(replace(part, name=part.role) for part in group) for group in self.groups]
-        added = [(Component("archon", role, (("d", 1),)),) for role in roles]
+        added = [(Component("archon", role, (("d", size),)),) for role, size in sizes.items()]
         return Allocation((*named, *added)) if added else self
 
     def joined(self, first: str, second: str) -> Allocation:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pentad.core.algorithms import FACTS, AlgorithmFacts, AlgorithmSettings
+from pentad.core.algorithms import ELSEWHERE, FACTS, AlgorithmFacts, AlgorithmSettings
 from pentad.core.errors import Problem, UserError
 from pentad.core.types import Group, Loss, Row
 from pentad.rl import advantages as adv
@@ -130,6 +130,8 @@ def make_rows(
 def _unknown_algorithm(name: str) -> Problem:
     wanted = name.lower().replace("++", "_plus_plus").replace("-", "_")
     near = difflib.get_close_matches(wanted, ALGORITHMS, n=1, cutoff=0.5)
+    if why := ELSEWHERE.get(wanted):
+        return Problem(where("name", name), why, f"known are {', '.join(ALGORITHMS)}")
     guess = f"did you mean {near[0]}? " if near else ""
     return Problem(
         where("name", name), "no such algorithm", f"{guess}known are {', '.join(ALGORITHMS)}"

@@ -91,11 +91,13 @@ def resource_agrees_with_the_allocation(config: Config) -> list[Problem]:
     if config.resource is None or allocation is None:
         return []
     found = []
-    for role, (nodes, devices) in config.resource:
+    names = {"ref": "reference"}
+    for role, wanted in config.resource.sizes().items():
         component = allocation.find(role)
-        if component is not None and component.world != nodes * devices:
-            where = f"resource.{role} = [{nodes}, {devices}]"
-            rule = f"is {nodes * devices} devices, but {component} has {component.world}"
+        if component is not None and component.world != wanted:
+            key = names.get(role, role)
+            where = f"resource.{key} = {show(getattr(config.resource, key))}"
+            rule = f"is {wanted} devices, but {component} has {component.world}"
             found.append(Problem(where, rule, "leave resource out, or make the two agree"))
     return found
 

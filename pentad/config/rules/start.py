@@ -58,7 +58,7 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
     missing = [role for role in needed if role not in alone]
     if config.mode == "async" and missing:
         rule = f"{' and '.join(missing)} scores on devices of its own there, and {where} has none"
-        fix = reduce(Allocation.without, missing, allocation).with_own(missing)
+        fix = reduce(Allocation.without, missing, allocation).with_own(dict.fromkeys(missing, 1))
         remedy = f"use {fix}, or mode: hybrid, which scores in the trainer"
         yield Problem("mode = async", rule, remedy)
     for role in alone:
