@@ -7,7 +7,9 @@ printed. 130: interrupted. With PENTAD_TRACEBACK=1 the traceback comes first.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,7 +20,7 @@ from typing import Any
 
 import typer
 
-from pentad.core.errors import Interrupted, RunError, UserError, visible
+from pentad.core.errors import Interrupted, Problem, RunError, UserError, visible
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -43,6 +45,13 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             if any(thread.name == "learner" for thread in threading.enumerate()):
                 os._exit(code)  # it hangs or was not waited for, and the interpreter would wait
             raise typer.Exit(code) from None
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "pentad"):
+                raise
+            _show_traceback()
+            _show([str(_not_installed(package))], "1 problem, nothing was started:")
+            raise typer.Exit(BAD_INPUT) from None
         except OSError as error:
             if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
                 raise
@@ -55,6 +64,16 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
+
+
+def _not_installed(package: str) -> Problem:
+    """The command that installs a package at the version Pentad asks for, where it does."""
+    lines = importlib.metadata.requires("pentad") or []
+    wanted = [line.partition(";")[0].strip() for line in lines if "extra ==" not in line]
+    names = {line: re.match(r"[\w.-]+", line) for line in wanted}
+    fitting = [line for line, name in names.items() if name and name[0].lower() == package.lower()]
+    remedy = f"pip install '{fitting[0] if fitting else package}'"
+    return Problem(package, "this command needs it and it is not installed", remedy)
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def locate_remote(place: str, endpoint_url: str | None, region: str | None) -> L
         from pentad.checkpoint.fetch import committed_steps, read_remote, remote_damage
         from pentad.checkpoint.s3 import Store
     except ImportError as error:
-        remedy = "pip install boto3"
+        remedy = "pip install 'pentad[s3]'"
         raise UserError(
             Problem(f"PATH = {place}", f"a store needs {error.name}", remedy)
         ) from error

@@ -50,17 +50,17 @@ def public_dims() -> dict[str, ModelDims]:
 
 def known_config(name: str) -> dict[str, Any] | None:
     """The config behind a public name, as far as it counts."""
-    full = _full_name(name)
+    full = full_name(name)
     return public_configs()[full] if full else None
 
 
 def known_model(name: str) -> ModelDims | None:
     """The dimensions behind a public name."""
-    full = _full_name(name)
+    full = full_name(name)
     return public_models()[full] if full else None
 
 
-def _full_name(name: str) -> str | None:
+def full_name(name: str) -> str | None:
     """With its owner, and without -Instruct or -Base."""
     bare = VARIANT.sub("", name)
     return next((n for n in public_configs() if bare in (n, n.rpartition("/")[2])), None)

@@ -11,16 +11,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+MAX_NAMED = 8
+"""Functions of a file that an error lists."""
+
 
 def load(spec: str) -> Callable[..., Any]:
     """Imports what the string names. Whatever the import raises is passed on."""
     where, _, name = spec.rpartition(":")
     found: Any = import_named(where)
     for part in name.split("."):
+        if not hasattr(found, part):
+            raise AttributeError(f"{where} has no attribute {part!r}{_defined(found)}")
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"{spec} is not a function")
     return found
+
+
+def _defined(module: object) -> str:
+    """The functions and classes of a module's own, in brackets."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == getattr(module, "__name__", "")
+    ]
+    return f" (it defines {', '.join(own[:MAX_NAMED])})" if own else ""
 
 
 def settled(value: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from pentad.core.errors import Problem, UserError
 from pentad.data.rows import DatasetRows, Format, open_rows
@@ -91,6 +91,20 @@ def check_columns(columns: Columns, tokenizer: Tokenizer) -> None:
         rule = f"the tokenizer in {tokenizer.folder} has no chat template"
         remedy = "add chat_template.jinja to that folder, or train on plain text"
         raise UserError(Problem(where, rule, remedy))
+    if columns.uses_chat:
+        check_template(tokenizer)
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Refuses a template that cannot be compiled, which is no row's fault."""
+    try:
+        tokenizer.render([{"role": "user", "content": "."}], for_answer=True)
+    except TemplateSyntaxError as error:
+        rule = f"its chat template does not compile: {error.message} (line {error.lineno})"
+        remedy = "mend chat_template.jinja, or chat_template in tokenizer_config.json"
+        raise UserError(Problem(f"tokenizer in {tokenizer.folder}", rule, remedy)) from error
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return  # it has wishes that this conversation does not meet; rows may
 
 
 def render_prompt(row: Mapping[str, Any], columns: Columns, tokenizer: Tokenizer) -> str:

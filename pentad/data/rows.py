@@ -314,6 +314,6 @@ def _open_file(
     try:
         from pentad.data.arrow import open_table
     except ModuleNotFoundError as error:
-        remedy = "pip install pentad[parquet]"
+        remedy = "pip install 'pentad[parquet]'"
         raise UserError(Problem(where, f"{kind} files need {error.name}", remedy)) from error
     return open_table(file, kind, where, streaming=streaming, limit=limit)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import check_plain, read_object
+from pentad.core.folders import check_plain, download_hint, read_object
 from pentad.data.stamp import digest_of_file
 from pentad.weights.hf import companion_files
 
@@ -107,7 +107,8 @@ def load_tokenizer(folder: str | Path, *, key: str = "actor.path") -> Tokenizer:
     # Not Path's, which raises where there is no such user.
     where, path = f"{key} = {folder}", Path(os.path.expanduser(folder))  # noqa: PTH111
     if not path.is_dir():
-        raise UserError(Problem(where, "no such folder", "give a folder with a tokenizer"))
+        remedy = download_hint(str(folder)) or "give a folder with a tokenizer"
+        raise UserError(Problem(where, "no such folder", remedy))
     check_plain(path)
     companion_files(path)
     if not any((path / name).exists() for name in TOKENIZER_FILES):

@@ -198,7 +198,7 @@ class ConfigReader:
         remedy = "use a plain decoder such as Qwen3 or Llama"
         read_here = SHARED_EXPERTS if self.has_shared_experts else ()
         problems = [
-            Problem(where, f"{key} = {hf[key]!r}: {why}", remedy)
+            Problem(where, f"{key} = {_short(hf[key])}: {why}", remedy)
             for key, why in UNSUPPORTED.items()
             if hf.get(key) and key not in read_here
         ]
@@ -255,7 +255,7 @@ def _padding_id(read: ConfigValues) -> int | None:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = f"{{{len(value)} keys}}" if isinstance(value, Mapping) else str(value)
     return text if len(text) < 100 else f"{text[:80]}..."
 
 

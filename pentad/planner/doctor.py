@@ -40,11 +40,17 @@ MIN_OPEN_FILES = 4096
 UNEQUAL_STAGES = (2, 13)
 """First torch whose pipelines take microbatches of unequal length."""
 OPTIONAL = {
+    "math-verify": ("the reward math", "pip install 'pentad[math]'"),
+    "starlette": ("pentad serve, and agents as programs", "pip install 'pentad[serve]'"),
+    "uvicorn": ("pentad serve, and agents as programs", "pip install 'pentad[serve]'"),
     "boto3": ("checkpoints on S3", "pip install 'pentad[s3]'"),
     "ray": ("runs over several machines", "pip install 'pentad[ray]'"),
     "pyarrow": ("Parquet and saved HF datasets", "pip install 'pentad[parquet]'"),
     "tensorboard": ("curves in TensorBoard", "pip install 'pentad[tensorboard]'"),
     "wandb": ("records in Weights & Biases", "pip install 'pentad[wandb]'"),
+    "TransferQueue": ("store=transfer_queue", "pip install 'pentad[transfer_queue]'"),
+    "trl": ("pentad bench rl beside TRL", "pip install 'pentad[trl]'"),
+    "flash-attn-4": ("faster attention on Hopper GPUs and later", "pip install 'pentad[fa4]'"),
     "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),
 }
 """Distribution -> (what it gives, how to get it)."""
@@ -92,26 +98,32 @@ def check_requirements() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("pentad", "warn", "is not installed, only found", "pip install -e .")
         return
-    missing = []
+    missing: dict[str, str] = {}
     for line in wanted:
-        name, least = read_requirement(line)
+        name, least, below = read_requirement(line)
         if "extra ==" in line:
             continue
-        have = installed(name)
+        have, wanted_here = installed(name), line.partition(";")[0].strip()
         if have is None or numbers(have) < numbers(least):
-            missing.append(f"{name} >= {least} ({have or 'missing'})")
+            missing[wanted_here] = f"{name} >= {least} ({have or 'missing'})"
+        elif below and numbers(have) >= numbers(below):
+            text = f"{have} is later than what was tested (below {below})"
+            yield Finding(name, "warn", text, f"pip install '{wanted_here}'")
     if missing:
-        remedy = "pip install -c constraints.txt -e ."
-        yield Finding("packages", "fail", ", ".join(missing), remedy)
+        remedy = "pip install " + " ".join(f"'{requirement}'" for requirement in missing)
+        yield Finding("packages", "fail", ", ".join(missing.values()), remedy)
     else:
         yield Finding("packages", "ok", "all dependencies are there")
 
 
-def read_requirement(line: str) -> tuple[str, str]:
-    """(name, least version) of `name>=1.2; marker`."""
-    found = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?:[><=~!]*=\s*([0-9][0-9.]*))?", line)
-    assert found is not None, f"not a requirement: {line}"
-    return found.group(1), found.group(2) or "0"
+def read_requirement(line: str) -> tuple[str, str, str]:
+    """(name, least version, first version that is too late) of `name<3,>=1.2; marker`."""
+    name = re.match(r"[A-Za-z0-9._-]+", line)
+    assert name is not None, f"not a requirement: {line}"
+    versions = line.partition(";")[0]
+    least = re.search(r"[>=~]=\s*([0-9][0-9.]*)", versions)
+    below = re.search(r"<\s*([0-9][0-9.]*)", versions)
+    return name[0], least[1] if least else "0", below[1] if below else ""
 
 
 def numbers(version: str) -> tuple[int, ...]:

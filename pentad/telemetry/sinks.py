@@ -161,4 +161,4 @@ def build_sinks(
 
 
 def _missing(where: str, extra: str) -> UserError:
-    return UserError(Problem(where, f"{extra} is not installed", f"pip install pentad[{extra}]"))
+    return UserError(Problem(where, f"{extra} is not installed", f"pip install 'pentad[{extra}]'"))

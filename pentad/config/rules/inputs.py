@@ -8,13 +8,13 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-from pentad.config.derived import problems_of
+from pentad.config.derived import full_name, problems_of
 from pentad.config.describe import join_or, show, value_at
 from pentad.config.resolve import PATHS
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import REWARD_NAMES, WORKFLOW_NAMES, Config, ModelConfig
 from pentad.core.errors import Problem, UserError
-from pentad.core.folders import recovery_problem
+from pentad.core.folders import download_hint, recovery_problem
 from pentad.models.families import register
 
 RULES: Rules[[Config]] = Rules()
@@ -87,7 +87,8 @@ def _model_folder(
     folder = Path(path).expanduser()
     where = f"{key} = {path}"
     if not folder.is_dir():
-        return Problem(where, "there is no such folder", "download the model and give its folder")
+        remedy = download_hint(full_name(path) or path) or "download the model and give its folder"
+        return Problem(where, "there is no such folder", remedy)
     if problem := recovery_problem(where, folder):
         return problem
     if not (folder / "config.json").is_file():
@@ -133,7 +134,8 @@ def _data_path(key: str, path: str) -> Problem | None:
     is_pattern = set(path) & set("*?[")  # what fits it shows later
     if is_pattern or Path(path).expanduser().exists():
         return None
-    return Problem(f"{key} = {path}", "there is no such file or folder", "check the path")
+    remedy = download_hint(path, "dataset") or "check the path"
+    return Problem(f"{key} = {path}", "there is no such file or folder", remedy)
 
 
 @RULES.add(

@@ -7,6 +7,9 @@ from pentad.config.load import read_config
 from pentad.config.other_systems import TOO_COMMON, WORDS
 from pentad.config.resolve import resolve
 from pentad.config.rules.check import check
+from pentad.core.errors import UserError
+from pentad.data.tokenizer import load_tokenizer
+from pentad.models.families import planned_dims
 
 
 def said(*words):
@@ -129,3 +132,38 @@ def test_the_reference_of_resource_and_of_the_allocation_must_agree():
         "resource.reference = [1, 2]: is 2 devices, but archon[ref]:d1 has 1; leave resource out, "
         "or make the two agree." in texts
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "command"),
+    [
+        ("actor.path", "Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
+        ("actor.path", "Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
+        ("actor.path", "some.one/New-1B", "hf download some.one/New-1B --local-dir models/New-1B"),
+        ("actor.path", "./gone", "download the model and give its folder"),
+        ("actor.path", "there/gone", "download the model and give its folder"),
+        (
+            "train_dataset.path",
+            "openai/gsm8k",
+            "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k",
+        ),
+        ("train_dataset.path", "gone.jsonl", "check the path"),
+    ],
+)
+def test_a_name_of_the_hub_gets_the_command_to_type(tmp_path, monkeypatch, key, name, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    config, _ = resolve(read_config(None, [f"{key}={name}"]).config)
+    (text,) = [text for text in map(str, check(config, "train")) if text.startswith(key)]
+    assert f"; {command}" in text
+
+
+def test_a_served_name_of_the_hub_gets_the_command_too():
+    with pytest.raises(UserError, match="hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"):
+        load_tokenizer("Qwen/Qwen3-8B")
+
+
+def test_a_config_that_is_not_supported_is_named_and_not_printed_whole():
+    hf = {"model_type": "gemma3", "text_config": {f"key{i}": list(range(50)) for i in range(40)}}
+    with pytest.raises(UserError, match="text_config = {40 keys}: it describes a model with seve"):
+        planned_dims(hf)

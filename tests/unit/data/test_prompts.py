@@ -207,6 +207,18 @@ def test_a_template_that_refuses_a_row_is_quoted(open_stream, tokenizer_folder, 
         open_stream(rows, tokenizer, Columns(messages_key="chat"))
 
 
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages | nosuch }}"])
+def test_a_broken_template_is_no_fault_of_a_row(open_stream, tokenizer_folder, tmp_path, template):
+    from pentad.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "m", template=template))
+    rows = [{"chat": [{"role": "user", "content": "hi"}]}]
+    with pytest.raises(UserError, match="its chat template does not compile: ") as caught:
+        open_stream(rows, tokenizer, Columns(messages_key="chat"))
+    assert "train.jsonl" not in str(caught.value) and str(tmp_path / "m") in str(caught.value)
+    assert open_stream([{"prompt": "hi"}], tokenizer, Columns()) is not None, "it is not read"
+
+
 @given(size=st.integers(1, 500), seed=st.integers(0, 2**63), epoch=st.integers(0, 9))
 def test_an_epoch_order_is_a_permutation(size, seed, epoch):
     assert sorted(epoch_order(size, seed, epoch)) == list(range(size))

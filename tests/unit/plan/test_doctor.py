@@ -4,6 +4,8 @@ import json
 import socket
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,7 @@ def test_missing_and_old_packages_are_named(monkeypatch):
     (found,) = doctor.check_requirements()
     assert found.status == "fail"
     assert found.text.startswith("nosuch >= 3 (missing), rich >= 99 (")
+    assert found.remedy == "pip install 'nosuch>=3' 'rich>=99'", "also where no source is"
 
 
 def test_an_old_python_is_refused(monkeypatch):
@@ -133,7 +136,28 @@ def test_what_torch_was_built_for_is_read_from_its_files():
 
     assert doctor.torch_cuda() == torch.version.cuda
     assert doctor.numbers("2.13.0+cpu") == (2, 13, 0)
-    assert doctor.read_requirement("ray[serve]>=2.1; extra == 'ray'") == ("ray", "2.1")
+    assert doctor.read_requirement("ray[serve]>=2.1; extra == 'ray'") == (
+        *("ray", "2.1"),
+        "",
+    )
+    assert doctor.read_requirement("torch<2.14,>=2.11") == ("torch", "2.11", "2.14")
+
+
+def test_every_extra_has_its_line():
+    page = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    extras = set(page["project"]["optional-dependencies"]) - {"all", "test"}
+    remedies = " ".join(how for _, how in doctor.OPTIONAL.values())
+    assert {name for name in extras if f"'pentad[{name}]'" not in remedies} == set()
+
+
+def test_a_package_later_than_tested_is_warned_about(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["rich<2,>=1"])
+    late, rest = doctor.check_requirements()
+    assert (late.name, late.status) == (
+        "rich",
+        "warn",
+    ) and "later than what was tested" in late.text
+    assert late.remedy == "pip install 'rich<2,>=1'" and rest.status == "ok"
 
 
 def test_gpu_lines_are_read_and_hidden_ones_left_out():

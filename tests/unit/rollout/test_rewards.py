@@ -246,7 +246,7 @@ def test_a_reward_takes_and_returns_what_it_likes_of_what_there_is(custom, sourc
         ("def reward(completion, /): pass", r"'completion \(positional only\)'"),
         ("def reward(answer): pass", "it cannot see the answer"),
         ("reward = 3", "is not a function"),
-        ("def other(): pass", "has no attribute 'reward'"),
+        ("def other(): pass", r"\.py has no attribute 'reward' \(it defines other\)"),
         ("import no_such_library", "No module named 'no_such_library'"),
     ],
 )

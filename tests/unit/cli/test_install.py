@@ -1,0 +1,71 @@
+"""What an installed user meets: a missing package is one sentence, the wheel says what it is."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirement(package):
+    (found,) = [line for line in PROJECT["dependencies"] if line.split(">")[0] == package]
+    return found
+
+
+def run(words, folder):
+    """`pentad` where a folder comes first on the path of imports."""
+    code = "from pentad.cli.main import main; main()"
+    env = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=env, cwd=folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("torch", ["demo"]),
+        ("torch", ["serve", "m"]),
+        ("torch", ["verify-model", "qwen3"]),
+        ("torch", ["convert", "a", "b"]),
+        ("torch", ["train", "m.yaml"]),
+        ("transformers", ["verify-model", "qwen3"]),
+        ("safetensors", ["convert", "a", "b"]),
+    ],
+    ids=str,
+)
+def test_a_missing_package_is_one_sentence_with_the_command(tmp_path, package, words):
+    failing = f"raise ModuleNotFoundError('No module named {package}', name='{package}')"
+    (tmp_path / f"{package}.py").write_text(failing)
+    (tmp_path / "m.yaml").write_text(
+        "actor: {path: m, init_from_scratch: true}\ntrain_dataset: {path: d.jsonl}\n"
+        "reward: {fn: exact_match}\ngconfig: {max_new_tokens: 4}\n"
+    )
+    (tmp_path / "m").mkdir()
+    config = {"model_type": "qwen3"}
+    (tmp_path / "m" / "config.json").write_text(str(config).replace("'", '"'))
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    out = run(words, tmp_path)
+    assert (out.returncode, "Traceback" in out.stderr) == (2, False), out.stderr
+    assert out.stderr.splitlines()[-1].startswith(
+        f"* {package}: this command needs it and it is not installed; pip install '{package}"
+    )
+
+
+def test_the_wheel_says_what_it_is_and_stays_within_what_was_tested():
+    assert PROJECT["readme"] == "README.md" and (ROOT / "README.md").is_file()
+    said = {line for line in PROJECT["classifiers"] if line.startswith("Programming Language")}
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12)} < said
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
+    )
+    for package in ("torch", "transformers"):
+        below = requirement(package).split("<")[1]
+        first_untested = tuple(map(int, below.split(".")))
+        pinned = tuple(map(int, pins[package].split("+")[0].split(".")))
+        assert pinned < first_untested <= (pinned[0] + 1,), package
