@@ -17,7 +17,8 @@ from typing import Any
 
 from pentad.rewards.confine import PR_SET_PDEATHSIG, Limits, prctl
 
-THREAD_STACK = 64 << 10
+THREAD_STACK = 256 << 10
+"""The least that every architecture allows is below this; 64 KiB is too little on ARM."""
 HELD = (OSError, RuntimeError, MemoryError)
 """What an attempt ends with where it is refused."""
 MEANING = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -159,6 +160,8 @@ class Limits:
     """Goes on without the protections that this machine does not offer."""
 
 
+WHERE_PYTHON_IS = ("LD_LIBRARY_PATH", "PYTHONHOME")
+"""Variables of the run that a worker of isolated jobs is started with, and takes from its jobs."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -183,9 +186,10 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def close_all_but(kept: int) -> None:
+def close_all_but(*kept: int) -> None:
     """Every open file except the standard streams and `kept`, however high their numbers may be."""
-    for first, last in ((3, kept - 1), (kept + 1, 0xFFFFFFFF)):
+    bounds = [2, *sorted(kept), 1 << 32]
+    for first, last in ((low + 1, high - 1) for low, high in itertools.pairwise(bounds)):
         if first <= last:
             check(LIBC.syscall(CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0))
 

@@ -39,7 +39,6 @@ GRACE_S = 10.0
 CLOSE_PATIENCE_S = 2.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 BOOT += "from pentad.rewards.warden import main; main()"
-WHERE_PYTHON_IS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
 MIB = 1 << 20
 FOLDER_PREFIX = "pentad-jobs-"
 
@@ -225,7 +224,7 @@ def _environment(*, isolate: bool) -> dict[str, str]:
     """One thread a job and no GPU; programs nobody has read see none of the run's secrets."""
     fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    kept = {name: os.environ[name] for name in WHERE_PYTHON_IS if name in os.environ}
+    kept = {name: os.environ[name] for name in confine.WHERE_PYTHON_IS if name in os.environ}
     return {**(kept if isolate else os.environ), "LANG": "C.UTF-8", **threads, **fixed}
 
 

@@ -1,43 +1,32 @@
-"""The worker process of the reward pool: runs each job in a child of its own and ends what it left.
+"""The worker process of the reward pool: has each job forked, watches it and reads what it says.
 
 Standard library only; started by `sandbox.py`, which speaks to it over two pipes in frames of a
 JSON header and raw bytes. A job's arguments come pickled from the parent; what a job says goes
-back as bytes that nobody unpickles. The modules of a reward are imported here once, so a job
-costs a fork. When the parent is gone the warden ends its job and itself.
+back as bytes that nobody unpickles. Jobs are forked from a process of their own (`origin.py`), to
+which nothing of this goes. When the parent is gone the warden ends its job and itself.
 """
 
 from __future__ import annotations
 
-import asyncio  # noqa: F401  # once here: each job is a fork, and its function may be async
 import contextlib
 import dataclasses
-import errno
-import gc
 import json
 import math
 import os
 import pickle
 import select
 import signal
+import socket
 import struct
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any
 
-from pentad.core.specs import describe, load, settled
-from pentad.rewards import breakout, confine, enclosure
-from pentad.runtime.scratch import remove
+from pentad.rewards import confine, origin
 
 FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
-MAX_DETAIL = 1000
-CLEANING_S = 2.0
-"""For what a job left; the pool removes the rest when it closes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,125 +38,18 @@ class Ended:
     body: bytes = b""
 
 
-# --- in the child ----------------------------------------------------------------------------
-
-
-def _be_job(
-    job: dict[str, Any], body: bytes, limits: confine.Limits, pipe: int, closing: list[int]
-) -> NoReturn:
-    """Everything that happens in the process of a job; never returns.
-
-    The first byte says whether the job began: what goes wrong before it is our fault, not its.
-    """
-    code = 1
-    try:
-        _arrange_files(pipe, closing, limits.isolate)
-        try:
-            _prepare(job, limits)
-        except BaseException as failure:
-            _write(pipe, f"-{type(failure).__name__}: {failure}".encode())
-            os._exit(1)
-        _write(pipe, b"+")
-        if job["capture"] == "stdout":
-            os.dup2(pipe, 1)
-            code = _run_program(load(job["spec"]), pickle.loads(body))
-        else:
-            _write(pipe, _result_of(job["spec"], body, limits))
-            code = 0
-    finally:
-        os._exit(code)
-
-
-def _prepare(job: dict[str, Any], limits: confine.Limits) -> None:
-    if job["is_enclosed"]:
-        enclosure.leave_root()
-    confine.die_with_parent()
-    os.setsid()
-    os.chdir(job["scratch"])
-    os.environ["TMPDIR"] = tempfile.tempdir = job["scratch"]
-    if limits.isolate:
-        os.environ["HOME"] = job["scratch"]
-        load(job["spec"])  # our own module, which the job itself may not read
-    cpu_s = math.ceil(job["timeout_s"]) + 5
-    confine.apply(limits, job["scratch"], cpu_s, is_enclosed=job["is_enclosed"])
-
-
-def probe(limits: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """A job that tries to break out; returns the protections that are missing."""
-    return breakout.missing(confine.Limits(**limits), **target)
-
-
-def _arrange_files(pipe: int, closing: list[int], isolate: bool) -> None:
-    """No way back to the warden's own pipes; standard streams lead nowhere."""
-    for descriptor in closing:
-        os.close(descriptor)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
-    if isolate:  # an ordinary reward may own files that its module opened
-        confine.close_all_but(pipe)
-    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
-
-
-def _stream(descriptor: int, mode: str) -> TextIO:
-    return cast(TextIO, open(descriptor, mode, closefd=False))  # noqa: PTH123, SIM115
-
-
-def _result_of(spec: str, body: bytes, limits: confine.Limits) -> bytes:
-    try:
-        value = settled(load(spec)(**pickle.loads(body)))
-        return json.dumps({"value": value}, default=_plain).encode()
-    except BaseException as failure:
-        kind = "memory" if isinstance(failure, MemoryError) else "error"
-        detail = f"{type(failure).__name__}: {failure}"[:MAX_DETAIL]
-        is_refused = isinstance(failure, PermissionError) and failure.errno == errno.EPERM
-        if is_refused and not limits.isolate and not limits.allow_processes:
-            detail += "; if it was to start a process: that needs reward.allow_processes = true"
-        return json.dumps({"failure": kind, "detail": detail}).encode()
-
-
-def _plain(value: object) -> object:
-    """Dataclasses as dicts, numbers of any library as floats."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return float(value)  # type: ignore[arg-type]
-
-
-def _run_program(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
-    """What counts is what is printed; exit code and threads are treated as for a script."""
-    try:
-        function(**arguments)
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    sys.stdout.flush()
-    return code & 0xFF
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-# --- in the warden ---------------------------------------------------------------------------
-
-
 class Warden:
     """One job at a time, each watched until it is over in every respect."""
 
-    def __init__(self, limits: confine.Limits, folder: str) -> None:
+    def __init__(self, limits: confine.Limits, source: socket.socket, source_pid: int) -> None:
         self.limits = limits
-        self.folder = folder
+        self.source, self.source_pid = source, source_pid
+        """Where jobs are forked."""
         self.parent = os.getppid()
-        self.enclosure: enclosure.Enclosure | None = None
         self.control, self.reply = os.dup(0), os.dup(1)
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
-        os.dup2(2, 1)  # what a module prints while it is imported goes to the log
+        os.dup2(2, 1)
         confine.adopt_orphans()
 
     def serve(self) -> None:
@@ -176,34 +58,15 @@ class Warden:
             if header["kind"] == "job":
                 self._answer(self._run(header, body))
 
-    def hello(self, preload: list[str], bait: dict[str, Any]) -> None:
-        """Imports what rewards need, tries the protections, and says what was found."""
-        said: dict[str, Any] = {"described": {}, "errors": {}, "refused": ""}
-        for spec in preload:
-            try:
-                said["described"][spec] = describe(spec)
-            except BaseException as failure:
-                said["errors"][spec] = f"{type(failure).__name__}: {failure}"[:MAX_DETAIL]
-        gc.collect()
-        gc.freeze()  # children share these pages instead of copying them
-        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        said["address_space_bytes"] = num_pages * os.sysconf("SC_PAGE_SIZE")
-        if self.limits.isolate:
-            said["refused"] = self._enclose()
-        job = {"spec": f"{__name__}:probe", "timeout_s": 20.0, "capture": "result"}
+    def hello(self, bait: dict[str, Any]) -> None:
+        """Tries the protections, and says what was found there and at the imports."""
+        said = json.loads(self._from_source())
+        job = {"spec": f"{origin.__name__}:probe", "timeout_s": 20.0, "capture": "result"}
         given = {"limits": dataclasses.asdict(self.limits), "target": bait}
         tried = self._run(job, pickle.dumps(given))
-        said["missing"] = json.loads(tried.body)["value"] if not tried.failure else [tried.detail]
+        found = {"detail": tried.detail} if tried.failure else json.loads(tried.body)
+        said["missing"] = found["value"] if "value" in found else [found["detail"]]
         self._answer(Ended(None, body=json.dumps(said).encode()))
-
-    def _enclose(self) -> str:
-        """Why this worker has no namespaces of its own, or nothing if it has."""
-        try:
-            self.enclosure = enclosure.enclose(self.limits)
-        except OSError as failure:
-            return str(failure)
-        self.parent = os.getppid()
-        return ""
 
     def _next_frame(self) -> tuple[dict[str, Any], bytes] | None:
         """None when the parent has closed its end or is gone."""
@@ -224,30 +87,44 @@ class Warden:
 
     def _answer(self, ended: Ended) -> None:
         header = json.dumps({"failure": ended.failure, "detail": ended.detail}).encode()
-        _write(self.reply, FRAME.pack(len(header), len(ended.body)) + header + ended.body)
+        frame = FRAME.pack(len(header), len(ended.body)) + header + ended.body
+        origin.write(self.reply, frame)
+
+    def _from_source(self) -> bytes:
+        message = self.source.recv(origin.MESSAGE_BYTES)
+        if not message:
+            raise EOFError("the process that jobs are forked from has ended")
+        return message
 
     def _run(self, job: dict[str, Any], body: bytes) -> Ended:
-        inside = self.enclosure
-        job["scratch"] = inside.open_scratch() if inside else tempfile.mkdtemp(dir=self.folder)
-        job["is_enclosed"] = inside is not None
-        before = confine.descendants(os.getpid()) if self.limits.allow_processes else set()
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _be_job(job, body, self.limits, write_end, [self.control, self.reply, read_end])
-        os.close(write_end)
-        watch = os.pidfd_open(pid)
+        num_before = self._num_processes()
+        read_end = self._start(job, body)
+        _, [watch], _, _ = socket.recv_fds(self.source, origin.MESSAGE_BYTES, 1)
         try:
-            ended = self._watch(job, watch, read_end, len(before))
+            ended = self._watch(job, watch, read_end, num_before)
         finally:
-            signal.pidfd_send_signal(watch, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self.source.sendall(origin.OVER)
+            status = json.loads(self._from_source())
             os.close(watch)
             os.close(read_end)
-            if self.limits.allow_processes:
-                confine.end_all(os.getpid(), keep=before)
-            inside.close_scratch() if inside else remove(job["scratch"], CLEANING_S)
         return _judge(ended, status, job["capture"])
+
+    def _start(self, job: dict[str, Any], body: bytes) -> int:
+        """Has it forked, with its arguments in a file that it alone reads; returns where its result
+        comes from."""
+        given = os.memfd_create("arguments")
+        origin.write(given, body)
+        os.lseek(given, 0, os.SEEK_SET)
+        read_end, write_end = os.pipe()
+        wanted = {name: job[name] for name in ("spec", "timeout_s", "capture")}
+        socket.send_fds(self.source, [json.dumps(wanted).encode()], [given, write_end])
+        os.close(given)
+        os.close(write_end)
+        return read_end
+
+    def _num_processes(self) -> int:
+        """At and below the source, where jobs may start some."""
+        return len(confine.descendants(self.source_pid)) if self.limits.allow_processes else 0
 
     def _watch(self, job: dict[str, Any], watch: int, pipe: int, num_before: int) -> Ended:
         """Reads what the job writes until it ends or breaks a limit."""
@@ -274,7 +151,7 @@ class Warden:
             if self.control in ready or os.getppid() != self.parent:
                 return Ended("cancelled", "nobody waits for it")
             if self.limits.allow_processes:
-                num = len(confine.descendants(os.getpid())) - num_before
+                num = self._num_processes() - num_before
                 if num > self.limits.max_processes:
                     return Ended("processes", f"{num} processes at once")
 
@@ -311,7 +188,20 @@ def _judge(ended: Ended, status: int, capture: str) -> Ended:
 
 def main() -> None:
     config = json.loads(sys.argv[1])
-    warden = Warden(confine.Limits(**config["limits"]), config["folder"])
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        warden.hello(config["preload"], config["bait"])
-        warden.serve()
+    limits = confine.Limits(**config["limits"])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    source_pid = os.fork()  # before there is anything that jobs must not see
+    if source_pid == 0:
+        ours.close()
+        source = origin.Origin(limits, config["folder"], theirs)
+        source.hello(config["preload"])
+        source.serve()
+        return
+    theirs.close()
+    warden = Warden(limits, ours, source_pid)
+    try:
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+            warden.hello(config["bait"])
+            warden.serve()
+    finally:
+        confine.end_all(os.getpid())

@@ -122,7 +122,7 @@ for _ in range(20):
 """,
     "io_uring": "call('io_uring_setup', 8, bytes(120))",
     "threads": """
-threading.stack_size(65536)
+threading.stack_size(262144)
 stop = threading.Event()
 for _ in range(1000):
     threading.Thread(target=stop.wait, daemon=True).start()
