@@ -38,6 +38,9 @@ SPAN_BYTES = 16 << 20
 TRIES = 3
 """Of a range whose digest does not fit: the bytes may have changed on the way."""
 
+ASIDE = f"{COMMIT}.{DAMAGED}"
+"""What COMMIT becomes in the store where a checkpoint is set aside."""
+
 log = logging.getLogger(__name__)
 Notify = Callable[[str], None]
 Write = Callable[[memoryview, int], None]
@@ -68,9 +71,9 @@ def step_of_key(key: str) -> int | None:
     return step_of(found[1]) if found else None
 
 
-def committed_steps(keys: Iterable[str]) -> list[int]:
-    """Steps with a COMMIT among the keys, newest first."""
-    found = {step_of_key(key) for key in keys if key.endswith(f"/{COMMIT}")}
+def committed_steps(keys: Iterable[str], mark: str = COMMIT) -> list[int]:
+    """Steps with a COMMIT, or this mark in its place, among the keys, newest first."""
+    found = {step_of_key(key) for key in keys if key.endswith(f"/{mark}")}
     return sorted((step for step in found if step is not None), reverse=True)
 
 
@@ -85,9 +88,28 @@ def read_remote(store: Store, step: int) -> RemoteCheckpoint | None:
     except Gone as error:
         raise Damaged(str(error)) from error
     place = store.place(f"{folder}/{MANIFEST}")
+    if data is None and store.head(f"{folder}/{COMMIT}") is None:
+        return None  # it was removed meanwhile
     if data is None or marker != commit_marker(data):
         raise Damaged(f"{place}: does not have the sha256 that {COMMIT} beside it holds")
     return RemoteCheckpoint(store, step, read_manifest(data, place, step), data)
+
+
+def read_aside(store: Store, step: int) -> RemoteCheckpoint:
+    """One that was set aside; raises Damaged where its manifest is none."""
+    place, data = store.place(path := f"{info_folder(step)}/{MANIFEST}"), store.read(path)
+    if data is None:
+        raise Damaged(f"{place}: is missing")
+    return RemoteCheckpoint(store, step, read_manifest(data, place, step), data)
+
+
+def put_back(found: RemoteCheckpoint) -> str:
+    """Commits one that was set aside, and found whole, again; returns where it is."""
+    commit = f"{info_folder(found.step)}/{COMMIT}"
+    if not found.store.put_once(commit, commit_marker(found.data)):
+        raise RunError(f"{found.store.place(commit)}: is there already")
+    found.store.delete([f"{commit}.{DAMAGED}"])
+    return found.place
 
 
 def remote_damage(found: RemoteCheckpoint) -> list[str]:
@@ -128,17 +150,19 @@ def fetch(found: RemoteCheckpoint, root: Path, disk: Disk = REAL_DISK) -> Checkp
     return local
 
 
-def set_aside(store: Store, step: int, name: str, why: str) -> None:
-    """COMMIT becomes COMMIT.NAME, with the reason; the objects stay for whoever looks."""
+def set_aside(store: Store, step: int, name: str, why: str, mark: str = COMMIT) -> None:
+    """COMMIT, or this mark in its place, becomes COMMIT.NAME, with the reason; the objects stay."""
     folder = info_folder(step)
     store.put(f"{folder}/{COMMIT}.{name}", f"{why}\n".encode())
-    store.delete([f"{folder}/{COMMIT}"])
+    store.delete([f"{folder}/{mark}"])
 
 
 def give_up(store: Store) -> None:
     """Whatever is committed there belongs to a run that is started anew."""
-    for step in committed_steps(store.sizes(f"{INFO}/")):
-        set_aside(store, step, "superseded", "the run was started anew")
+    keys = store.sizes(f"{INFO}/")
+    for mark in (COMMIT, ASIDE):
+        for step in committed_steps(keys, mark):
+            set_aside(store, step, "superseded", "the run was started anew", mark)
 
 
 def fetch_newest(

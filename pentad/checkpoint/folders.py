@@ -1,5 +1,8 @@
 """What is on disk: the manifests of committed checkpoints, their verification and their removal.
 
+Only wrong bytes are damage. An error of the storage says nothing about them, nor does a manifest of
+a later version: both end what was asked for, and nothing is changed.
+
 The trial's root holds `ROLE/recover_checkpoint/globalstepG/` (state) and
 `recover_info/globalstepG/` (everything else, `manifest.json` and `COMMIT`). A checkpoint exists
 while its COMMIT holds the sha256 of its manifest; COMMIT is written last and removed first.
@@ -38,6 +41,36 @@ log = logging.getLogger(__name__)
 
 class Damaged(RunError):
     """Bytes of a committed checkpoint are not those that were written; names file and piece."""
+
+
+class Missing(Damaged):
+    """A file that is not there."""
+
+
+class LaterFormat(ValueError):
+    """A manifest of a later version, which this one cannot judge."""
+
+
+class Unreadable(RunError):
+    """Nothing is known of the bytes of a checkpoint, so it is left as it is."""
+
+
+@contextmanager
+def from_storage(place: Path) -> Iterator[None]:
+    """Within, a file or folder of a checkpoint is read: what is not there, or is no file, is
+    damage; any other error of the operating system is none."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{error.filename or place}: cannot be read ({error.strerror or error})"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise Missing(text) from error
+        if isinstance(error, IsADirectoryError):
+            raise Damaged(text) from error
+        raise Unreadable(
+            f"{text}; this says nothing about its bytes, so no checkpoint was changed; start again "
+            "when it can be read"
+        ) from error
 
 
 def info_folder(step: int) -> str:
@@ -122,8 +155,11 @@ class Manifest:
         try:
             body = json.loads(data)
             digest = body.pop("digest")
-            if body["format"] != FORMAT:
-                raise ValueError(f"its format is {body['format']!r}, not {FORMAT}")
+            found = body["format"]
+            if type(found) is int and found > FORMAT:
+                raise LaterFormat(f"its format is {found}, and this version reads {FORMAT}")
+            if found != FORMAT:
+                raise ValueError(f"its format is {found!r}, not {FORMAT}")
             if digest != _digest(body):
                 raise ValueError("its own digest does not fit its text")
             step = body["step"]
@@ -144,40 +180,54 @@ class Checkpoint:
     root: Path
     step: int
     manifest: Manifest
+    suffix: str = ""
+    """Of its folders, where it was set aside."""
 
     @property
     def info(self) -> str:
         """Folder of the small files, relative to the root."""
         return info_folder(self.step)
 
+    def place(self, path: str) -> Path:
+        """Where a file of the manifest is."""
+        folder, _, name = path.rpartition("/")
+        return self.root / f"{folder}{self.suffix}" / name
+
     def folders(self) -> list[Path]:
         """Every folder that holds files of it; that with COMMIT last."""
         parents = {str(Path(path).parent) for path in self.manifest.files} - {self.info}
-        return [self.root / path for path in [*sorted(parents), self.info]]
+        return [self.root / f"{path}{self.suffix}" for path in [*sorted(parents), self.info]]
 
 
-def read_checkpoint(root: Path, step: int) -> Checkpoint | None:
-    """The committed checkpoint of a step; None without COMMIT, Damaged where it does not fit."""
-    folder = root / info_folder(step)
+def read_checkpoint(root: Path, step: int, suffix: str = "") -> Checkpoint | None:
+    """The committed checkpoint of a step, or with a suffix one that was set aside; None without
+    COMMIT, Damaged where it does not fit, Unreadable where that is not known."""
+    folder = root / f"{info_folder(step)}{suffix}"
+    aside = folder / f"{COMMIT}.{DAMAGED}"
+    commit = aside if suffix else folder / COMMIT
     try:
-        marker = _read_small(folder / COMMIT, MAX_COMMIT_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+        marker = _read_small(commit, MAX_COMMIT_BYTES)
+    except Missing:
+        with from_storage(aside):
+            is_half = not suffix and aside.exists()
+        if is_half:
+            text = "setting it aside or putting it back was interrupted"
+            raise Damaged(f"{folder}: {text}") from None
         return None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{folder / COMMIT}: cannot be read ({error})") from error
-    try:
-        data = _read_small(folder / MANIFEST, MAX_MANIFEST_BYTES)
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{folder / MANIFEST}: cannot be used: {error}") from error
+    data = _read_small(folder / MANIFEST, MAX_MANIFEST_BYTES)
     if marker != commit_marker(data):
-        raise Damaged(f"{folder / COMMIT}: does not hold the sha256 of {MANIFEST} beside it")
-    return Checkpoint(root, step, read_manifest(data, folder / MANIFEST, step))
+        raise Damaged(f"{commit}: does not hold the sha256 of {MANIFEST} beside it")
+    return Checkpoint(root, step, read_manifest(data, folder / MANIFEST, step), suffix)
 
 
 def read_manifest(data: bytes, place: Path | str, step: int) -> Manifest:
-    """Raises Damaged unless it is the manifest of this step."""
+    """Raises Damaged unless it is the manifest of this step, Unreadable for a later format."""
     try:
         manifest = Manifest.from_bytes(data)
+    except LaterFormat as error:
+        raise Unreadable(
+            f"{place}: {error}; no checkpoint was changed; use the version of Pentad that wrote it"
+        ) from error
     except ValueError as error:
         raise Damaged(f"{place}: cannot be used: {error}") from error
     if manifest.step != step:
@@ -188,7 +238,8 @@ def read_manifest(data: bytes, place: Path | str, step: int) -> Manifest:
 def find_checkpoints(
     root: str | Path, report: Callable[[str], None] = log.warning
 ) -> list[Checkpoint]:
-    """Committed ones, newest first; `report` gets a sentence for everything that is passed over."""
+    """Committed ones, newest first; `report` gets a sentence for everything that is passed over.
+    Raises Unreadable where storage fails: a list without what it holds would be a false one."""
     root = Path(root)
     found = []
     for step in list_steps(root):
@@ -219,7 +270,7 @@ def damage(checkpoint: Checkpoint) -> list[str]:
     files = checkpoint.manifest.files.items()
     with ThreadPoolExecutor(NUM_READERS) as pool:
         tasks = [
-            pool.submit(lambda *task: list(file_damage(*task)), checkpoint.root / path, entry, run)
+            pool.submit(lambda *task: list(file_damage(*task)), checkpoint.place(path), entry, run)
             for path, entry in files
             for run in _runs(entry)
         ]
@@ -229,31 +280,33 @@ def damage(checkpoint: Checkpoint) -> list[str]:
 
 def read_file(checkpoint: Checkpoint, path: str) -> bytes:
     """The verified bytes of a file, by its path relative to the root; raises Damaged."""
-    entry = checkpoint.manifest.files.get(path)
+    place, entry = checkpoint.place(path), checkpoint.manifest.files.get(path)
     if entry is None:
-        raise Damaged(f"{checkpoint.root / path}: the checkpoint holds no such file")
+        raise Damaged(f"{place}: the checkpoint holds no such file")
     check_size(checkpoint, path)
-    try:
-        data = _read_small(checkpoint.root / path, entry.size)
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{checkpoint.root / path}: cannot be read ({error})") from error
+    data = _read_small(place, entry.size)
     if len(data) != entry.size:
-        raise Damaged(_size_sentence(checkpoint.root / path, len(data), entry.size))
+        raise Damaged(_size_sentence(place, len(data), entry.size))
     for piece in entry.pieces:
         part = memoryview(data)[piece.offset : piece.offset + piece.length]
         if hashlib.sha256(part).hexdigest() != piece.sha256:
-            raise Damaged(piece_sentence(checkpoint.root / path, piece))
+            raise Damaged(piece_sentence(place, piece))
     return data
 
 
 def read_json(checkpoint: Checkpoint, path: str) -> dict[str, Any]:
     """The JSON object of a file, verified; raises Damaged."""
+    return json_object(read_file(checkpoint, path), checkpoint.place(path))
+
+
+def json_object(data: bytes, place: Path) -> dict[str, Any]:
+    """Raises Damaged where it is none."""
     try:
-        value = json.loads(read_file(checkpoint, path))
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{checkpoint.root / path}: is no JSON ({error})") from error
+        raise Damaged(f"{place}: is no JSON ({error})") from error
     if not isinstance(value, dict):
-        raise Damaged(f"{checkpoint.root / path}: is no JSON object")
+        raise Damaged(f"{place}: is no JSON object")
     return value
 
 
@@ -270,46 +323,11 @@ def reading(place: Path) -> Iterator[None]:
 
 def check_size(checkpoint: Checkpoint, path: str) -> None:
     """Before memory is made for what the manifest says; raises Damaged."""
-    place, wanted = checkpoint.root / path, checkpoint.manifest.files[path].size
-    try:
+    place, wanted = checkpoint.place(path), checkpoint.manifest.files[path].size
+    with from_storage(place):
         found = place.stat().st_size
-    except OSError as error:
-        raise Damaged(f"{place}: cannot be read ({error.strerror})") from error
     if found != wanted:
         raise Damaged(_size_sentence(place, found, wanted))
-
-
-def quarantine(checkpoint: Checkpoint, why: str, disk: Disk = REAL_DISK) -> Path:
-    """Sets a damaged checkpoint aside as `globalstepG.damaged`; returns its info folder there."""
-    return _set_aside(checkpoint.root, checkpoint.step, checkpoint.folders(), why, disk)
-
-
-def sweep_uncommitted(root: str | Path, disk: Disk = REAL_DISK) -> list[Path]:
-    """Removes what interrupted saves and removals left, and returns it; for the holder of the run
-    lock. A checkpoint whose COMMIT does not fit is not removed but set aside, with a warning."""
-    root = Path(root)
-    removed = []
-    for step, folders in sorted(_folders_by_step(root).items()):
-        try:
-            if read_checkpoint(root, step) is not None:
-                removed += _remove_leftovers(root / info_folder(step), disk)
-                continue
-        except Damaged as error:
-            place = _set_aside(root, step, folders, str(error), disk)
-            log.warning("%s; the checkpoint is set aside as %s", error, place)
-            continue
-        for folder in folders:
-            remove_tree(disk, folder)
-        removed += folders
-    return removed + _remove_leftovers(root / INFO, disk)
-
-
-def _remove_leftovers(folder: Path, disk: Disk) -> list[Path]:
-    """Receipts and files written aside by a process that was killed between two operations."""
-    found = [path for glob in (".*.receipt", ".*.aside-*") for path in folder.glob(glob)]
-    for path in found:
-        disk.unlink(path)
-    return found
 
 
 def prune(
@@ -328,7 +346,7 @@ def prune(
             remove_checkpoint(checkpoint, disk)
             removed.append(root / checkpoint.info)
     newest = found[0].step if found else -1
-    for step, folders in sorted(_folders_by_step(root).items()):
+    for step, folders in sorted(folders_by_step(root).items()):
         if step < newest and not (root / info_folder(step) / COMMIT).exists():
             for folder in folders:
                 remove_tree(disk, folder)
@@ -342,25 +360,6 @@ def remove_checkpoint(checkpoint: Checkpoint, disk: Disk = REAL_DISK) -> None:
     disk.fsync_dir(folder)
     for path in checkpoint.folders():
         remove_tree(disk, path)
-
-
-def _set_aside(root: Path, step: int, folders: list[Path], why: str, disk: Disk) -> Path:
-    suffix = DAMAGED
-    number = 1
-    while any(folder.with_name(f"{folder.name}.{suffix}").exists() for folder in folders):
-        number += 1
-        suffix = f"{DAMAGED}-{number}"
-    info = root / info_folder(step)
-    if (info / COMMIT).exists():
-        disk.rename(info / COMMIT, info / f"{COMMIT}.{DAMAGED}")
-        disk.fsync_dir(info)
-    if info.is_dir():
-        (info / "why.txt").write_text(why + "\n", encoding="utf-8")
-    for folder in folders:
-        if folder.is_dir():
-            disk.rename(folder, folder.with_name(f"{folder.name}.{suffix}"))
-            disk.fsync_dir(folder.parent)
-    return info.with_name(f"{info.name}.{suffix}")
 
 
 def _runs(entry: FileEntry) -> Iterator[tuple[PieceEntry, ...]]:
@@ -422,29 +421,38 @@ def piece_sentence(path: Path | str, piece: PieceEntry) -> str:
     )
 
 
-def _folders_by_step(root: Path) -> dict[int, list[Path]]:
+def folders_by_step(root: Path) -> dict[int, list[Path]]:
     """Folders of all steps, those of the roles before the info folder."""
-    parents = [*sorted(root.glob(f"[!.]*/{STATE}")), root / INFO]
+    roles = sorted(name for name in list_folders(root) if name[0] != "." and name != INFO)
     found: dict[int, list[Path]] = {}
-    for parent in parents:
+    for parent in [*(root / role / STATE for role in roles), root / INFO]:
         for step in _steps(parent):
             found.setdefault(step, []).append(parent / f"globalstep{step}")
     return found
 
 
 def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    steps = (step_of(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    steps = (step_of(name) for name in list_folders(folder))
     return sorted(step for step in steps if step is not None)
 
 
+def list_folders(folder: Path) -> list[str]:
+    """Names of the folders in a folder, which may not be there; Unreadable where storage fails."""
+    try:
+        with from_storage(folder), os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+    except Missing:
+        return []
+
+
 def _read_small(path: Path, limit: int) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        data = file.read(limit + 1)
+    """Raises Damaged, Missing or Unreadable."""
+    with from_storage(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"it has more than {limit} bytes")
+        raise Damaged(f"{path}: has more than {limit} bytes")
     return data
 
 

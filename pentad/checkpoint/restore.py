@@ -20,9 +20,11 @@ from pentad.checkpoint.folders import (
     Checkpoint,
     Damaged,
     FileEntry,
+    Manifest,
     PieceEntry,
     check_size,
     find_checkpoints,
+    from_storage,
     piece_sentence,
     read_file,
     read_json,
@@ -81,22 +83,40 @@ class ManifestVerifier:
     def check(self, file: str, offset: int, length: int, data: memoryview) -> None:
         piece = self.known[file][offset, length]
         if hashlib.sha256(data).hexdigest() != piece.sha256:
-            raise Damaged(piece_sentence(self.checkpoint.root / self.folder / file, piece))
+            raise Damaged(piece_sentence(self.checkpoint.place(f"{self.folder}/{file}"), piece))
 
     def _entry(self, file: str) -> FileEntry:
         path = f"{self.folder}/{file}"
         if path not in self.checkpoint.manifest.files:
-            where = self.checkpoint.root / self.folder
-            raise Damaged(f"{where / INDEX}: names {file}, which is not in the manifest")
+            where = self.checkpoint.place(f"{self.folder}/{INDEX}")
+            raise Damaged(f"{where}: names {file}, which is not in the manifest")
         check_size(self.checkpoint, path)
         return self.checkpoint.manifest.files[path]
 
 
 def open_state(checkpoint: Checkpoint, folder: str) -> DcpFolder:
     """The tensors of one role, verified as they are read; raises Damaged."""
-    read_file(checkpoint, f"{folder}/{INDEX}")
+    path = f"{folder}/{INDEX}"
+    index, verifier = read_file(checkpoint, path), ManifestVerifier(checkpoint, folder)
+    return open_index(checkpoint.manifest, folder, index, checkpoint.place(path).parent, verifier)
+
+
+def open_index(
+    manifest: Manifest,
+    folder: str,
+    index: bytes,
+    place: Path,
+    verifier: ManifestVerifier | None = None,
+) -> DcpFolder:
+    """What an index says of a role's tensors, held against the manifest; raises Damaged."""
+    files = manifest.files.items()
+    sizes = {
+        path.removeprefix(f"{folder}/"): entry.size
+        for path, entry in files
+        if path.startswith(f"{folder}/")
+    }
     try:
-        return DcpFolder(checkpoint.root / folder, verifier=ManifestVerifier(checkpoint, folder))
+        return DcpFolder(place, verifier=verifier, index=index, sizes=sizes)
     except UserError as error:
         raise Damaged(str(error)) from error
 
@@ -104,8 +124,12 @@ def open_state(checkpoint: Checkpoint, folder: str) -> DcpFolder:
 def read_counters(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
     """What `Stateful.state_counters` gave when the state was saved; raises Damaged."""
     path = f"{folder}/{COUNTERS}"
-    counters = read_json(checkpoint, path)
-    with reading(checkpoint.root / path):
+    return checked_counters(read_json(checkpoint, path), checkpoint.place(path))
+
+
+def checked_counters(counters: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Raises Damaged for what a run would not save."""
+    with reading(place):
         for name, kind in COUNTER_TYPES.items():
             if type(counters[name]) is not kind:
                 raise TypeError(f"{name} is a {type(counters[name]).__name__}")
@@ -147,7 +171,8 @@ def fill_state(
         for demand in _demands(name, tensor, saved, None if sources is None else sources.get(name))
     ]
     try:
-        saved.read_all(demands)
+        with from_storage(saved.folder):
+            saved.read_all(demands)
     except UserError as error:
         raise Damaged(str(error)) from error
 

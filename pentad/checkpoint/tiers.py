@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pentad.checkpoint.disk import holding
-from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints
+from pentad.checkpoint.folders import (
+    COMMIT,
+    Checkpoint,
+    find_checkpoints,
+    from_storage,
+    info_folder,
+)
+from pentad.checkpoint.quarantine import list_aside
+from pentad.core.folders import INFO
 from pentad.core.remote import Remote
 
 log = logging.getLogger(__name__)
@@ -84,9 +92,26 @@ class Tiers:
         """
         self.held.close()
         found = self._find()
-        if found is not None:  # until the first commit nobody removes it
-            self.held.enter_context(holding(found.root / found.info / COMMIT))
+        if found is not None:  # until the first commit nothing removes it
+            commit = found.root / found.info / COMMIT
+            with from_storage(commit):
+                self.held.enter_context(holding(commit))
         return found
+
+    def set_aside(self) -> dict[str, int]:
+        """Checkpoints of both tiers that were set aside as damaged: place -> step, newest first."""
+        found = {
+            str(self.root / f"{info_folder(step)}{suffix}"): step
+            for step, suffix in list_aside(self.root)
+        }
+        if self.remote is not None:
+            from pentad.checkpoint.fetch import ASIDE, committed_steps
+            from pentad.checkpoint.s3 import Store
+
+            store = Store(self.remote)
+            for step in committed_steps(store.sizes(f"{INFO}/"), ASIDE):
+                found[store.place(info_folder(step))] = step
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def _find(self) -> Checkpoint | None:
         local = find_checkpoints(self.root, self.report)
@@ -119,10 +144,10 @@ class Tiers:
             self._hand_over(newest.step)  # it may never have been uploaded
         return fetched or newest
 
-    def after_commit(self, checkpoint: Checkpoint) -> None:
+    def after_commit(self, step: int) -> None:
         """Hands a committed checkpoint to the uploader; returns at once and never raises."""
         self.held.close()
-        self._hand_over(checkpoint.step)
+        self._hand_over(step)
 
     def _hand_over(self, step: int) -> None:
         if self.remote is None or self.is_closed:

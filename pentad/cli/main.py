@@ -444,12 +444,23 @@ def verify_checkpoint(
     ] = None,
     endpoint_url: Annotated[str | None, Option(help="Of a store that is not Amazon's.")] = None,
     region: Annotated[str | None, Option(help="Of the store.")] = None,
+    restore: Annotated[
+        bool,
+        Option("--restore", help="Put back what was set aside as .damaged, if it is whole."),
+    ] = False,
     json: Findings = False,
 ) -> None:
     """Verify every byte of recovery checkpoints, and say what they hold.
 
     For example: pentad verify-checkpoint runs/checkpoints/me/gsm8k/trial0
     """
+    if restore:
+        from pentad.cli.restore_checkpoint import run_restore
+        from pentad.core.errors import UserError
+
+        if other is not None or json:
+            raise UserError("--restore: takes one PATH, and prints no JSON.")
+        raise Exit(run_restore(place, endpoint_url, region))
     from pentad.cli.verify_checkpoint import run_verify_checkpoint
 
     places = [place] if other is None else [place, other]

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from pentad.checkpoint.folders import (
     INFO,
     STATE,
+    Checkpoint,
     Damaged,
     Manifest,
     damage,
     info_folder,
+    json_object,
     list_steps,
     read_checkpoint,
     read_file,
@@ -25,10 +27,12 @@ from pentad.checkpoint.folders import (
 from pentad.cli.output import make_table, print_parts
 from pentad.config.rules.checkpoint import changed_keys
 from pentad.core.errors import Problem, RunError, UserError, one_line, visible
-from pentad.core.machine import GIB
+from pentad.core.machine import GIB, installed
 from pentad.core.remote import Remote, split_uri
 
 if TYPE_CHECKING:
+    from pentad.checkpoint.fetch import RemoteCheckpoint
+    from pentad.checkpoint.s3 import Store
     from pentad.weights.dcp import DcpFolder
 
 MIN_WIDTH = 120
@@ -100,7 +104,7 @@ def _find(
         if one is None:
             notes.append(f"{place}: was never committed, so it is no checkpoint")
             continue
-        faults[one.place] = one.damage()
+        faults[one.place] = one.damage() or unusable(one, notes)
         out.append(one)
         if len(out) == limit:
             break
@@ -126,54 +130,92 @@ def locate(place: str, endpoint_url: str | None = None, region: str | None = Non
 
     def read(step: int) -> FoundCheckpoint | None:
         one = read_checkpoint(root, step)
-        if one is None:
-            return None
-
-        def open_role(role: str) -> DcpFolder:
-            from pentad.checkpoint.restore import open_state
-
-            return open_state(one, state_folder(role, one.step))
-
-        place = str(root / one.info)
-        return FoundCheckpoint(
-            place, one.manifest, lambda: damage(one), lambda path: read_file(one, path), open_role
-        )
+        return None if one is None else local_checkpoint(one)
 
     steps = list_steps(root) if step is None else [step]
     return Location(str(root), steps, read)
 
 
+def local_checkpoint(one: Checkpoint) -> FoundCheckpoint:
+    def open_role(role: str) -> DcpFolder:
+        from pentad.checkpoint.restore import open_state
+
+        return open_state(one, state_folder(role, one.step))
+
+    place = str(one.folders()[-1])
+    return FoundCheckpoint(
+        place, one.manifest, lambda: damage(one), lambda path: read_file(one, path), open_role
+    )
+
+
 def locate_remote(place: str, endpoint_url: str | None, region: str | None) -> Location:
+    root, wanted = split_place(place)
+    store = open_store(place, root, endpoint_url, region)
+    from pentad.checkpoint.fetch import committed_steps, read_remote
+
+    def read(step: int) -> FoundCheckpoint | None:
+        one = read_remote(store, step)
+        return None if one is None else remote_checkpoint(one)
+
+    found = committed_steps(store.sizes(f"{INFO}/"))
+    return Location(root, found if wanted is None else [wanted], read)
+
+
+def open_store(place: str, root: str, endpoint_url: str | None, region: str | None) -> Store:
+    """UserError where the address is none."""
     try:
-        from pentad.checkpoint.fetch import committed_steps, read_remote, remote_damage
         from pentad.checkpoint.s3 import Store
     except ImportError as error:
         remedy = "pip install 'pentad[s3]'"
         raise UserError(
             Problem(f"PATH = {place}", f"a store needs {error.name}", remedy)
         ) from error
-    root, wanted = split_place(place)
     try:
         split_uri(root)
     except ValueError as error:
         raise UserError(Problem(f"PATH = {place}", str(error))) from error
-    store = Store(Remote(root, endpoint_url=endpoint_url, region=region))
+    return Store(Remote(root, endpoint_url=endpoint_url, region=region))
 
-    def read(step: int) -> FoundCheckpoint | None:
-        one = read_remote(store, step)
-        if one is None:
-            return None
 
-        def read_small(path: str) -> bytes:
-            data = store.read(path)
-            if data is None:
-                raise Damaged(f"{store.place(path)}: is missing")
-            return data  # `remote_damage` has found nothing in it
+def remote_checkpoint(one: RemoteCheckpoint) -> FoundCheckpoint:
+    from pentad.checkpoint.fetch import remote_damage
 
-        return FoundCheckpoint(one.place, one.manifest, lambda: remote_damage(one), read_small)
+    def read_small(path: str) -> bytes:
+        data = one.store.read(path)
+        if data is None:
+            raise Damaged(f"{one.store.place(path)}: is missing")
+        return data  # `remote_damage` has found nothing in it
 
-    found = committed_steps(store.sizes(f"{INFO}/"))
-    return Location(root, found if wanted is None else [wanted], read)
+    return FoundCheckpoint(one.place, one.manifest, lambda: remote_damage(one), read_small)
+
+
+def unusable(found: FoundCheckpoint, notes: list[str]) -> list[str]:
+    """A sentence for each file that has the bytes it was saved with, and that a resume could not
+    use: an index, counters, or JSON that a run would not write."""
+    if installed("torch") is None:
+        notes.append(f"{found.place}: its indexes were not read, as torch is not installed")
+        return []
+    from pentad.checkpoint.restore import checked_counters, open_index
+    from pentad.checkpoint.shards import COUNTERS
+    from pentad.trainer.recovery import INFOS
+    from pentad.weights.megatron.layout import INDEX
+
+    manifest, out = found.manifest, []
+    root = found.place.removesuffix(f"/{Path(found.place).name}").removesuffix(f"/{INFO}")
+    folders = dict.fromkeys(path.rpartition("/")[0] for path in manifest.files)
+    wanted = [f"{folder}/{INDEX}" for folder in folders if f"/{STATE}/" in folder]
+    for path in [*wanted, *(path for path in manifest.files if path.endswith(".json"))]:
+        (folder, _, name), place = path.rpartition("/"), Path(root, path)
+        try:
+            if name == INDEX:
+                open_index(manifest, folder, found.read(path), place.parent)
+            elif name == COUNTERS:
+                checked_counters(json_object(found.read(path), place), place)
+            elif name.removesuffix(".json") in INFOS:
+                json_object(found.read(path), place)
+        except Damaged as error:
+            out.append(str(error))
+    return out
 
 
 def split_place(place: str) -> tuple[str, int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,7 +54,29 @@ class Transient(RunError):
 
 
 class Crashed(Transient):
-    """An exception of the code on a rank: it may pass, but not if it comes again."""
+    """An exception of the code, or of the operating system: it may pass, but not if it comes
+    again."""
+
+
+NOT_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "ENOTEMPTY"),
+        *("EINVAL", "ENAMETOOLONG", "ELOOP", "EXDEV", "ENOSYS", "EOPNOTSUPP", "EADDRINUSE"),
+        *("ENOEXEC", "EFBIG", "EOVERFLOW"),
+    )
+)
+"""What the operating system answers for as long as nothing is set right."""
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""A disk without room: that may pass, and a user can see to it."""
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may succeed a while later: storage or a network failed, or something
+    was used up."""
+    return error.errno not in NOT_PASSING
 
 
 class WrongWeights(RunError):

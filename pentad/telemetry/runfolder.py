@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pentad
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
 from pentad.core.lock import NAME, FolderLock
 from pentad.telemetry import host
 from pentad.telemetry.steps import read_lines
@@ -209,7 +209,9 @@ def file_table() -> str:
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
+def _unwritable(path: Path, error: OSError) -> UserError | RunError:
+    if may_pass(error) and error.errno not in FULL:
+        return RunError(f"run folder = {path}: {error}; start again later")
     remedy = "set fileroot to a folder you may write to, with free space"
     rule = f"cannot be written ({error.strerror})"
     return UserError(Problem(f"run folder = {path}", rule, remedy))
@@ -217,12 +219,20 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     file = path / "manifest.json"
-    if not file.exists():
-        return None
     try:
         value = json.loads(file.read_text())
-    except ValueError:
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        text = f"cannot be read ({error.strerror}); nothing was changed"
+        raise RunError(f"{file}: {text}; start again when it can be read") from error
+    except (ValueError, RecursionError):
         value = None
+    if isinstance(value, dict) and type(value.get("format")) is int and value["format"] > FORMAT:
+        raise RunError(
+            f"{file}: its format is {value['format']}, and this version reads {FORMAT}; nothing "
+            "was changed; use the version of Pentad that wrote it"
+        )
     kinds = {"config_digest": str, "config": dict, "starts": list}
     if not isinstance(value, dict) or not all(
         isinstance(value.get(key), kind) for key, kind in kinds.items()

@@ -23,16 +23,16 @@ from pentad.checkpoint.folders import (
     COMMIT,
     Checkpoint,
     Damaged,
+    Unreadable,
     find_checkpoints,
     info_folder,
-    quarantine,
-    read_checkpoint,
     read_file,
     read_json,
     reading,
     state_folder,
 )
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
+from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import Problem, RunError, Transient, UserError
@@ -167,27 +167,33 @@ class RecoverHandler:
 
     def restore(self, check: Check) -> Checkpoint | None:
         """The learners, and the parts that are known, from the newest checkpoint that is whole;
-        None where there is none."""
+        None where there never was one, RunError where none can be used."""
         if not self.is_on:
             return None
         self.generation = raise_fence(self.root)
-        damaged = 0
         while (checkpoint := self.tiers.find()) is not None:
             try:
                 self._restore(checkpoint, check)
             except Damaged as error:
-                damaged += 1
                 place = quarantine(checkpoint, str(error))
                 log.warning("%s; the checkpoint is set aside as %s", error, place)
                 continue
             self.last_saved = checkpoint.step
             return checkpoint
-        if damaged:
-            raise RunError(
-                f"no recovery checkpoint in {self.root} is whole; started again, the run begins at "
-                "step 1"
-            )
+        if found := self.tiers.set_aside():
+            raise RunError(self._all_damaged(found))
         return None
+
+    def _all_damaged(self, found: Mapping[str, int]) -> str:
+        """`found`: the checkpoints that were set aside, the newest first."""
+        place, step = next(iter(found.items()))
+        more = f" and {len(found) - 1} more are" if found.keys() - {place} else " is"
+        return (
+            f"no recovery checkpoint of the run can be used: {place}{more} set aside as damaged; "
+            f"`pentad verify-checkpoint {self.root} --restore` puts back what is whole; --fresh "
+            f"begins at step 1 and gives up {step + 1} trained steps: their records, models and "
+            "checkpoints are moved to earlier/"
+        )
 
     def _restore(self, checkpoint: Checkpoint, check: Check) -> None:
         for role in self.roles:
@@ -228,6 +234,8 @@ class RecoverHandler:
             except Damaged as error:
                 place = quarantine(checkpoint, str(error))
                 log.warning("%s; the checkpoint is set aside as %s", error, place)
+            except Unreadable as error:  # read again, it may be whole
+                raise Transient(str(error)) from error
         if found:
             raise RunError(f"no recovery checkpoint in {self.root} is whole to go back to")
         return None
@@ -382,8 +390,7 @@ class RecoverHandler:
         log.info("recovery checkpoint of step %d: %s", step + 1, self.root / info_folder(step))
         for note in notes:
             log.warning("%s", note)
-        if (checkpoint := read_checkpoint(self.root, step)) is not None:
-            self.tiers.after_commit(checkpoint)
+        self.tiers.after_commit(step)
 
     def _failed(self, step: int, now: int, error: Exception) -> None:
         self.num_failed += 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pentad.checkpoint.folders import find_checkpoints
+from pentad.checkpoint.folders import Unreadable, find_checkpoints
 from pentad.config.schema import Config
 from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.runtime.rank import rank_from_environment
@@ -132,8 +132,13 @@ def start_again(config: Config, error: Exception) -> None:
     is_final = isinstance(error, RunError | UserError) and not isinstance(error, Transient)
     if is_final or rank_from_environment() is not None:
         return
-    retries = Retries.of_this_program(config)
-    if newest_step(config) >= 0 and retries.take(error):
+    try:
+        retries = Retries.of_this_program(config)
+        is_next = newest_step(config) >= 0 and retries.take(error)
+    except Unreadable as unreadable:
+        log.warning("the run is not started again: %s", unreadable)
+        return
+    if is_next:
         os.environ[AGAIN] = str(retries)
         replace_program()
 

@@ -13,7 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.checkpoint.folders import MANIFEST, Checkpoint, find_checkpoints, reading
+from pentad.checkpoint.folders import (
+    MANIFEST,
+    Checkpoint,
+    Unreadable,
+    find_checkpoints,
+    reading,
+)
 from pentad.checkpoint.tiers import Tiers
 from pentad.config.derived import compute_bytes, is_saved_within, layout_of
 from pentad.config.describe import show
@@ -21,7 +27,15 @@ from pentad.config.rules.unused_keys import Command, unread
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
 from pentad.core.dims import ModelDims
-from pentad.core.errors import Problem, RunError, Stopped, UserError, visible
+from pentad.core.errors import (
+    Crashed,
+    Problem,
+    RunError,
+    Stopped,
+    UserError,
+    may_pass,
+    visible,
+)
 from pentad.core.faults import check_armed
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB, host_memory
@@ -394,9 +408,11 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
     marker.unlink(missing_ok=True)
 
     def note(end: str, reason: str = "") -> None:
-        with suppress(OSError):  # a full disk, or a folder that is gone
+        saved: int | None = None
+        with suppress(Unreadable):
             found = find_checkpoints(checkpoints, report=log.debug)
             saved = found[0].step + 1 if found else 0
+        with suppress(OSError):  # a full disk, or a folder that is gone
             write_json(
                 marker, {"end": end, "reason": reason, "saved_step": saved, "at": now_text()}
             )
@@ -406,7 +422,8 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
     except OSError as error:
         log.info("the run failed", exc_info=True)
         note("failed", str(error))
-        raise RunError(f"the operating system refused: {error}") from error
+        kind = Crashed if may_pass(error) else RunError
+        raise kind(f"the operating system refused: {error}") from error
     except (UserError, RunError) as error:
         log.info("the run ended: %s", error)
         note("stopped" if isinstance(error, Stopped) else "failed", str(error))

@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.folders import find_checkpoints, sweep_uncommitted
+from pentad.checkpoint.folders import find_checkpoints, list_folders
+from pentad.checkpoint.quarantine import sweep_uncommitted
 from pentad.config.derived import checkpoint_root, chosen
 from pentad.config.describe import show
 from pentad.config.load import dump_config
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
 from pentad.config.schema import Config
-from pentad.core.errors import Problem, UserError
+from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
 from pentad.core.lock import FolderLock
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
@@ -79,8 +80,9 @@ def accept_config(config: Config, before: Mapping[str, Any]) -> list[str]:
 def sweep_all(root: Path) -> None:
     """Removes what a killed run left; UserError where that cannot be."""
     with writing_checkpoints(root):
-        swept = [left for role in root.glob("[!.]*/") for left in sweep(role)]
-        for left in [*swept, *sweep_uncommitted(root)]:
+        swept = sweep_uncommitted(root)  # first: it ends the start where storage cannot be read
+        roles = [root / name for name in list_folders(root) if name[0] != "."]
+        for left in [*swept, *(left for role in roles for left in sweep(role))]:
             log.info("%s: removed what a killed run left", left)
 
 
@@ -89,6 +91,8 @@ def writing_checkpoints(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if may_pass(error) and error.errno not in FULL:
+            raise RunError(f"checkpoint folder = {root}: {error}; start again later") from error
         rule = f"cannot be written ({error.strerror})"
         remedy = "make it writable, with free space, or set checkpoint.local_dir"
         raise UserError(Problem(f"checkpoint folder = {root}", rule, remedy)) from error
@@ -123,7 +127,7 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
             exports=root,
             accept=partial(accept_config, config),
             resumes=config.recover.is_on,
-            has_checkpoint=bool(find_checkpoints(root, report=log.info)),
+            has_checkpoint=not fresh and bool(find_checkpoints(root, report=log.info)),
         )
         stack.enter_context(closing(folder))
         if fresh and (remote := remote_of(config)) is not None:

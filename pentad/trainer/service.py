@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pentad.checkpoint.folders import Damaged, info_folder, read_checkpoint
+from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_checkpoint
 from pentad.checkpoint.job import ExportJob
 from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import HostMemory, StateSaver, save_learner
@@ -42,7 +42,10 @@ from pentad.trainer.saver import file_specs
 from pentad.trainer.translate import algorithm_settings
 from pentad.trainer.update import BatchFacts, BatchResult, on_host
 
-FAILURES: dict[str, type[RunError]] = {"Damaged": Damaged}
+FAILURES: dict[str, type[RunError]] = {
+    **dict.fromkeys(("Damaged", "Missing"), Damaged),
+    "Unreadable": Unreadable,
+}
 """Of a rank that the others raise as well; any other is a RunError."""
 
 

@@ -139,11 +139,14 @@ class DcpFolder:
         folder: Path,
         is_wanted: Callable[[str], bool] = lambda name: True,
         verifier: Verifier | None = None,
+        index: bytes | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
+        """`index` and `sizes`: what is known of the folder already, its index and its files."""
         self.folder = folder
         self.where = str(folder)
         self.verifier = verifier
-        metadata = load_metadata(folder / INDEX)
+        metadata = load_metadata(folder / INDEX, index)
         self.infos: dict[str, TensorInfo] = {}
         self.blocks: dict[str, list[StoredBlock]] = {}
         for name, entry in metadata.state_dict_metadata.items():
@@ -151,7 +154,7 @@ class DcpFolder:
                 self.infos[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 self.blocks[name] = self._blocks(name, entry, metadata.storage_data)
         self._check_blocks()
-        self._check_files()
+        self._check_files(sizes)
         self.cache: OrderedDict[StoredBlock, Tensor] = OrderedDict()
 
     def _blocks(
@@ -185,18 +188,19 @@ class DcpFolder:
                 problems.append(Problem(f"{self.where}: {name}", rule, "fetch the folder again"))
         raise_problems(problems)
 
-    def _check_files(self) -> None:
+    def _check_files(self, sizes: Mapping[str, int] | None) -> None:
         ends: dict[str, int] = {}
         for block in (block for blocks in self.blocks.values() for block in blocks):
             ends[block.file] = max(ends.get(block.file, 0), block.start + block.length)
         problems = []
         for name, end in sorted(ends.items()):
             path = self.folder / name
-            if not path.is_file():
+            size = _size(path) if sizes is None else sizes.get(name)
+            if size is None:
                 rule = f"missing, but {INDEX} puts weights in it"
                 problems.append(Problem(str(path), rule, "fetch the file again"))
-            elif path.stat().st_size < end:
-                rule = f"has {path.stat().st_size} bytes, but {INDEX} needs {end}"
+            elif size < end:
+                rule = f"has {size} bytes, but {INDEX} needs {end}"
                 problems.append(Problem(str(path), rule, "fetch or write the file again"))
         raise_problems(problems)
 
@@ -372,6 +376,10 @@ def _copies(first: int, last: int, whole: Box, parts: list[tuple[Box, Tensor]]) 
             inside = intersect(box, wanted)
             if inside is not None:
                 yield place, box_shape(box), within(inside, box), out[within(inside, wanted)]
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _cut(start: int, length: int) -> Iterator[tuple[int, int]]:

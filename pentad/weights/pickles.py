@@ -9,6 +9,7 @@ torch's metadata classes. A few classes that others write are let through by nam
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import pickle
 import re
@@ -24,6 +25,8 @@ from torch.serialization import safe_globals
 
 from pentad.core.errors import Problem, UserError
 
+OF_BYTES = (None, errno.EINVAL)
+"""Numbers of an OSError that wrong bytes cause, such as a negative offset; others are storage's."""
 TORN = (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile)
 """What torch raises where bytes are missing or wrong."""
 MISREAD = (
@@ -121,6 +124,8 @@ def load_tensor(path: Path, start: int, length: int) -> torch.Tensor:
     except pickle.UnpicklingError as error:
         raise refused(path, error) from error
     except TORN as error:
+        if isinstance(error, OSError) and error.errno not in OF_BYTES:
+            raise
         raise broken(path, error) from error
     if not isinstance(content, torch.Tensor):
         raise UserError(Problem(str(path), f"holds a {type(content).__name__} for a tensor"))
@@ -138,10 +143,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
 
 
-def load_metadata(path: Path) -> dcp.Metadata:
-    """The index of a DCP folder."""
+def load_metadata(path: Path, data: bytes | None = None) -> dcp.Metadata:
+    """The index of a DCP folder, or what was read of it."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if data is None else io.BytesIO(data) as file:
             content = _MetadataUnpickler(file).load()
     except pickle.UnpicklingError as error:
         raise refused(path, error) from error

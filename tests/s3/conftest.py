@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from botocore.config import Config
 from proxy import Proxy
 from server import KEY, SECRET, Server, weed
+from torch.distributed.checkpoint import metadata as dcp
 
 from pentad.checkpoint.folders import (
     COMMIT,
@@ -116,10 +118,11 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         root = root or tmp_path / "local"
         rng = random.Random(f"{step}")
         folder, info = state_folder("default", step), info_folder(step)
+        index = dcp.Metadata({f"at {step}": dcp.BytesStorageMetadata()})
         contents = {
             f"{folder}/__0_0.distcp": (rng.randbytes(size), 5),
             f"{folder}/__1_0.distcp": (rng.randbytes(min(size, 3 << 20)), 40),
-            f"{folder}/.metadata": (rng.randbytes(700), 1),
+            f"{folder}/.metadata": (pickle.dumps(index), 1),
             f"{info}/step_info.json": (b'{"global_step": %d}' % step, 1),
             f"{info}/empty.json": (b"", 1),
         }

@@ -12,6 +12,7 @@ BUSY = (
     b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nContent-Length: 65\r\n"
     b"Connection: close\r\n\r\n<Error><Code>SlowDown</Code><Message>Slow down.</Message></Error>"
 )
+DENIED = BUSY.replace(b"503 Slow Down", b"403 Forbidden").replace(b"SlowDown", b"NoAccess")
 assert BUSY.endswith(b"</Error>") and len(BUSY.partition(b"\r\n\r\n")[2]) == 65
 
 
@@ -30,8 +31,8 @@ class Request:
 
 
 Fault = str
-"""busy: 503, not passed on. reset: the connection ends, not passed on. stall: no answer, not passed
-on. lost: passed on, the answer thrown away. cut: the answer's body ends in the middle. "": none."""
+"""busy: 503, denied: 403, reset: the connection ends, stall: no answer: none of these is passed on.
+lost: passed on, the answer thrown away. cut: the answer's body ends in the middle. "": none."""
 
 
 @dataclass
@@ -92,8 +93,8 @@ class Proxy:
         fault = self.choose(request)
         self.seen.append(request)
         self.faults.append(fault)
-        if fault == "busy":
-            writer.write(BUSY)
+        if fault in ("busy", "denied"):
+            writer.write(BUSY if fault == "busy" else DENIED)
             await writer.drain()
             return False
         if fault == "reset":

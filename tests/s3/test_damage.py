@@ -6,11 +6,30 @@ import copy
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
-from pentad.checkpoint.fetch import fetch_newest, read_remote, remote_damage
-from pentad.checkpoint.folders import COMMIT, MANIFEST, commit_marker, damage, info_folder
-from pentad.checkpoint.s3 import Store
+from pentad.checkpoint.fetch import (
+    ASIDE,
+    committed_steps,
+    fetch_newest,
+    give_up,
+    read_remote,
+    remote_damage,
+    set_aside,
+)
+from pentad.checkpoint.folders import (
+    COMMIT,
+    MANIFEST,
+    Unreadable,
+    commit_marker,
+    damage,
+    find_checkpoints,
+    info_folder,
+)
+from pentad.checkpoint.s3 import Store, StoreError
+from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.upload import upload
+from pentad.cli.main import app
 from pentad.core.errors import RunError
 
 FILES = {
@@ -142,3 +161,55 @@ def test_a_manifest_cannot_name_files_outside_its_checkpoint(remote, make_checkp
     assert fetch_newest(store, tmp_path / "fresh", report=said.append) is None
     assert "'default/model.safetensors' is no file of step 1" in said[0]
     assert not (tmp_path / "fresh").exists()
+
+
+@pytest.mark.parametrize("fault", ["busy", "reset", "denied"])
+@pytest.mark.parametrize("name", [*FILES, "list"])
+def test_a_store_that_fails_to_read_an_object_is_no_damage(uploaded, proxy, tmp_path, name, fault):
+    """Every object that a start reads, times the ways a store fails."""
+    store, _ = uploaded
+    key = "list-type" if name == "list" else FILES[name].format(2)
+    proxy.choose = lambda request: fault if key in request.target else ""
+    before, said = store.sizes(), []
+    through = Store(replace(store.remote, endpoint_url=proxy.url, max_attempts=2))
+    through.prefix = store.prefix
+    with pytest.raises(StoreError):
+        fetch_newest(through, tmp_path / "fresh", report=said.append)
+    assert fault in proxy.faults and said == []
+    assert store.sizes() == before, "nothing is set aside"
+    assert find_checkpoints(tmp_path / "fresh", pytest.fail) == []
+    fetched = fetch_newest(store, tmp_path / "fresh", report=said.append)
+    assert fetched is not None and fetched.step == 2
+
+
+def test_a_manifest_of_a_later_version_in_the_store_is_left_as_it_is(uploaded, tmp_path):
+    store, objects = uploaded
+    key = FILES["manifest"].format(2)
+    data = objects[store.prefix + key].replace(b'"format":1', b'"format":2')
+    store.put(key, data)
+    store.put(FILES["commit"].format(2), commit_marker(data))
+    before = store.sizes()
+    with pytest.raises(Unreadable, match="format is 2, and this version reads 1"):
+        fetch_newest(store, tmp_path / "fresh", report=pytest.fail)
+    assert store.sizes() == before
+
+
+def test_what_was_set_aside_in_the_store_is_put_back_or_given_up(uploaded, tmp_path):
+    store, _ = uploaded
+    uri = store.place("").rstrip("/")
+    store.put(FILES["infos"].format(1), b"damaged")
+    for step in (1, 2):
+        set_aside(store, step, "damaged", "why")
+    tiers = Tiers(tmp_path / "fresh", replace(store.remote, uri=uri))
+    assert tiers.find() is None
+    assert list(tiers.set_aside().values()) == [2, 1]
+    tiers.close(0.0)
+    words = ["--restore", "--endpoint-url", store.remote.endpoint_url]
+    result = CliRunner().invoke(app, ["verify-checkpoint", uri, *words])
+    assert result.exit_code == 1
+    assert f"{store.place(info_folder(2))}: every byte is what was saved" in result.output
+    assert f"{store.place(info_folder(1))}: is damaged, and stays set aside" in result.output
+    assert committed_steps(store.sizes()) == [2]
+    assert committed_steps(store.sizes(), ASIDE) == [1]
+    give_up(store)
+    assert committed_steps(store.sizes()) == committed_steps(store.sizes(), ASIDE) == []

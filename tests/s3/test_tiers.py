@@ -18,7 +18,8 @@ from server import free_ports
 
 from pentad.checkpoint.disk import holding
 from pentad.checkpoint.fetch import give_up, read_remote
-from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune, quarantine
+from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune
+from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.s3 import Store, StoreError
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.upload import upload
@@ -67,7 +68,7 @@ def test_without_a_store_there_is_no_process(open_tiers, make_checkpoint):
     tiers, said = open_tiers(None)
     assert tiers.process is None and tiers.find() is None
     checkpoint = make_checkpoint(1, size=SMALL)
-    tiers.after_commit(checkpoint)
+    tiers.after_commit(checkpoint.step)
     assert tiers.find() == checkpoint and tiers.close() and said == []
     assert tiers.keep_committed == 2
 
@@ -78,7 +79,7 @@ def test_checkpoints_are_uploaded_and_both_tiers_keep_what_they_should(
     tiers, said = open_tiers(replace(remote, retention=2), keep_last=1)
     assert tiers.find() is None and tiers.keep_committed > 1000
     for step in (1, 2, 3, 4):
-        tiers.after_commit(make_checkpoint(step, size=SMALL))
+        tiers.after_commit(make_checkpoint(step, size=SMALL).step)
         wait_for(lambda step=step: tiers.status().last_step == step, "upload")
     assert tiers.close() and said == []
     assert local_steps(tmp_path / "local") == [4]
@@ -100,14 +101,14 @@ def test_an_outage_is_reported_counted_and_made_up_for(
     store = Store(remote)
     tiers, said = open_tiers(replace(remote, endpoint_url=proxy.url, max_attempts=2), keep_last=1)
     for step in (1, 2, 3):
-        tiers.after_commit(make_checkpoint(step, size=SMALL))
+        tiers.after_commit(make_checkpoint(step, size=SMALL).step)
     wait_for(lambda: tiers.status().num_failures > 0, "failure")
     status = tiers.status()
     assert status.waiting_step == 3 and status.last_step is None
     assert "is not uploaded" in status.error and "503" in said[0]
     assert local_steps(tmp_path / "local") == [3, 2, 1]
     proxy.choose = lambda request: ""
-    tiers.after_commit(make_checkpoint(4, size=SMALL))
+    tiers.after_commit(make_checkpoint(4, size=SMALL).step)
     assert tiers.close(PATIENCE_S)
     assert remote_steps(store) == [4]  # the newest first; those before it are then not needed
     assert local_steps(tmp_path / "local") == [4]
@@ -141,7 +142,7 @@ def test_what_is_not_uploaded_in_time_is_said_and_done_by_the_next_start(
 ):
     proxy.choose = lambda request: "stall" if request.method == "PUT" else ""
     tiers, said = open_tiers(replace(remote, endpoint_url=proxy.url))
-    tiers.after_commit(make_checkpoint(6, size=SMALL))
+    tiers.after_commit(make_checkpoint(6, size=SMALL).step)
     wait_for(lambda: "stall" in proxy.faults, "first object")
     assert not tiers.close(0.1)
     assert "the checkpoint of step 6 is not in s3://" in said[-1] and "next start" in said[-1]
@@ -163,7 +164,7 @@ def test_a_killed_uploader_goes_on_without_sending_finished_parts_again(
     proxy.choose = third_part_hangs
     through = replace(remote, endpoint_url=proxy.url, num_workers=1)
     tiers, said = open_tiers(through)
-    tiers.after_commit(make_checkpoint(8))  # three parts
+    tiers.after_commit(make_checkpoint(8).step)  # three parts
     wait_for(lambda: "stall" in proxy.faults, "third part")
     assert tiers.process is not None
     os.kill(tiers.process.pid, signal.SIGKILL)
@@ -183,7 +184,7 @@ def test_an_uploader_that_died_is_started_again(remote, open_tiers, make_checkpo
     assert tiers.process is not None
     tiers.process.kill()
     wait_for(lambda: said, "notice")
-    tiers.after_commit(make_checkpoint(2, size=SMALL))
+    tiers.after_commit(make_checkpoint(2, size=SMALL).step)
     assert tiers.close(PATIENCE_S) and tiers.status().last_step == 2
     assert tiers.status().num_failures == 1
 
@@ -254,7 +255,7 @@ def test_what_was_found_is_held_until_the_next_commit(
     assert tiers.find() is not None
     newer = make_checkpoint(2, size=SMALL)
     assert prune(tmp_path / "local", 1) == []
-    tiers.after_commit(newer)
+    tiers.after_commit(newer.step)
     assert len(prune(tmp_path / "local", 1)) == 1
 
 
@@ -267,7 +268,7 @@ def test_a_run_that_starts_anew_gives_up_what_the_store_has(
     give_up(store)
     tiers, _ = open_tiers(remote)
     assert tiers.find() is None
-    tiers.after_commit(make_checkpoint(1, size=SMALL + 1))
+    tiers.after_commit(make_checkpoint(1, size=SMALL + 1).step)
     assert tiers.close(PATIENCE_S) and tiers.status().last_step == 1
     found, _ = open_tiers(remote, tmp_path / "fresh")
     assert found.find().step == 1

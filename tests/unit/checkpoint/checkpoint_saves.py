@@ -2,11 +2,14 @@
 
 import json
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint import metadata as dcp
 
 from pentad.checkpoint.disk import Disk
 from pentad.checkpoint.folders import COMMIT, MANIFEST, info_folder, state_folder
@@ -31,6 +34,11 @@ def memory_of(data: bytes) -> Memory:
     return memory
 
 
+def index_of(name: str) -> bytes:
+    """An index as DCP writes it, of one object without tensors."""
+    return pickle.dumps(dcp.Metadata({name: dcp.BytesStorageMetadata()}))
+
+
 def write_job(root: Path, step: int, rank: int, role: str = "default") -> WriteJob:
     memory = memory_of(bytes([step, rank]) * 500)
     folder = state_folder(role, step)
@@ -40,7 +48,7 @@ def write_job(root: Path, step: int, rank: int, role: str = "default") -> WriteJ
     )
     files = [FileSpec(f"{folder}/__{rank}_0.distcp", pieces)]
     if rank == 0:
-        text = f"metadata of {role} at {step}".encode()
+        text = index_of(f"{role} at {step}")
         files.append(FileSpec(f"{folder}/.metadata", (Piece(".metadata", (text,)),)))
     return WriteJob(root, tuple(files), receipt_name(info_folder(step), role, rank))
 

@@ -14,11 +14,10 @@ from pentad.checkpoint.folders import (
     damage,
     find_checkpoints,
     prune,
-    quarantine,
     read_file,
-    sweep_uncommitted,
 )
 from pentad.checkpoint.job import run_job
+from pentad.checkpoint.quarantine import quarantine, sweep_uncommitted
 
 DATA = {
     "distcp": "default/recover_checkpoint/globalstep2/__1_0.distcp",

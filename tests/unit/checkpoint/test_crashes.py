@@ -14,13 +14,9 @@ from typing import Any
 import pytest
 from checkpoint_saves import CountingDisk, QuickDisk, commit_job, data_files, save, write_jobs
 
-from pentad.checkpoint.folders import (
-    damage,
-    find_checkpoints,
-    quarantine,
-    sweep_uncommitted,
-)
+from pentad.checkpoint.folders import damage, find_checkpoints
 from pentad.checkpoint.job import run_job
+from pentad.checkpoint.quarantine import quarantine, sweep_uncommitted
 
 ROLES = ("default", "critic")
 DATA = ("dropped", "torn", "zeros", "kept")

@@ -24,8 +24,9 @@ from checkpoint_saves import (
     write_jobs,
 )
 
-from pentad.checkpoint.folders import damage, find_checkpoints, sweep_uncommitted
+from pentad.checkpoint.folders import damage, find_checkpoints
 from pentad.checkpoint.job import ExportJob, FileSpec, Piece, Span, WriteJob, run_job
+from pentad.checkpoint.quarantine import sweep_uncommitted
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 
