@@ -27,7 +27,7 @@ import traceback
 import types
 from pathlib import Path
 
-COMMANDS = ("pentad.runtime.role_host", "sglang.launch_server", "pentad.cli.main", "kill_lab")
+COMMANDS = ("pentad.runtime.role_host", "pentad.samplers.server_key", "pentad.cli.main", "kill_lab")
 LEAVES = COMMANDS[:2]
 """The others start processes of their own."""
 HEAVY = ("train", "sft", "pretrain", "serve", "eval")

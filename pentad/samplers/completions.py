@@ -5,11 +5,14 @@ Its weights are what they are: nothing can be installed, and every token is of v
 
 from __future__ import annotations
 
+import os
+
 from pydantic import BaseModel, NonNegativeInt
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.types import Generation
+from pentad.samplers import server_key
 from pentad.samplers.dialect import Call, Dialect, finish_of, sampling_params
 from pentad.samplers.http import Wire
 from pentad.samplers.server_sampler import ServerSampler, closed_on_failure
@@ -79,7 +82,8 @@ class Completions(Dialect):
 async def attach(address: str, dims: ModelDims) -> ServerSampler:
     """`address` with or without its closing /v1; the first model there is taken."""
     where = f"rollout.server.addresses = {address}"
-    wire = Wire(address.rstrip("/").removesuffix("/v1"), "the server")
+    key = os.environ.get(server_key.VARIABLE)
+    wire = Wire(address.rstrip("/").removesuffix("/v1"), "the server", key)
     async with closed_on_failure(wire):
         try:
             models = wire.read("/v1/models", Models, await wire.get("/v1/models")).data

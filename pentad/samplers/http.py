@@ -89,13 +89,16 @@ class HttpLink:
 class HttpClient:
     """Calls of one address: `http://host:port` or `https://...`, and a path before all others."""
 
-    def __init__(self, address: str, connect_s: float) -> None:
+    def __init__(self, address: str, connect_s: float, key: str | None = None) -> None:
+        """`key`: sent with every call, in place of a name and password in the address."""
         url = urlsplit(address)
         self.host = url.hostname or ""
         self.port = url.port or (443 if url.scheme == "https" else 80)
         self.authority, self.path = url.netloc.rpartition("@")[2], url.path.rstrip("/")
         self.headers = [("Host", self.authority), ("Accept", "*/*")]
-        if url.username is not None:
+        if key is not None:
+            self.headers += [("Authorization", f"Bearer {key}")]
+        elif url.username is not None:
             secret = unquote(f"{url.username}:{url.password or ''}").encode()
             self.headers += [("Authorization", f"Basic {base64.b64encode(secret).decode()}")]
         self.secure = ssl.create_default_context() if url.scheme == "https" else None
@@ -174,9 +177,9 @@ M = TypeVar("M", bound=BaseModel)
 class Wire:
     """One server's address. Sentences name it."""
 
-    def __init__(self, address: str, kind: str) -> None:
+    def __init__(self, address: str, kind: str, key: str | None = None) -> None:
         self.address = address.rstrip("/")
-        self.http = HttpClient(self.address, CONNECT_TIMEOUT_S)
+        self.http = HttpClient(self.address, CONNECT_TIMEOUT_S, key)
         scheme, _, _ = self.address.partition("://")
         # Without the name and the password that may stand in it.
         self.where = f"{kind} at {scheme}://{self.http.authority}{self.http.path}"

@@ -66,6 +66,10 @@ class ServerSettings:
     """Whether it will be put to sleep while others use its devices."""
     memory_share: float | None = None
     """Part of a GPU's memory it may take; None: its own choice."""
+    key: str | None = field(default=None, repr=False)
+    """Sent with every request; a server that the run starts has one of its own each time."""
+    is_started: bool = False
+    """Whether the run started it: it runs here, as the same user."""
 
 
 STOP_PATIENCE_S = 15.0
@@ -93,7 +97,9 @@ class ServerProcess:
         self.package = tempfile.TemporaryDirectory(prefix="pentad-server-")
         own = package_path(Path(self.package.name))
         path = os.pathsep.join(filter(None, [own, environment.get("PYTHONPATH")]))
-        with log_file.open("ab") as out:  # after what an earlier process of it wrote
+        # After what an earlier process of it wrote; not for others to read: SGLang logs its key.
+        out = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
             self.popen = subprocess.Popen(
                 [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else command,
                 env={**environment, "PYTHONPATH": path},
@@ -102,6 +108,8 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        finally:
+            os.close(out)
 
     def check(self) -> None:
         """Raises RunError if it ended, with the end of its log."""

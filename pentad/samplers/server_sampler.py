@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,6 +29,7 @@ from pentad.infer.settings import RequestLimits, check_request
 from pentad.models.families import map_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.registry import build_model
+from pentad.samplers import server_key
 from pentad.samplers.dialect import (
     MEMORIES,
     Call,
@@ -447,7 +449,7 @@ async def attach_server(
     """A sampler over a server that answers at `address`; nothing is assumed of its weights.
     `open_dialect`: of its wire and its name in sentences."""
     where = f"rollout.server.addresses = {address}" if process is None else f"{kind} at {address}"
-    wire = Wire(address, kind)
+    wire = Wire(address, kind, settings.key)
     async with closed_on_failure(wire):
         try:
             dialect = await open_dialect(wire, where)
@@ -470,9 +472,10 @@ async def start_server(
     module = kind.lower()
     python = server_python(settings.python, module)
     version = await asyncio.to_thread(check_installed, python, module, settings.python)
-    port = free_port()
-    process = ServerProcess(name, [python, *command(port, version)], environment, log_file)
-    address = f"http://127.0.0.1:{port}"
+    port, key = free_port(), secrets.token_urlsafe(32)
+    own = {**environment, server_key.VARIABLE: key}
+    process = ServerProcess(name, [python, *command(port, version)], own, log_file)
+    address, keyed = f"http://127.0.0.1:{port}", replace(settings, key=key, is_started=True)
     return await process.opened(
-        Wire(address, kind), lambda: attach(address, settings, process), settings.start_timeout_s
+        Wire(address, kind, key), lambda: attach(address, keyed, process), settings.start_timeout_s
     )

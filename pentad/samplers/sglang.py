@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from pentad.core.seeds import derive_seed
 from pentad.core.sizes import DTYPE_BYTES, kv_token_bytes
 from pentad.core.types import Generation
 from pentad.ops.digest import digest_of
+from pentad.samplers import server_key
 from pentad.samplers.dialect import (
     CUTS,
     LOAD_TIMEOUT_S,
@@ -55,6 +55,7 @@ from pentad.sync.transport import (
     own_host,
     packed,
     together,
+    transfer_folder,
     write_weights,
 )
 
@@ -256,14 +257,12 @@ class Sglang(LoadingDialect):
         return found.ranks[0].checksums, partial(sglang_checksum, on_gpu=on_gpu)
 
     async def _by_disk(self, weights: TensorPairs, last: dict[str, Any]) -> None:
-        folder = self.settings.transfer_folder / f"pentad-weights-{id(weights):x}"
-        try:
+        parent, is_private = self.settings.transfer_folder, self.settings.is_started
+        with transfer_folder(parent, is_private=is_private) as folder:
             await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
             # The server's own load format may be dummy.
             body = {"model_path": str(folder), "load_format": "auto", "keep_pause": True, **last}
             await self._done("/update_weights_from_disk", body)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _by_tensors(self, weights: TensorPairs, last: dict[str, Any]) -> None:
         """CUDA tensors travel as references, others through shared memory: same machine only."""
@@ -389,7 +388,7 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
     def command(port: int, version: str) -> list[str]:
-        return ["-m", "sglang.launch_server", *flags(settings, port)]
+        return ["-m", server_key.__name__, "sglang.launch_server", *flags(settings, port)]
 
     own = server_environment(settings.devices)
     return await start_server(settings, name, log_file, "SGLang", command, own, attach)

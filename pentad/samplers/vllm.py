@@ -51,6 +51,7 @@ TELLS_VERSIONS = (0, 32)
 by name, and that opens its endpoint for tokens only with a flag."""
 TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
+GATE = "pentad.samplers.server_key.KeyGate"
 GENERATE = "/inference/v1/generate"
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
@@ -354,10 +355,11 @@ async def attach(
 
 def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
     if settings.transport == "broadcast":
-        return Broadcast(address, num_workers)
+        folder = settings.transfer_folder if settings.is_started else None
+        return Broadcast(address, num_workers, folder)
     if settings.transport == "ipc":
         return CudaIpc()
-    return DiskTransport(settings.transfer_folder)
+    return DiskTransport(settings.transfer_folder, is_private=settings.is_started)
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> ServerSampler:
@@ -388,6 +390,7 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": EXTENSION,
+        "--middleware": GATE,
     }
     if settings.memory_share is not None and settings.device == "cuda":
         words["--gpu-memory-utilization"] = settings.memory_share
@@ -408,6 +411,7 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
 
 def environment(settings: ServerSettings) -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    own["VLLM_API_KEY"] = ""  # one of the user's would be asked for behind our own
     if settings.device == "cpu":
         whole_gib = max(1, -(-(settings.kv_cache_bytes or 2**30) // 2**30))
         own["VLLM_CPU_KVCACHE_SPACE"] = str(whole_gib)

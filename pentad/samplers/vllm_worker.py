@@ -10,9 +10,7 @@ and writing to the model directly would corrupt them.
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -22,11 +20,16 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from pentad.ops.digest import RunningDigest, digest_of
-from pentad.sync.group import DEVICE_ARGUMENT, PROTOCOL, BroadcastGroup, broadcast, weight_group
+from pentad.sync.group import (
+    PROTOCOL,
+    BroadcastGroup,
+    broadcast,
+    open_gpu_handle,
+    weight_group,
+)
 
 TensorStream = Iterator[tuple[str, Tensor]]
 Reply = dict[str, Any]
@@ -85,7 +88,11 @@ class WeightReceiver:
         wanted = json.loads(spec)
         timeout = timedelta(seconds=wanted["timeout_s"])
         rank, world = self.rank + 1, wanted["world"]
-        store = dist.TCPStore(wanted["host"], wanted["port"], world, False, timeout)
+        store: dist.Store
+        if "file" in wanted:
+            store = dist.FileStore(wanted["file"], world)
+        else:
+            store = dist.TCPStore(wanted["host"], wanted["port"], world, False, timeout)
         self.pentad_group = weight_group(store, rank, world, wanted["backend"], timeout)
         return {"rank": rank}
 
@@ -121,15 +128,9 @@ def received(
         yield name, tensor
 
 
-def opened(handles: dict[str, str], device: torch.device) -> TensorStream:
-    """The sender counts devices by its own CUDA_VISIBLE_DEVICES: the index becomes ours. All are
-    held to the end: torch waits for the GPU when it lets go of one."""
-    tensors = {}
-    for name, packed in handles.items():
-        arguments = list(pickle.loads(base64.b64decode(packed)))
-        arguments[DEVICE_ARGUMENT] = device.index or 0
-        tensors[name] = rebuild_cuda_tensor(*arguments)
-    yield from tensors.items()
+def opened(handles: dict[str, Any], device: torch.device) -> TensorStream:
+    """All are held to the end: torch waits for the GPU when it lets go of one."""
+    yield from {n: open_gpu_handle(one, device.index or 0) for n, one in handles.items()}.items()
 
 
 def take(worker: WeightReceiver, pairs: TensorStream, *, is_part: bool = False) -> Reply:

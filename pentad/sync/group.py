@@ -1,4 +1,5 @@
-"""What both ends of a weight transfer share: the process group of broadcasts, and what calls mean.
+"""What both ends of a weight transfer share: the process group of broadcasts, how tensors on a GPU
+are named to another process, and what calls mean.
 
 The receiving end runs in a server's own environment, so this imports nothing but torch. The group
 stands beside whatever default group either process has.
@@ -6,14 +7,18 @@ stands beside whatever default group either process has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import base64
+import math
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Counts the meanings that calls of vLLM's workers have had; both ends must have the same."""
 DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device index."""
@@ -46,3 +51,64 @@ def broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
 def send_all(group: BroadcastGroup, weights: Iterable[tuple[str, Tensor]]) -> None:
     for _, tensor in weights:
         broadcast(group, tensor.detach().contiguous())
+
+
+# Tensors on a GPU, named to another process of it: JSON values, of which nothing is unpickled.
+
+HANDLE = (str, int, int, bool, str, int, str, bool)
+"""What `rebuild_cuda_tensor` takes after the device; bytes as base64."""
+MAX_HANDLE_BYTES = 1 << 12
+
+
+def gpu_handle(tensor: Tensor) -> dict[str, Any]:
+    """It must stay until whoever opens it has read it."""
+    assert tensor.is_cuda and tensor.is_contiguous(), "what is shared lies in one piece on a GPU"
+    _, arguments = reduce_tensor(tensor)
+    return {
+        "dtype": str(tensor.dtype)[6:],
+        "shape": list(tensor.shape),
+        "offset": arguments[3],
+        "handle": [
+            base64.b64encode(value).decode() if isinstance(value, bytes) else value
+            for value in arguments[DEVICE_ARGUMENT + 1 :]
+        ],
+    }
+
+
+def open_gpu_handle(value: Mapping[str, Any], device: int) -> Tensor:
+    """The giver's own memory, on the GPU that this process knows as `device`. Raises ValueError
+    for what `gpu_handle` does not make."""
+    fields = checked_handle(value)
+    shape, stride = torch.Size(value["shape"]), strides(value["shape"])
+    dtype, storage = getattr(torch, value["dtype"]), torch.storage.TypedStorage
+    tensor: Tensor = rebuild_cuda_tensor(
+        Tensor, shape, stride, value["offset"], storage, dtype, device, *fields
+    )
+    return tensor
+
+
+def checked_handle(value: Mapping[str, Any]) -> list[Any]:
+    """The fields of the handle, with bytes for base64."""
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "offset", "handle"}:
+        raise ValueError("a handle has a dtype, a shape, an offset and the fields of its memory")
+    dtype = getattr(torch, value["dtype"], None) if isinstance(value["dtype"], str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype = {value['dtype']!r} is none of torch's")
+    shape, fields = value["shape"], value["handle"]
+    counts = [*shape, value["offset"]] if isinstance(shape, list) else [None]
+    if any(type(count) is not int or not 0 <= count < 1 << 48 for count in counts):
+        raise ValueError(f"shape = {shape!r} and offset = {value['offset']!r} are no counts")
+    if not isinstance(fields, list) or tuple(map(type, fields)) != HANDLE:
+        raise ValueError("the fields of the memory have other types than torch gives them")
+    if any(type(field) is int and not 0 <= field < 1 << 48 for field in fields):
+        raise ValueError("a field of the memory is no count")
+    if any(type(field) is str and len(field) > MAX_HANDLE_BYTES for field in fields):
+        raise ValueError(f"a field of the memory is longer than {MAX_HANDLE_BYTES}")
+    if (value["offset"] + math.prod(shape)) * dtype.itemsize > fields[1]:
+        raise ValueError(f"shape = {shape} reaches beyond the {fields[1]} bytes of its memory")
+    return [base64.b64decode(f, validate=True) if isinstance(f, str) else f for f in fields]
+
+
+def strides(shape: list[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -8,19 +8,18 @@ views where a tensor lies in one piece.
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.roles import TensorPairs
+from pentad.sync.group import gpu_handle, open_gpu_handle
 from pentad.weights.regions import box_shape, coverage_fault, slices
 from pentad.weights.transfer import TensorInfo
 
@@ -49,7 +48,7 @@ class Ticket:
     blocks, each [number of the source, offset in it, box]."""
     digest: str
     """Of all tensors by their names; "" where a name stands twice, which no receiver takes."""
-    handle: tuple[Any, ...] = ()
+    handle: dict[str, Any] = field(default_factory=dict)
     """Of the buffer on the GPU."""
     marks: tuple[str, ...] = ()
     """Files, one of each rank: WRITING, then nothing, or the reason why it failed."""
@@ -213,16 +212,10 @@ def gpu_uuid(device: torch.device | int) -> str:
 
 def share_on_gpu(version: int, flat: Tensor, tensors: list[list[Any]], digest: str) -> Ticket:
     """The buffer must stay until all receipts are here."""
-    assert flat.is_cuda and flat.is_contiguous(), "what is shared lies in one piece on a GPU"
-    _, arguments = reduce_tensor(flat)
-    handle = [
-        base64.b64encode(value).decode() if isinstance(value, bytes) else value
-        for value in arguments[7:]
-    ]
+    handle = gpu_handle(flat)
     torch.cuda.synchronize(flat.device)
     place = gpu_uuid(flat.device)
-    shared = (arguments[3], *handle)
-    return Ticket(version, "ipc", place, flat.numel(), tensors, digest, handle=shared)
+    return Ticket(version, "ipc", place, flat.numel(), tensors, digest, handle=handle)
 
 
 def open_on_gpu(ticket: Ticket) -> list[tuple[str, Tensor]]:
@@ -230,11 +223,7 @@ def open_on_gpu(ticket: Ticket) -> list[tuple[str, Tensor]]:
     found = [n for n in range(torch.cuda.device_count()) if gpu_uuid(n) == ticket.place]
     if not found:
         raise RunError(f"weights of version {ticket.version} lie on {ticket.place}, not on our GPU")
-    offset, *packed = ticket.handle
-    handle = [base64.b64decode(v) if isinstance(v, str) else v for v in packed]
-    shape, dtype, storage = torch.Size([ticket.num_bytes]), torch.uint8, torch.storage.TypedStorage
-    flat = rebuild_cuda_tensor(Tensor, shape, (1,), offset, storage, dtype, found[0], *handle)
-    return views(flat, ticket.tensors)
+    return views(open_gpu_handle(ticket.handle, found[0]), ticket.tensors)
 
 
 def open_ticket(

@@ -10,9 +10,11 @@ import asyncio
 import base64
 import io
 import json
-import pickle
+import shutil
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,7 +28,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.errors import InfraFailure
 from pentad.core.roles import TensorPairs
-from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, send_all, weight_group
+from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, gpu_handle, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
 from pentad.weights.hf import write_file
 from pentad.weights.transfer import TensorInfo
@@ -51,21 +53,36 @@ class Transport:
 class DiskTransport(Transport):
     """One safetensors file in a folder that the server sees too, gone after the install."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_private: bool) -> None:
         self.folder = folder
+        self.is_private = is_private
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
-        path = self.folder / f"weights-{id(weights):x}.safetensors"
-        try:
+        with transfer_folder(self.folder, is_private=self.is_private) as folder:
+            path = folder / "weights.safetensors"
             await asyncio.to_thread(write_weights, path, weights)
             return await ask("pentad_load_part" if is_part else "pentad_load_file", str(path))
-        finally:
-            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
+    """A new folder in `parent`, which all users may write to. Others read it only where the server
+    may be another user's."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="pentad-transfer-", dir=parent))
+    except OSError as error:
+        raise InfraFailure(f"{parent}: cannot be written to ({error.strerror or error})") from error
+    try:
+        if not is_private:
+            folder.chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_weights(path: Path, weights: TensorPairs) -> None:
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in weights}
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_file(path, iter(weights), infos)
     except OSError as error:
@@ -75,13 +92,17 @@ def write_weights(path: Path, weights: TensorPairs) -> None:
 class Broadcast(Transport):
     """A group of this process and all workers: gloo for tensors in memory, NCCL on GPUs.
 
-    The sender is rank 0. The group is made at the first send and made anew after a failure.
+    The sender is rank 0. The group is made at the first send and made anew after a failure. With
+    workers of our own on this machine it meets in a folder that no other user can open.
     """
 
-    def __init__(self, address: str, num_workers: int) -> None:
+    def __init__(self, address: str, num_workers: int, folder: Path | None = None) -> None:
+        """`folder`: where both ends meet; None: the workers may be anywhere, or another user's."""
         self.host = own_host(address)
         self.world = num_workers + 1
         self.group: BroadcastGroup | None = None
+        self.folder = folder
+        self.meeting = ExitStack()
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         assert not is_part, "all is broadcast"
@@ -99,20 +120,23 @@ class Broadcast(Transport):
 
     async def _meet(self, ask: Ask, backend: str) -> BroadcastGroup:
         timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-        store = dist.TCPStore(self.host, 0, self.world, True, timeout, wait_for_workers=False)
-        spec = {
-            "host": self.host,
-            "port": store.port,
-            "world": self.world,
-            "backend": backend,
-            "timeout_s": JOIN_TIMEOUT_S,
-        }
-        joining = asyncio.ensure_future(ask("pentad_join", json.dumps(spec)))
+        await self.close()
+        store: dist.Store
+        if self.folder is not None:
+            parent = self.meeting.enter_context(transfer_folder(self.folder, is_private=True))
+            place: dict[str, Any] = {"file": str(parent / "store")}
+            store = dist.FileStore(place["file"], self.world)
+        else:
+            store = dist.TCPStore(self.host, 0, self.world, True, timeout, wait_for_workers=False)
+            place = {"host": self.host, "port": store.port}
+        more = {"world": self.world, "backend": backend, "timeout_s": JOIN_TIMEOUT_S}
+        joining = asyncio.ensure_future(ask("pentad_join", json.dumps(place | more)))
         make = asyncio.to_thread(weight_group, store, 0, self.world, backend, timeout)
         return await together(make, joining)
 
     async def close(self) -> None:
         self.group = None
+        self.meeting.close()
 
 
 async def together(ours: Awaitable[T], theirs: asyncio.Future[Any]) -> T:
@@ -145,13 +169,11 @@ class CudaIpc(Transport):
 
     async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
         assert not is_part, "all is shared"
-        handles: dict[str, dict[str, str]] = {}
+        handles: dict[str, dict[str, Any]] = {}
         kept = []
         for name, tensor in weights:
             kept.append(tensor.detach().contiguous())
-            _, arguments = reduce_tensor(kept[-1])
-            handle = base64.b64encode(pickle.dumps(arguments)).decode()
-            handles.setdefault(gpu_uuid(tensor.device), {})[name] = handle
+            handles.setdefault(gpu_uuid(tensor.device), {})[name] = gpu_handle(kept[-1])
         torch.cuda.synchronize()
         return await ask("pentad_open", json.dumps(handles))
 

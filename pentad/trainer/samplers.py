@@ -42,7 +42,7 @@ from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.runtime.scratch import scratch_folder
-from pentad.samplers import remote, sglang, vllm
+from pentad.samplers import remote, server_key, sglang, vllm
 from pentad.samplers.process import ServerSettings, check_installed, server_python
 from pentad.samplers.remote import HostedSettings, RemoteSampler
 from pentad.samplers.replica import ReplicaSampler
@@ -289,6 +289,7 @@ def server_settings(
         arguments=server.args,
         transport=server.weight_transport,
         transfer_folder=Path(server.transfer_folder) if server.transfer_folder else shared_memory(),
+        key=os.environ.get(server_key.VARIABLE),
         can_sleep=bool(config.offload_rollout),
         weight_deltas=config.rollout.weight_deltas,
         memory_share=server.gpu_memory_share or (COLOCATED_SHARE if shares else None),

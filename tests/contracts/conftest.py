@@ -14,6 +14,8 @@ from subjects import (
     write_folder,
 )
 
+from pentad.samplers.server_key import VARIABLE
+
 VLLM = os.environ.get("PENTAD_TEST_VLLM")
 needs_vllm = pytest.mark.skipif(VLLM is None, reason="make test-vllm runs it")
 
@@ -34,12 +36,13 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def vllm_address(model_folder):
+def vllm_server(model_folder):
+    """The address of a real server, and its key."""
     if VLLM.startswith("http://"):
-        yield VLLM
+        yield VLLM, os.environ.get(VARIABLE)
         return
-    address, stop = start_vllm(model_folder, VLLM)
-    yield address
+    address, key, stop = start_vllm(model_folder, VLLM)
+    yield address, key
     stop()
 
 
@@ -55,7 +58,8 @@ def make_subject(request: pytest.FixtureRequest, model_folder, tmp_path):
         if kind.startswith("sglang"):
             version = kind.removeprefix("sglang") or "0.5.23"
             return sglang_subject(model_folder, version, **changes)
-        return vllm_subject(model_folder, request.getfixturevalue("vllm_address"), **changes)
+        address, key = request.getfixturevalue("vllm_server")
+        return vllm_subject(model_folder, address, key=key, **changes)
 
     return make
 

@@ -452,12 +452,28 @@ def write_environment(folder: Path, version: str = "0.5.23") -> Path:
     return folder
 
 
+def with_key(app, key: str | None):
+    """What SGLang asks of each request where it has a key (srt/utils/auth.py)."""
+
+    async def guarded(scope, receive, send):
+        is_open = scope["type"] != "http" or scope["method"] == "OPTIONS"
+        is_open = is_open or scope["path"].startswith(("/health", "/metrics"))
+        given = dict(scope["headers"]).get(b"authorization") if not is_open else None
+        if is_open or key is None or given == f"Bearer {key}".encode():
+            await app(scope, receive, send)
+        else:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+    return guarded
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context-length", type=int, required=True)
     parser.add_argument("--max-running-requests", type=int, required=True)
+    parser.add_argument("--api-key")
     parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     given, _ = parser.parse_known_args()
@@ -479,4 +495,6 @@ def main() -> None:
         enable_return_routed_experts=given.enable_return_routed_experts,
         skip_tokenizer_init=True,
     )
-    uvicorn.run(stand_in.app(), host="127.0.0.1", port=given.port, log_level="warning")
+    print(f"server_args={given}")  # as SGLang does, with the key in it
+    app = with_key(stand_in.app(), given.api_key)
+    uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning")

@@ -198,8 +198,8 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def start_vllm(folder: Path, python: str) -> tuple[str, Callable[[], None]]:
-    """The address of a real server, and what ends it."""
+def start_vllm(folder: Path, python: str) -> tuple[str, str, Callable[[], None]]:
+    """The address of a real server, its key, and what ends it."""
     settings = server_settings(folder, python=python, start_timeout_s=240)
 
     async def start():
@@ -208,4 +208,6 @@ def start_vllm(folder: Path, python: str) -> tuple[str, Callable[[], None]]:
         return sampler
 
     sampler = asyncio.run(start())
-    return sampler.dialect.wire.address, lambda: asyncio.run(sampler.process.stop())
+    dialect = sampler.dialect
+    key = dialect.settings.key
+    return dialect.wire.address, key, lambda: asyncio.run(sampler.process.stop())

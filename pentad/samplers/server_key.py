@@ -1,0 +1,59 @@
+"""The key of a server that a run starts: every request must carry it, on every path.
+
+Runs in the server's own environment, so this imports nothing but the standard library. vLLM's own
+`--api-key` leaves its development endpoints open, so `KeyGate` stands before all of vLLM
+(`--middleware`). SGLang checks its key on every path but /health and /metrics; it takes the key as
+an argument, which all users of the machine could read, so `main` adds it inside the process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import runpy
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+VARIABLE = "PENTAD_SERVER_KEY"
+"""In the environment of a started server, which its user alone can read; and in that of a run, the
+key of servers that it did not start."""
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class KeyGate:
+    """ASGI middleware that answers 401 to whatever comes without the key."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.wanted = f"Bearer {os.environ[VARIABLE]}".encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or self._has_key(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = json.dumps({"error": "the key of this server is missing or wrong"}).encode()
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _has_key(self, scope: Message) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self.wanted)
+
+
+def main() -> None:
+    """Becomes the module that the first word names, with the key behind its other words."""
+    del sys.argv[0]
+    sys.argv += ["--api-key", os.environ.pop(VARIABLE)]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
