@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pentad.core.errors import RunError
+from pentad.core.own_files import open_own
 from pentad.data.packing import Buffer
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -102,14 +103,19 @@ def open_blobs(address: Mapping[str, Any]) -> FileBlobs:
 
 
 def remove_orphans(parent: Path) -> None:
-    """Removes folders whose makers are gone."""
-    for path in parent.glob(f"{PREFIX}*/{LOCK}"):
+    """Removes folders of this user whose makers are gone."""
+    for folder in parent.glob(f"{PREFIX}*"):
         try:
-            with path.open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:  # it is another user's, or its maker lives
+            lock = open_own(folder / LOCK)
+        except OSError:  # it is another user's, or none of a run
             continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # its maker lives
+            continue
+        finally:
+            os.close(lock)
 
 
 def _gone(folder: Path) -> RunError:

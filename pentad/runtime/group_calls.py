@@ -162,9 +162,9 @@ class RankGroup:
             connecting[rank] = asyncio.create_task(self._connect(member))
         await self._all(lambda one: wait_for(connecting[one.rank]))
         host = self.members[0].process.address[0]
-        ports = await self._all(lambda one: self._ask(one, "open_rendezvous", host=host))
-        port = ports[0]["value"]
-        await self._all(lambda one: self._ask(one, "join", host=host, port=port))
+        places = await self._all(lambda one: self._ask(one, "open_rendezvous", host=host))
+        place = places[0]["value"]
+        await self._all(lambda one: self._ask(one, "join", place=place))
         self.joined_at = awake_s()
         self.watching = asyncio.create_task(self._watch())
 

@@ -13,8 +13,10 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,11 @@ from pentad.runtime.pace import WaitMeter
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure
 from pentad.runtime.roles import BEAT_S, RoleSpec
+from pentad.runtime.scratch import scratch_folder
 
 TARGET = f"{__name__}:RankHost"
+MEETING = "pentad-meeting-"
+"""How the names of folders begin in which the ranks of one machine meet."""
 JOIN_S = 600.0
 """Longest wait in a collective, and for the group to come together."""
 Emit = Callable[[str, Any], None]
@@ -172,6 +177,8 @@ class RankHost:
         self.thread = ThreadPoolExecutor(1, "rank")
         self.service: RankService | None = None
         self.rendezvous: dist.Store | None = None
+        self.stack = ExitStack()
+        """What goes with this process."""
         self.waits = WaitMeter()
         if payload["num_threads"]:
             torch.set_num_threads(payload["num_threads"])
@@ -180,9 +187,13 @@ class RankHost:
         return self.rank.beat()
 
     async def open_rendezvous(self, host: str) -> dict[str, Any]:
-        """On rank 0: where the group meets; the port is the kernel's choice, and kept."""
+        """On rank 0: where the group meets. On one machine a folder that no other user can open;
+        else a port of the kernel's choice, which asks nobody who they are."""
         if self.rank.rank > 0 or self.rank.world == 1:
-            return {"value": 0}
+            return {"value": {}}
+        if ip_address(host).is_loopback:
+            folder = self.stack.enter_context(scratch_folder(MEETING))
+            return {"value": {"file": str(folder / "store")}}
         listening = socket.create_server((host, 0))
         port: int = listening.getsockname()[1]
         self.rendezvous = dist.TCPStore(
@@ -194,10 +205,10 @@ class RankHost:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-        return {"value": port}
+        return {"value": {"host": host, "port": port}}
 
-    async def join(self, host: str, port: int) -> dict[str, Any]:
-        """Joins the group and makes the service."""
+    async def join(self, place: dict[str, Any]) -> dict[str, Any]:
+        """Joins the group that meets there and makes the service."""
         loop = asyncio.get_running_loop()
 
         def send(event: str, value: Any) -> None:
@@ -208,7 +219,7 @@ class RankHost:
             logging.getLogger().addHandler(LogSender(send))
             logging.getLogger("pentad").setLevel(logging.INFO)
             logging.captureWarnings(True)
-        return await loop.run_in_executor(self.thread, self._answer, self._join, host, port)
+        return await loop.run_in_executor(self.thread, self._answer, self._join, place)
 
     async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A call that all ranks make: its value, or how it failed."""
@@ -228,14 +239,18 @@ class RankHost:
 
     async def close(self) -> None:
         """The process ends: what was worth waiting for was, by `end`."""
+        self.stack.close()
 
-    def _join(self, host: str, port: int) -> None:
+    def _join(self, place: dict[str, Any]) -> None:
         payload, timeout_s = self.payload, self.payload["timeout_s"]
         device = device_of(self.rank, payload["device"])
         if self.rank.world > 1:
-            store = self.rendezvous
-            if store is None:
-                timeout = timedelta(seconds=timeout_s)
+            store, timeout = self.rendezvous, timedelta(seconds=timeout_s)
+            if "file" in place:
+                store = dist.FileStore(place["file"], self.rank.world)
+                store.set_timeout(timeout)
+            elif store is None:
+                host, port = place["host"], place["port"]
                 store = dist.TCPStore(host, port, self.rank.world, is_master=False, timeout=timeout)
             # Whoever belongs to an earlier group finds nothing under its own name.
             store = dist.PrefixStore(f"generation-{payload.get('generation', 0)}", store)

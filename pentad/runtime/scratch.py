@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from pentad.core.own_files import open_own
 
 OWNER = "owner.lock"
 """Held by the owner; the lock goes with its process, however that ends."""
@@ -38,11 +39,9 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 def sweep(prefix: str, parent: Path | None = None) -> None:
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         try:
-            found = folder.lstat()
-            is_young = time.time() - found.st_mtime < YOUNG_S
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or is_young:
+            if time.time() - folder.lstat().st_mtime < YOUNG_S:
                 continue
-            lock = os.open(folder / OWNER, os.O_RDWR)
+            lock = open_own(folder / OWNER, os.O_RDWR)
         except OSError:  # removed just now, or none of ours
             continue
         try:
