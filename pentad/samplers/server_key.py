@@ -13,26 +13,22 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "PENTAD_SERVER_KEY"
 """In the environment of a started server, which its user alone can read; and in that of a run, the
 key of servers that it did not start."""
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class KeyGate:
     """ASGI middleware that answers 401 to whatever comes without the key."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: Any) -> None:
         self.app = app
         self.wanted = f"Bearer {os.environ[VARIABLE]}".encode()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket") or self._has_key(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -43,7 +39,7 @@ class KeyGate:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    def _has_key(self, scope: Message) -> bool:
+    def _has_key(self, scope: Mapping[str, Any]) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self.wanted)
 
