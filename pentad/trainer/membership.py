@@ -1,13 +1,13 @@
 """Who belongs to the group of ranks that trains: slots that are lost for good, and that return.
 
-The group shrinks, grows, or waits where too few are left. The rules are those of `core.shrink`.
+The group shrinks, grows, or waits where too few are left. The rules are those of `core.shrink`;
+which slot is retired is decided by `runtime.restarts`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -16,12 +16,18 @@ from pentad.config.rules.elastic import Fitted, fit_world
 from pentad.config.schema import Config
 from pentad.core.errors import RunError
 from pentad.runtime.report import Failure
+from pentad.runtime.restarts import Decision, LossKind, Lost
 from pentad.runtime.slots import GroupNow, Slots, listed, reasons
 from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
 
 POLL_S, SAY_S = 0.2, 30.0
+KINDS: dict[str, LossKind] = {
+    **{"died": "died", "stuck": "stuck", "away": "away"},
+    **dict.fromkeys(("bug", "run", "user"), "raised"),
+}
+"""How a rank failed, as restarts see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +45,9 @@ class Membership:
     config: Config
     """As it was asked for."""
     slots: Slots
-    newest_step: Callable[[], int]
-    """Of the newest checkpoint; failures before it are forgotten."""
     lacks: Callable[[int], str | None] = lambda slot: None
     """Why the runtime has no place for a slot."""
     formed: Formed | None = None
-    failures: Counter[int] = field(default_factory=Counter)
-    """In a row, by slot."""
-    step: int = -1
-    """Of the newest checkpoint when they were counted."""
-    retired: list[int] = field(default_factory=list)
-    """Since that checkpoint."""
     missed_at: dict[int, float] = field(default_factory=dict)
     """Since when a slot has been away."""
 
@@ -139,38 +137,31 @@ class Membership:
         slot = self.formed.used[rank]
         return self.slots.away().get(slot)
 
-    def forgive(self) -> None:
-        """A step is the cause of what slots were retired for since the newest checkpoint."""
-        for slot in self.retired:
-            self.slots.join(slot)
-        self.retired.clear()
+    def loss_of(self, cause: Failure | None) -> tuple[LossKind, int | None, bool]:
+        """What was lost, in which slot, and whether the other slots can train without it. What only
+        follows from the loss of another rank is no slot's own."""
+        if cause is None or (cause.is_consequence and cause.kind != "away"):
+            return "died", None, False
+        kind = KINDS[cause.kind]
+        if not self.is_on or self.formed is None:
+            return kind, cause.rank, False
+        slot = self.formed.used[cause.rank]
+        if kind != "away" and self.lacks(slot):  # its process cannot be started there again
+            kind = "away"
+        away = self.away()
+        left = [one for one in range(self.count) if one != slot and one not in away]
+        return kind, slot, self._fitted(left) is not None
 
-    def note_failure(self, cause: Failure | None) -> bool:
-        """Counts it against the slot of the rank that caused it. Whether the group is another one
-        from now on, so that it is no try of the same one again."""
-        if not self.is_on or self.formed is None or cause is None:
-            return False
-        newest = self.newest_step()
-        if newest > self.step:
-            self.failures.clear()
-            self.retired.clear()
-        self.step, slot = newest, self.formed.used[cause.rank]
-        if cause.kind == "away":
-            log.warning("elastic: %s is lost: %s", listed([slot]), cause.message)
-            return True
-        if cause.kind not in ("died", "stuck"):
-            return False
-        if why := self.lacks(slot):  # whoever takes its place has not failed yet
-            log.warning("elastic: %s is lost: %s", listed([slot]), why)
-            return True
-        self.failures[slot] += 1
-        count, limit = self.failures[slot], self.config.elastic.slot_failures
-        if count < limit:
-            return False
-        why = f"its process failed {count} times in a row, the last time: {cause.message}"
-        self.slots.drop(slot, why)
-        del self.failures[slot]
-        self.retired.append(slot)
-        text = "elastic: %s is retired: %s; `pentad slots %s --join %d` brings it back"
-        log.warning(text, listed([slot]), why, self.slots.folder.parent, slot)
-        return True
+    def carry_out(self, decision: Decision, lost: Lost) -> None:
+        """Slots that are retired go, and those that were retired for nothing come back."""
+        for slot in decision.give_back if self.is_on else ():
+            self.slots.join(slot)
+        if decision.action == "regroup" and lost.slot is not None:
+            why = self.lacks(lost.slot) or lost.cause
+            log.warning("elastic: %s is lost: %s", listed([lost.slot]), why)
+        if decision.action == "retire":
+            assert lost.slot is not None, "a slot is retired"
+            self.slots.drop(lost.slot, decision.why)
+            text = "elastic: %s is retired: %s; `pentad slots %s --join %d` brings it back"
+            folder, name = self.slots.folder.parent, listed([lost.slot])
+            log.warning(text, name, decision.why, folder, lost.slot)

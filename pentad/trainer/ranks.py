@@ -6,6 +6,7 @@ process of its own (`runtime.group_calls`), or under torchrun from rank 0 (`runt
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ from pentad.runtime.rank_host import (
     shares_store,
     specs_of_ranks,
 )
+from pentad.runtime.report import Failure
+from pentad.runtime.restarts import Lost
 from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
 from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
@@ -54,13 +57,14 @@ from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.membership import Formed, Membership
 from pentad.trainer.preflight import AGAIN, Collector, kind_of, start_problems
-from pentad.trainer.retries import Retries, newest_step, step_under_way
+from pentad.trainer.retries import first_line, newest_step, policy_of, step_under_way
 from pentad.trainer.run import RunSummary, noted_end
 from pentad.trainer.run_folders import checkpoint_path, standing, take_folder
 from pentad.trainer.samplers import open_runtime
 from pentad.trainer.service import FAILURES
 from pentad.trainer.stopping import stop_early
 
+log = logging.getLogger(__name__)
 RunFunction = Callable[[Calls, Config, Sequence[str], bool, Crew], RunSummary]
 """A whole run over one life of its learners: their calls, config, notes, whether to start anew, and
 what outlives them."""
@@ -155,13 +159,12 @@ def run_beside_group(
                     try:
                         return run(calls, formed.config, notes, False, crew)
                     except Regroup:
-                        pass
+                        groups.policy.grow()
             except RunError as error:
                 groups.note_lost(error)
                 clear_frames(error.__traceback__)  # or samples of the lost life stay mapped
-            os.environ[AGAIN] = str(groups.retries)
+            os.environ[AGAIN] = str(groups.policy)
             unsettle()  # the life that ended leaves cycles
-            groups.generation += 1
 
 
 class LearnerGroups:
@@ -176,10 +179,9 @@ class LearnerGroups:
         self.folder = folder
         """Of the ranks' logs."""
         self.crew = crew
-        self.retries = Retries.of_this_program(config)
-        self.generation = 0
+        self.policy = policy_of(config)
         slots = Slots(folder.parent / "slots")
-        self.members = Membership(config, slots, lambda: newest_step(config), self._lacks)
+        self.members = Membership(config, slots, self._lacks)
         crew.records = folder.parent / "recoveries.jsonl"
         crew.has_returned = self.members.has_returned
 
@@ -196,14 +198,14 @@ class LearnerGroups:
             noted_end(folder, checkpoint_path(self.config), is_last=False),
             stop_early(partial(standing, self.config)),
         ):
-            return self.members.form(self.generation)
+            return self.members.form(self.policy.generation)
 
     def start(self, formed: Formed) -> RankGroup:
         """A process for each rank, with its GPU, where there are any."""
         config, place, crew = formed.config, pick_device(self.device), self.crew
         logs = [self.folder / f"rank-{rank}.log" for rank in range(len(formed.used))]
         self.folder.mkdir(parents=True, exist_ok=True)
-        for log_file in () if self.generation else logs:
+        for log_file in () if self.policy.generation else logs:
             log_file.write_bytes(b"")
         values = with_absolute_paths(config).model_dump(mode="json")
         specs = specs_of_ranks(
@@ -213,7 +215,7 @@ class LearnerGroups:
             logs,
             device=place.type,
             devices=formed.used if place.type == "cuda" else (),
-            generation=self.generation,
+            generation=self.policy.generation,
             deterministic=config.actor.archon.use_deterministic_algorithms,
             is_spread=crew.is_spread,
             slots=formed.used,
@@ -229,7 +231,7 @@ class LearnerGroups:
         crew.group = RankGroup(runtime, specs, settings, place)
         crew.is_loaded = False
         crew.facts = {
-            "generation": self.generation,
+            "generation": self.policy.generation,
             "world": len(specs),
             "layout": config.allocation_mode,
             "slots": list(formed.used),
@@ -247,24 +249,35 @@ class LearnerGroups:
 
     def note_lost(self, error: RunError) -> None:
         """Raises where a group that was lost is not followed by another one."""
-        crew, retries = self.crew, self.retries
+        crew = self.crew
         assert crew.group is not None, "it was there to be lost"
-        cause = crew.group.cause
         crew.note_lost(error)
-        with log_to(self.folder.parent / "log.txt"):
-            # With other slots the next is no try of the same again.
-            is_other = self.members.note_failure(cause)
-        # By the records: what a rank that died has last said of its step may be old.
-        is_in_step = crew.is_loaded and cause is not None and cause.kind != "away"
-        retries.count(step_under_way(retries.config) if is_in_step else None)
         if not isinstance(error, Transient):
             raise error
-        if retries.is_looping:
-            self.members.forgive()
-        if (retries.is_looping or not is_other) and not retries.take(error):
-            raise RunError(retries.diagnosis(error)) from error
+        lost = self._lost(crew.group.cause, error)
+        decision = self.policy.decide(lost)
+        with log_to(self.folder.parent / "log.txt"):
+            if decision.action in ("restart", "stop") and decision.why:
+                log.warning("the run failed: %s; %s", first_line(error), decision.why)
+            self.members.carry_out(decision, lost)
+        if decision.action == "stop":
+            after = f"{decision.diagnosis}; the last time: " if decision.diagnosis else ""
+            raise RunError(f"{after}{error}") from error
         if crew.group.failure is None:  # what stood still is something else
             crew.close_samplers()
+
+    def _lost(self, cause: Failure | None, error: RunError) -> Lost:
+        kind, slot, can_shrink = self.members.loss_of(cause)
+        # By the records: what a rank that died has last said of its step may be old.
+        is_in_step = self.crew.is_loaded and cause is not None
+        return Lost(
+            kind=kind,
+            cause=cause.message if cause else first_line(error),
+            slot=slot,
+            step=step_under_way(self.config) if is_in_step else None,
+            newest=newest_step(self.config),
+            can_shrink=can_shrink,
+        )
 
 
 @contextmanager

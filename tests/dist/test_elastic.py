@@ -111,7 +111,7 @@ def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, c
         assert mine == pytest.approx(truth, rel=CLOSE, abs=1e-6)
     assert samples_of(records) == samples_of(alone.records)
     log = (records / "log.txt").read_text()
-    assert "elastic: slot 1 is retired: its process failed 1 times in a row" in log
+    assert "elastic: slot 1 is retired: its process failed once, the last time: was ended by signal 9" in log
     assert "elastic: generation 1 has 1 ranks: archon:(attn:d1|ffn:e1) for " in log
     assert "elastic: ranks have returned, the group is formed anew after step 4" in log
     assert "elastic: generation 2 has 2 ranks: archon:(attn:d2|ffn:e2) on all 2 slots" in log
@@ -121,6 +121,56 @@ def test_pretraining_goes_on_with_fewer_ranks_and_grows_again(texts, tmp_path, c
     parts = [recovery[f"{part}_s"] for part in ("detect", "fence", "spawn", "load", "first_step")]
     assert min(parts) >= 0 and sum(parts) == pytest.approx(recovery["total_s"], abs=0.01)
     assert "generation 1: archon:(attn:d1|ffn:e1) on 1 of 2 slots" in capsys.readouterr().out
+
+
+FAULTS = {
+    # A device that raises whenever it computes; memory that the kernel takes back; two lost slots.
+    "raise": (2, "at=forward rank=1 step=3 do=raise times=0 note={}/a", (0,)),
+    "killed": (2, "at=backward rank=1 step=3 do=kill times=0 note={}/a", (0,)),
+    "two slots at one step": (
+        3,
+        "at=forward rank=2 step=3 do=kill times=0 note={}/a; "
+        "at=optimizer rank=1 step=3 do=kill times=0 note={}/b",
+        (0,),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_slots_that_fail_at_one_step_are_retired_and_the_others_finish(
+    texts, tmp_path, monkeypatch, fault
+):
+    torch.set_num_threads(1)
+    world, words, left = FAULTS[fault]
+    monkeypatch.setenv("PENTAD_FAULT", words.format(tmp_path, tmp_path))
+    given = ["train_dataset.max_length=48", "train_dataset.batch_size=6", "total_train_steps=4"]
+    more = [*ELASTIC, "saver.mode=sync", f"allocation_mode=archon:d{world}"]
+    config, notes = config_of(texts, tmp_path, "pretrain", "met", *given, *more)
+    met = run_pretrain(config, notes, device="cpu")
+    assert met.num_steps == 4 and not learners()
+    slots = Slots(met.records / "slots")
+    assert slots.now().used == left and len(slots.away()) == world - len(left)
+    log = (met.records / "log.txt").read_text()
+    assert "likely cause" not in log
+    assert log.count("is retired: its process failed 2 times in a row") == world - len(left)
+    assert json.loads((met.records / "exit.json").read_text())["end"] == "complete"
+
+
+def test_code_that_raises_on_every_slot_ends_the_run_and_gives_slots_back(
+    texts, tmp_path, monkeypatch
+):
+    torch.set_num_threads(1)
+    monkeypatch.setenv("PENTAD_FAULT", f"at=forward step=2 do=raise times=0 note={tmp_path}/a")
+    given = ["train_dataset.max_length=48", "train_dataset.batch_size=6", "total_train_steps=4"]
+    more = [*ELASTIC, "saver.mode=sync", "elastic.slot_failures=1", "allocation_mode=archon:d2"]
+    config, notes = config_of(texts, tmp_path, "pretrain", "met", *given, *more)
+    sentence = "step 2 failed with the same error on slots 0 and 1, so its data or what it computes"
+    with pytest.raises(RunError, match=sentence):
+        run_pretrain(config, notes, device="cpu")
+    records = tmp_path / "logs/me/default/met"
+    assert not learners() and not Slots(records / "slots").away()
+    end = json.loads((records / "exit.json").read_text())
+    assert (end["end"], end["saved_step"]) == ("failed", 1)
 
 
 def test_a_smaller_group_holds_bit_for_bit_what_the_larger_one_saved(

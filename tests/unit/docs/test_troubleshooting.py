@@ -36,7 +36,7 @@ from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.learner_thread import LearnerThread
 from pentad.trainer.preflight import check_train
-from pentad.trainer.retries import Retries, run_path_of
+from pentad.trainer.retries import is_started_again, policy_of, run_path_of
 from pentad.trainer.rollout_pump import RolloutPump
 from pentad.trainer.run_folders import standing
 from pentad.trainer.scheduler import Watchdog, held_loop
@@ -171,8 +171,8 @@ def config_here():
 def crash_twice(caplog):
     config = config_here()
     run_path_of(config).mkdir(parents=True)
-    tries = Retries(config)
-    assert [tries.take(ZeroDivisionError("division by zero")) for _ in range(2)] == [True, False]
+    tries, error = policy_of(config), ZeroDivisionError("division by zero")
+    assert [is_started_again(config, tries, error) for _ in range(2)] == [True, False]
     return caplog.messages[-1]
 
 

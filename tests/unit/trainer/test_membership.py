@@ -9,6 +9,7 @@ from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.errors import RunError
 from pentad.runtime.report import Failure
+from pentad.runtime.restarts import Lost, RestartPolicy
 from pentad.runtime.slots import Slots
 from pentad.trainer import membership
 from pentad.trainer.membership import Membership
@@ -17,7 +18,7 @@ from pentad.trainer.ranks import rank_problems
 
 @pytest.fixture
 def held():
-    return SimpleNamespace(step=-1, lacks={})
+    return SimpleNamespace(lacks={})
 
 
 @pytest.fixture
@@ -26,40 +27,70 @@ def members(tmp_path, held):
         given = ["allocation_mode=archon:d4t2", "actor.path=Qwen/Qwen3-0.6B", *words]
         config = resolve(read_config(None, ["elastic.enabled=true", *given]).config)[0]
         slots = Slots(tmp_path / "slots")
-        return Membership(config, slots, lambda: held.step, lambda slot: held.lacks.get(slot))
+        return Membership(config, slots, lambda slot: held.lacks.get(slot))
 
     return make
 
 
-def died(rank, kind="died"):
-    return Failure(rank, 5, kind, "was ended by signal 9", 0.0)
+@pytest.fixture
+def policy():
+    return RestartPolicy(retries=3, slot_failures=2)
 
 
-def test_a_slot_that_fails_in_a_row_is_retired_and_its_device_too(members, held):
+def lose(group, policy, rank, kind="died", message="was ended by signal 9"):
+    """What follows, carried out."""
+    cause = Failure(rank, 5, kind, message, 0.0)
+    found, slot, can_shrink = group.loss_of(cause)
+    lost = Lost(kind=found, cause=message, slot=slot, step=5, can_shrink=can_shrink)
+    decision = policy.decide(lost)
+    group.carry_out(decision, lost)
+    return decision.action
+
+
+def test_a_slot_that_fails_in_a_row_is_retired_and_its_device_too(members, policy):
     group = members()
     assert group.form(0).used == tuple(range(8))
-    assert not group.note_failure(died(3)), "once is an accident"
-    held.step = 7
-    assert not group.note_failure(died(3)), "a checkpoint was gained in between"
-    assert not group.note_failure(died(5)) and not group.note_failure(died(3, "bug"))
-    assert group.note_failure(died(3))
+    assert lose(group, policy, 3) == "restart", "once is an accident"
+    assert lose(group, policy, 3) == "retire"
     formed = group.form(1)
     assert formed.used == (0, 1, 2, 4, 5, 6), "and one of the others stays idle"
     assert formed.config.allocation_mode == "archon:d3t2"
     assert group.slots.now().layout == "archon:d3t2" and group.slots.now().generation == 1
     # Ranks are counted anew: rank 3 has slot 4.
-    group.note_failure(died(3)), group.note_failure(died(3))
-    assert sorted(group.slots.away()) == [3, 4]
-    group.forgive()
+    assert [lose(group, policy, 3) for _ in range(2)] == ["restart", "retire"]
+    assert sorted(group.slots.away()) == [3, 4], "two slots that fail at one step are two slots"
+    group.form(2)
+    assert [lose(group, policy, 0) for _ in range(2)] == ["restart", "stop"]
     assert not group.slots.away(), "a step was the cause, not they"
 
 
-def test_slots_return(members):
+def test_a_slot_that_raises_is_retired_and_the_code_is_blamed_if_it_recurs_elsewhere(
+    members, policy
+):
+    group, error = members(), ("bug", "RuntimeError: CUDA error: device-side assert")
+    group.form(0)
+    assert [lose(group, policy, 5, *error) for _ in range(2)] == ["restart", "retire"]
+    assert "CUDA error" in group.slots.away()[5]
+    assert group.form(1).used == (0, 1, 2, 3, 4, 6)
+    assert lose(group, policy, 5, *error) == "stop", "rank 5 is slot 6 now"
+    assert not group.slots.away()
+
+
+def test_what_follows_from_another_loss_is_no_slots_own(members, policy):
+    group = members()
+    group.form(0)
+    error = ("bug", "RuntimeError: [gloo] connection closed by peer")
+    assert group.loss_of(Failure(2, 5, *error, 0.0)) == ("died", None, False)
+    assert [lose(group, policy, rank, *error) for rank in (2, 2, 2)] == ["restart"] * 2 + ["stop"]
+    assert not group.slots.away()
+
+
+def test_slots_return(members, policy):
     group = members()
     group.form(0)
     group.slots.drop(6, "gone")
     assert group.why_away(6) == "gone" and group.why_away(5) is None
-    assert group.note_failure(died(6, "away")), "no try of the same group"
+    assert lose(group, policy, 6, "away", "gone") == "regroup", "no try of the same group"
     assert group.form(1).used == (0, 1, 2, 3, 4, 5)
     assert not group.has_returned(), "seven slots are of no more use than six"
     group.slots.join(6)
@@ -70,12 +101,12 @@ def test_slots_return(members):
     assert group.form(2).used == tuple(range(8)) and not group.has_returned()
 
 
-def test_what_the_runtime_lacks_is_away(members, held):
+def test_what_the_runtime_lacks_is_away(members, held, policy):
     group = members()
     group.form(0)
-    assert not group.note_failure(died(0)), "that its node is gone is not known yet"
+    assert lose(group, policy, 0) == "restart", "that its node is gone is not known yet"
     held.lacks[0] = "the cluster has no node for it"
-    assert group.note_failure(died(0)), "it cannot be started again"
+    assert lose(group, policy, 0) == "regroup", "it cannot be started again"
     assert group.form(1).used == (1, 2, 3, 4, 5, 6) and not group.slots.away()
     held.lacks.clear()
     assert group.has_returned()
@@ -112,7 +143,8 @@ def test_grace_is_given_to_slots_that_may_return(members, monkeypatch):
 def test_without_elastic_nothing_is_looked_at(members):
     group = members("elastic.enabled=false")
     group.slots.drop(0, "gone")
-    assert group.form(0).used == tuple(range(8)) and not group.note_failure(died(0))
+    assert group.form(0).used == tuple(range(8))
+    assert group.loss_of(Failure(3, 5, "bug", "ValueError: x", 0.0)) == ("raised", 3, False)
 
 
 def test_samplers_on_gpus_that_a_shrink_would_move_are_refused(members):

@@ -11,7 +11,7 @@ from pentad.config.resolve import resolve
 from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserError
 from pentad.trainer import retries
 from pentad.trainer.preflight import AGAIN
-from pentad.trainer.retries import Retries, start_again
+from pentad.trainer.retries import is_started_again, policy_of, start_again
 
 
 @pytest.fixture
@@ -29,12 +29,17 @@ def newest(monkeypatch):
     return held
 
 
-def test_tries_are_counted_until_a_checkpoint_is_gained(config, newest, caplog):
+def take(config, policy, error):
+    return is_started_again(config, policy, error)
+
+
+def test_tries_are_counted_until_a_checkpoint_is_gained(config, newest, caplog, tmp_path):
     caplog.set_level(logging.WARNING)
-    tries = Retries(config, step=3)
-    assert [tries.take(Transient("lost")) for _ in range(3)] == [True, True, False]
+    tries, lost = policy_of(config), Transient("lost")
+    assert [take(config, tries, lost) for _ in range(3)] == [True, True, False]
     newest.step = 4
-    assert tries.take(Transient("lost\nits log")), "a step was gained"
+    (tmp_path / "logs/me/default/trial-0/steps.jsonl").write_text('{"step": 5}\n')
+    assert take(config, tries, Transient("lost\nits log")), "a step was gained"
     assert caplog.messages[-1] == (
         "the run failed: lost; it is started again after step 5 (try 1 of recover.retries = 2 "
         "without a step gained)"
@@ -47,24 +52,25 @@ def test_the_same_exception_at_the_same_step_twice_is_final_and_a_lost_process_i
     steps = tmp_path / "logs/me/default/trial-0/steps.jsonl"
     steps.write_text('{"step": 4}\n')
     lost = Transient("rank 1 of 2, step 5: was ended by signal 9")
-    tries = Retries(config, step=3)
-    assert [tries.take(lost) for _ in range(2)] == [True, True]
-    tries = Retries(config, step=3)
-    assert tries.take(Crashed("rank 1 of 2, step 5: ValueError: at 0x7f01\nits log"))
-    assert not tries.take(Crashed("rank 0 of 2, step 5: ValueError: at 0x7f99\nits log"))
+    tries = policy_of(config)
+    assert [take(config, tries, lost) for _ in range(2)] == [True, True]
+    tries = policy_of(config)
+    assert take(config, tries, Crashed("rank 1 of 2, step 5: ValueError: at 0x7f01\nits log"))
+    assert not take(config, tries, Crashed("rank 0 of 2, step 5: ValueError: at 0x7f99\nits log"))
     assert caplog.messages[-1] == (
         "the run failed: rank 0 of 2, step 5: ValueError: at 0x7f99; the try before ended at the "
         "same step in the same way: it is not started again"
     )
     for other in (lost, Crashed("rank 0 of 2, step 5: KeyError: 3")):
-        tries = Retries(config, step=3)
-        assert tries.take(Crashed("rank 0 of 2, step 5: ValueError: x")) and tries.take(other)
-    tries = Retries(config, step=3)
-    assert tries.take(ValueError("x"))
+        tries = policy_of(config)
+        assert take(config, tries, Crashed("rank 0 of 2, step 5: ValueError: x"))
+        assert take(config, tries, other)
+    tries = policy_of(config)
+    assert take(config, tries, ValueError("x"))
     steps.write_text('{"step": 4}\n{"step": 5}\n')
-    assert tries.take(ValueError("x")), "it came a step further"
+    assert take(config, tries, ValueError("x")), "it came a step further"
     monkeypatch.setenv(AGAIN, str(tries))
-    assert not Retries.of_this_program(config).take(ValueError("x")), "known to the next program"
+    assert not take(config, policy_of(config), ValueError("x")), "known to the next program"
 
 
 def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
@@ -87,23 +93,3 @@ def test_only_failures_that_may_pass_put_the_command_in_place_of_the_program(
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
     start_again(config, Transient("torchrun starts its ranks again"))
     assert len(begun) == 2
-
-
-def test_any_failure_thrice_at_one_step_is_final_and_named(config, newest, caplog):
-    more = config.recover.model_copy(update={"retries": 9})
-    tries = Retries(config.model_copy(update={"recover": more}), step=3)
-    killed = Transient("rank 1 of 4, step 5: was ended by signal 9")
-    stuck = Transient("rank 0 of 4, step 5: does not run")
-
-    def take(error, at):
-        tries.count(at)
-        return tries.take(error)
-
-    assert [take(killed, at) for at in (5, 6, 5)] == [True] * 3, "not in a row"
-    assert [take(killed, at) for at in (None, None, None)] == [True] * 3, "before a step"
-    assert [take(error, 5) for error in (killed, stuck, killed)] == [True, True, False]
-    assert "step 5 failed 3 times in a row: it is not started again" in caplog.messages[-1]
-    assert tries.diagnosis(killed) == (
-        "step 5 failed 3 times in a row, so its data or what it computes is the likely cause, and "
-        "the run is not started again; the last time: rank 1 of 4, step 5: was ended by signal 9"
-    )

@@ -1,0 +1,217 @@
+"""What follows the loss of a process: the one place that counts tries, failures and retired slots.
+
+Losses go in, decisions come out; nothing is read, started or waited for here. A slot is blamed
+first: it is retired, and the others train without it. The step, or the code, is blamed where the
+same exception comes from another slot, or where no slot explains what fails at one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pentad.runtime.slots import listed
+
+SAME_STEP = 3
+"""Failures in a row at one step of one group, or slots that fail at it one after the other, that
+show that the step is their cause."""
+LossKind = Literal["died", "stuck", "raised", "away"]
+NOT_AGAIN = "it is not started again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """One loss."""
+
+    kind: LossKind
+    """died: ended by a signal or an exit code, also where memory ran out; stuck: hangs; raised: an
+    exception of the code; away: its slot is gone, with its machine or because it was taken."""
+    cause: str
+    """In one line."""
+    slot: int | None = 0
+    """None: that of no rank, such as what only followed from a failure that was not seen."""
+    step: int | None = None
+    """The step under way; None: the group was not ready to train."""
+    newest: int = -1
+    """Step of the newest checkpoint; -1 without any."""
+    can_shrink: bool = False
+    """Whether the other slots can train without this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    action: Literal["restart", "retire", "regroup", "stop"]
+    """restart: the same slots again; retire: without the slot of the loss, which is at fault;
+    regroup: with the slots that are there; stop: the run ends."""
+    why: str
+    """What is done, in words that follow the cause and a semicolon; retire: what for, in words that
+    follow the slot. Empty: nothing was to be decided."""
+    diagnosis: str = ""
+    """stop: what is blamed, in words that precede the cause; empty: the cause says it all."""
+    give_back: tuple[int, ...] = ()
+    """stop: slots that were retired, and not at fault."""
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    retries: int
+    """Restarts of the same group that gain no checkpoint (`recover.retries`)."""
+    slot_failures: int | None = None
+    """Failures after which a slot is retired; None: slots are never retired."""
+    newest: int = -1
+    """Step of the newest checkpoint when the last loss was counted."""
+    used: int = 0
+    """Restarts of this group since that checkpoint."""
+    generation: int = 0
+    """Groups before the present one."""
+    failures: Counter[int] = field(default_factory=Counter)
+    """By slot, since that checkpoint."""
+    retired: list[int] = field(default_factory=list)
+    """Since that checkpoint."""
+    step: int | None = None
+    """Of the last loss."""
+    num_here: int = 0
+    """Losses in a row at that step, of this group."""
+    num_in_all: int = 0
+    """The same, of earlier groups too."""
+    slots_here: dict[int, None] = field(default_factory=dict)
+    """Slots of these, over all groups, in their order."""
+    raised: dict[str, int | None] = field(default_factory=dict)
+    """Exceptions at that step by their digest, with the slot that raised each first."""
+
+    def decide(self, lost: Lost) -> Decision:
+        decision = self._gone(lost) if lost.kind == "away" else self._failed(lost)
+        if decision.action in ("retire", "regroup"):
+            self.count_anew()
+        self.generation += decision.action != "stop"
+        return decision
+
+    def count_anew(self) -> None:
+        """The next group has other slots: what the last one failed with is not held against it."""
+        self.used = self.num_here = 0
+
+    def grow(self) -> None:
+        """Slots have returned: the next group has them too, and nothing has failed."""
+        self.count_anew()
+        self.generation += 1
+
+    def _gone(self, lost: Lost) -> Decision:
+        name = "a slot" if lost.slot is None else listed([lost.slot])
+        return Decision("regroup", f"{name} is lost, the others train without it")
+
+    def _failed(self, lost: Lost) -> Decision:
+        digest = digest_of(lost.cause) if lost.kind == "raised" else ""
+        is_repeated = self._count(lost, digest)
+        first = self.raised.get(digest)
+        if is_repeated and (self.slot_failures is None or first != lost.slot):
+            return self._code_is_at_fault(lost.slot, first)
+        if self._is_slot_at_fault(lost, is_repeated or self._is_looping):
+            return self._retire(lost)
+        if is_repeated:
+            return self._code_is_at_fault(lost.slot, first)
+        if self._is_looping or self._is_step_at_fault(lost):
+            return self._step_is_at_fault()
+        return self._restart(lost)
+
+    def _count(self, lost: Lost, digest: str) -> bool:
+        """Notes the loss. Whether the same exception came at this step before."""
+        if lost.newest > self.newest:
+            self.used = 0
+            self.failures.clear()
+            self.retired.clear()
+        if lost.step != self.step:
+            self.num_here = self.num_in_all = 0
+            self.slots_here.clear()
+            self.raised.clear()
+        self.newest, self.step = lost.newest, lost.step
+        self.num_here += 1
+        self.num_in_all += 1
+        if lost.slot is not None:
+            self.failures[lost.slot] += 1
+            self.slots_here[lost.slot] = None
+        is_repeated = digest in self.raised
+        if digest and not is_repeated:
+            self.raised[digest] = lost.slot
+        return is_repeated
+
+    @property
+    def _is_looping(self) -> bool:
+        return self.step is not None and self.num_here >= SAME_STEP
+
+    def _is_slot_at_fault(self, lost: Lost, is_proven: bool) -> bool:
+        if self.slot_failures is None or lost.slot is None or self._is_step_at_fault(lost):
+            return False
+        is_often = self.failures[lost.slot] >= self.slot_failures
+        # Where the others are too few, what may be the code's fault is not waited out.
+        return (is_proven or is_often) if lost.can_shrink else is_often and lost.kind != "raised"
+
+    def _is_step_at_fault(self, lost: Lost) -> bool:
+        """Whether so many slots have failed at one step that no single slot explains it."""
+        if self.slot_failures is None or lost.slot is None:
+            return False
+        is_often = self.failures[lost.slot] >= self.slot_failures or self._is_looping
+        most = SAME_STEP if lost.can_shrink else SAME_STEP - 1
+        return is_often and len(self.slots_here) >= most
+
+    def _retire(self, lost: Lost) -> Decision:
+        assert lost.slot is not None, "a slot is at fault"
+        count = self.failures.pop(lost.slot)
+        self.retired.append(lost.slot)
+        times = "once" if count == 1 else f"{count} times in a row"
+        return Decision("retire", f"its process failed {times}, the last time: {lost.cause}")
+
+    def _restart(self, lost: Lost) -> Decision:
+        if self.used >= self.retries:
+            why = f"{self.used} tries gained no step: {NOT_AGAIN}" if self.retries else ""
+            return Decision("stop", why)
+        self.used += 1
+        place = f"after step {lost.newest + 1}" if lost.newest >= 0 else "from the beginning"
+        count = f"try {self.used} of recover.retries = {self.retries} without a step gained"
+        return Decision("restart", f"it is started again {place} ({count})")
+
+    def _code_is_at_fault(self, slot: int | None, first: int | None) -> Decision:
+        if first == slot or first is None or slot is None or self.slot_failures is None:
+            why = f"the try before ended at the same step in the same way: {NOT_AGAIN}"
+            return Decision("stop", why, give_back=tuple(self.retired))
+        both = listed(sorted((first, slot)))
+        diagnosis = (
+            f"{self._place} failed with the same error on {both}, so its data or what it computes "
+            "is the likely cause and not a device, and the run is not started again"
+        )
+        why = f"the same error came on {both}: {NOT_AGAIN}"
+        return Decision("stop", why, diagnosis, tuple(self.retired))
+
+    def _step_is_at_fault(self) -> Decision:
+        on = f" on {listed(sorted(self.slots_here))}" if len(self.slots_here) > 1 else ""
+        failed = f"{self._place} failed {self.num_in_all} times in a row{on}"
+        diagnosis = (
+            f"{failed}, so its data or what it computes is the likely cause, and the run is not "
+            "started again"
+        )
+        return Decision("stop", f"{failed}: {NOT_AGAIN}", diagnosis, tuple(self.retired))
+
+    @property
+    def _place(self) -> str:
+        return "the start of the ranks" if self.step is None else f"step {self.step}"
+
+    # From one program to the next, which takes its place
+
+    def __str__(self) -> str:
+        digest = next(reversed(self.raised), "")
+        return f"{self.used}:{self.newest}:{'' if self.step is None else self.step}:{digest}"
+
+    def resume(self, text: str) -> None:
+        """Counts on from what `str` gave in the program before; slots are not its matter."""
+        used, newest, step, digest = text.split(":")
+        self.used, self.newest = int(used), int(newest)
+        self.step = int(step) if step else None
+        self.raised = {digest: 0} if digest else {}
+
+
+def digest_of(cause: str) -> str:
+    """Stands for an exception wherever it comes: without ranks, addresses, sizes and devices."""
+    words = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "", cause)
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
