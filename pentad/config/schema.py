@@ -332,8 +332,8 @@ class ElasticConfig(Section):
     drop_grace_s: NonNegative = 0.0
     """How long a rank that is away may take to return before the others go on without it."""
     slot_failures: Count = 2
-    """A rank whose process died or hung so often in a row, without a checkpoint gained in between,
-    counts as away. One that merely died once is started again."""
+    """A rank whose process died, hung or raised so often, without a checkpoint gained in between,
+    counts as away. One that merely failed once is started again."""
     heartbeat_interval_s: Annotated[float, Bound(ge=0.05, le=60)] = 0.5
     """How often each rank shows that it runs; `stall_abort_s` without a sign is a hang."""
     standbys: bool = True
