@@ -278,6 +278,8 @@ class RankGroup:
                 failed = [task for task in done if task.exception() is not None]
                 if any(not isinstance(task.exception(), Failed) for task in failed):
                     await asyncio.gather(*failed)  # a fault of our own
+                if why := self.runtime.lost():
+                    raise RunError(why)
                 if failed:
                     raise await self._cause()
                 if gone := self._find_away():
@@ -305,7 +307,9 @@ class RankGroup:
             for member in lost:
                 assert member.connection is not None, "all were connected"
                 self._note_lost(member, member.connection.lost.result())
-            if lost and not self.lock.locked():
+            if why := self.runtime.lost():
+                self._fail(RunError(why))
+            elif lost and not self.lock.locked():
                 self._fail(await self._cause())
             elif not self.lock.locked() and (gone := self._find_away()):
                 self._fail(self._explained(gone))

@@ -96,6 +96,9 @@ class LocalRuntime:
     def lacks(self, name: str) -> str | None:
         return None
 
+    def lost(self) -> str | None:
+        return None
+
     async def close(self) -> None:
         for process in self.processes:
             process.kill()

@@ -1,15 +1,14 @@
 """Role processes on a Ray cluster: one placement group for the run, a plain actor for each role.
 
 An actor runs the code of `role_host` and says its address; whoever asked for it connects as to a
-process of this machine. A running cluster is joined (RAY_ADDRESS, or one that `ray start` made
-here), else one is started on this machine. `close` ends what was started here, and nothing else.
+process of this machine. `close` ends what was started here, and nothing else; `ray_cluster` has the
+cluster itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import secrets
 import signal
@@ -17,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,10 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from pentad.core.errors import InfraFailure, Problem, UserError
-from pentad.core.machine import (
-    RAY_SETTINGS,
-    find_gpus,
-    installed,
-    num_cores,
-    process_kept,
-)
+from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.machine import find_gpus, installed
 from pentad.runtime.environment import visible_devices
+from pentad.runtime.ray_cluster import Bundles, Cluster, ClusterLost, joined_cluster, last_line
 from pentad.runtime.report import describe_exit
 from pentad.runtime.role_host import job_of, serve, set_up
 from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec
@@ -51,8 +45,6 @@ log = logging.getLogger(__name__)
 READY_S = 60.0
 """How long the cluster may take to give what it has."""
 GONE_S = 10.0
-Bundles = Mapping[str, Mapping[str, float]]
-"""What each role takes, by its name: {"rollout-0": {"CPU": 1, "GPU": 1}}."""
 
 
 class RoleActor:
@@ -81,13 +73,17 @@ class RoleActor:
 class RayProcess(RoleProcess):
     """The actor of one role."""
 
-    def __init__(self, spec: RoleSpec, token: str, actor: Any, opened: dict[str, Any]) -> None:
+    def __init__(
+        self, spec: RoleSpec, token: str, actor: Any, opened: dict[str, Any], cluster: Cluster
+    ) -> None:
         """`opened`: what the actor's `open` returned."""
         super().__init__(spec, token)
         self.actor = actor
+        self.cluster = cluster
         self.address = tuple(opened["address"])
         self.pid: int = opened["pid"]
         self.node: str = opened["node"]
+        self.is_here = self.node == ray.get_runtime_context().get_node_id()
         self.serving = actor.serve.remote()
 
     def ended(self) -> str | None:
@@ -102,17 +98,32 @@ class RayProcess(RoleProcess):
             return f"failed: {str(error).strip().splitlines()[-1]}"
 
     def end(self) -> None:
-        ray.kill(self.actor)
-        ray.wait([self.serving], timeout=GONE_S)
-        if self.node == ray.get_runtime_context().get_node_id():
+        def kill() -> None:
+            ray.kill(self.actor)
+            ray.wait([self.serving], timeout=GONE_S)
+
+        try:
+            self.cluster.ask(kill)
+        except ClusterLost:
+            if self.is_here and is_actor(self.pid):  # elsewhere it ends with its node
+                _send_signal(self.pid, signal.SIGKILL)
+        if self.is_here:
             wait_gone(self.pid)
 
     def stacks(self) -> None:
         """A task on its node sends the signal: the actor itself may not answer."""
         where = NodeAffinitySchedulingStrategy(self.node, soft=False)
-        ray.remote(_send_signal).options(num_cpus=0, scheduling_strategy=where).remote(
-            self.pid, int(signal.SIGUSR1)
-        )
+        send = ray.remote(_send_signal).options(num_cpus=0, scheduling_strategy=where)
+        with suppress(ClusterLost):
+            self.cluster.ask(lambda: send.remote(self.pid, int(signal.SIGUSR1)))
+
+
+def is_actor(pid: int) -> bool:
+    """Whether a process of this machine is still an actor of Ray, and no other with its number."""
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def wait_gone(pid: int) -> None:
@@ -131,25 +142,31 @@ class RayRuntime:
     """Starts role processes as actors; one token and one placement group for all of them."""
 
     def __init__(
-        self, bundles: Bundles, folders: Mapping[str, str] | None = None, held: Sequence[int] = ()
+        self,
+        bundles: Bundles,
+        folders: Mapping[str, str] | None = None,
+        held: Sequence[int] = (),
+        **cluster: Any,
     ) -> None:
         """`bundles`: every role that will be started; `folders`, by their keys, are on the nodes
-        they get; `held`: GPUs of this machine that the caller uses itself. Raises UserError where
-        the cluster is too small or lacks something; what others hold is waited for, and said."""
+        they get; `held`: GPUs of this machine that the caller uses itself; `cluster`: what
+        `joined_cluster` takes besides. Raises UserError where the cluster is too small or lacks
+        something; what others hold is waited for, and said."""
         self.token = secrets.token_hex(32)
         self.names = list(bundles)
         self.processes: list[RayProcess] = []
         with ExitStack() as stack:
-            stack.enter_context(joined_cluster(bundles, held))
+            self.cluster = stack.enter_context(joined_cluster(bundles, held, **cluster))
             self.is_spread = sum(node["Alive"] for node in ray.nodes()) > 1
             check_gpus(held)
             self.group = _reserve(list(bundles.values()))
-            stack.callback(remove_placement_group, self.group)
+            stack.callback(self._release)
             self.check_nodes(folders or {})
             self.leaving = stack.pop_all()
 
     async def start(self, spec: RoleSpec) -> RayProcess:
         """On the bundle of its name, which an earlier process of it has left."""
+        await asyncio.to_thread(self.cluster.wait_answer)
         taken = self._bundle(spec.name)
         actor = ray.remote(RoleActor).options(
             num_cpus=taken.get("CPU", 0),
@@ -160,20 +177,43 @@ class RayRuntime:
         made = actor.remote()
         try:
             opening = made.open.remote(job_of(spec, self.token))
-            opened = await asyncio.to_thread(ray.get, opening, timeout=CONNECT_S)
+            opened = await self._get(opening)
         except RayError as error:
             ray.kill(made)
-            raise InfraFailure(f"{spec.name} did not start on Ray: {_last(error)}") from error
-        process = RayProcess(spec, self.token, made, opened)
+            raise InfraFailure(f"{spec.name} did not start on Ray: {last_line(error)}") from error
+        process = RayProcess(spec, self.token, made, opened, self.cluster)
         self.processes.append(process)  # from any thread
         return process
 
+    async def _get(self, answer: Any) -> Any:
+        """RunError where the cluster ends meanwhile."""
+        getting = asyncio.create_task(asyncio.to_thread(ray.get, answer, timeout=CONNECT_S))
+        while not (await asyncio.wait([getting], timeout=1.0))[0]:
+            if self.cluster.lost is not None:
+                raise RunError(self.cluster.lost)
+        return getting.result()
+
+    def lost(self) -> str | None:
+        return self.cluster.lost
+
     def lacks(self, name: str) -> str | None:
         """A bundle whose node is gone waits until the cluster has room for it again."""
-        table = placement_group_table(self.group)
-        node = table["bundles_to_node_id"].get(self.names.index(name))
-        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
-        return None if node in alive else "the cluster has no node for it"
+
+        def find() -> bool:
+            table = placement_group_table(self.group)
+            node = table["bundles_to_node_id"].get(self.names.index(name))
+            return node in {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+
+        try:
+            return None if self.cluster.ask(find) else "the cluster has no node for it"
+        except ClusterLost as error:
+            if self.cluster.lost is not None:
+                raise RunError(self.cluster.lost) from error
+            return str(error)
+
+    def _release(self) -> None:
+        with suppress(ClusterLost):
+            self.cluster.ask(lambda: remove_placement_group(self.group))
 
     async def close(self) -> None:
         with self.leaving:
@@ -258,42 +298,6 @@ def check_gpus(held: Sequence[int]) -> None:
         raise UserError(Problem("scheduler.type = ray", rule, remedy))
 
 
-@contextmanager
-def joined_cluster(bundles: Bundles, held: Sequence[int] = ()) -> Iterator[None]:
-    """In a cluster; one that was joined here is left, and one that was started here ended."""
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        join_cluster(bundles, held)
-    try:
-        yield
-    finally:
-        if is_ours:
-            ray.shutdown()
-
-
-def join_cluster(bundles: Bundles, held: Sequence[int] = ()) -> None:
-    """Joins the running cluster, or starts one here that is large enough in cores."""
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    with process_kept(RAY_SETTINGS):
-        try:
-            context = ray.init(address="auto", **quiet)
-            text = "joined the Ray cluster at %s (nodes: %d)"
-            log.info(text, context["gcs_address"], len(ray.nodes()))
-            return
-        except ConnectionError as error:
-            if address := os.environ.get("RAY_ADDRESS"):
-                rule = f"no Ray cluster answers there ({_last(error)})"
-                remedy = "start one with `ray start`, or unset it"
-                raise UserError(Problem(f"RAY_ADDRESS = {address}", rule, remedy)) from None
-        if held:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
-                [gpu for gpu in range(len(find_gpus())) if gpu not in held]
-            )
-        wanted = math.ceil(sum(taken.get("CPU", 0) for taken in bundles.values()))
-        ray.init(num_cpus=max(num_cores(), wanted), include_dashboard=False, **quiet)
-    log.info("no Ray cluster runs here: one was started, and ends with this run")
-
-
 def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
     """The placement group of the run; UserError where the cluster has or gives too little."""
     have = ray.cluster_resources()
@@ -319,8 +323,3 @@ def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
         rule = f"the run needs {needs}, and of the cluster {left} are free after {READY_S:g} s"
         raise UserError(Problem("scheduler.type = ray", rule, "wait for other jobs, or end them"))
     return group
-
-
-def _last(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__

@@ -110,6 +110,10 @@ class Runtime(Protocol):
         """Why there is no place for a process of this name at present; None where there is."""
         ...
 
+    def lost(self) -> str | None:
+        """Why no process can be started or watched any more; None while that is not so."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -70,6 +70,7 @@ FILES = {
     "ranks/": "What each rank of a run over several processes wrote, one file a rank; what rank 0 "
     "says is on the screen and in log.txt. `stacks.txt` has the stacks of all ranks of groups that "
     "hung.",
+    "ray.log": "What Ray printed while the run joined or started a cluster.",
     "recoveries.jsonl": "One JSON record each time that lost learners trained again: cause, "
     "generation, ranks and layout, and the seconds by phase.",
     "slots/": "Of an elastic run: which ranks it has (`now.json`), and a file for each that is "

@@ -29,7 +29,7 @@ from pentad.trainer.learner_thread import Calls, LearnerThread
 from pentad.trainer.placement import Placement, Turnstile
 from pentad.trainer.preflight import Checked
 from pentad.trainer.run import OpenRun
-from pentad.trainer.samplers import SamplerOpener, ray_places
+from pentad.trainer.samplers import SamplerOpener, ray_options, ray_places
 from pentad.trainer.service import LearnerService
 
 
@@ -161,10 +161,10 @@ def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -
         parent = None if is_one_machine() else run.folder.file("groups/")
         blobs: Blobs = make_blobs(parent)
     else:
-        from pentad.runtime.ray_roles import joined_cluster
+        from pentad.runtime.ray_cluster import joined_cluster
 
         places = ray_places(config, calls.device, is_apart=calls.is_apart)
-        run.stack.enter_context(joined_cluster(**places))
+        run.stack.enter_context(joined_cluster(**places, **ray_options(config)))
         blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
     store = BlobStore(blobs, checked.stream.prompt)
     run.stack.callback(store.close)

@@ -49,6 +49,7 @@ from pentad.samplers.replica import ReplicaSampler
 from pentad.samplers.server_replica import KeptWeights, ServerRemote
 from pentad.sync.handoff import Handoff
 from pentad.sync.tickets import Kind
+from pentad.telemetry.runfolder import run_path
 from pentad.trainer.translate import compute_dtype, sampler_settings
 
 log = logging.getLogger(__name__)
@@ -213,7 +214,16 @@ def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Run
 
     path = config.actor.path
     folders = {"actor.path": str(Path(path).resolve())} if path else {}
-    return RayRuntime(**ray_places(config, device, is_apart=is_apart), folders=folders)
+    places = ray_places(config, device, is_apart=is_apart)
+    return RayRuntime(**places, folders=folders, **ray_options(config))
+
+
+def ray_options(config: Config) -> dict[str, Any]:
+    """Of a cluster that the run starts: CPUs for TransferQueue (its units and its controller), and
+    where Ray's own messages go."""
+    spare = config.num_data_storage_units + 1 if config.store == "transfer_queue" else 0
+    folder = run_path(config.fileroot, config.experiment_name, config.trial_name, config.user)
+    return {"spare_cpus": spare, "log_file": folder / "ray.log"}
 
 
 def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""Which cluster a run is in, and how it ends where that is gone."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pentad.core.errors import RunError, UserError
+
+ray = pytest.importorskip("ray")
+from pentad.runtime import ray_cluster  # noqa: E402
+from pentad.runtime.ray_cluster import Cluster, ClusterLost, joined_cluster, within  # noqa: E402
+
+
+@pytest.fixture
+def inits(monkeypatch):
+    """What Ray was asked for; nothing is started."""
+    asked = []
+
+    class Context:
+        gcs_address = "127.0.0.1:1"
+
+    def init(**options):
+        asked.append(options)
+        return {"gcs_address": "127.0.0.1:1"}
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "nodes", lambda: [1])
+    monkeypatch.setattr(ray, "shutdown", lambda: asked.append("shutdown"))
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return asked
+
+
+BUNDLES = {f"learner-{n}": {"CPU": 1.0} for n in range(90)}
+
+
+@pytest.mark.parametrize(
+    "named, joined", [(None, "local"), ("local", "local"), ("auto", "auto"), ("h:6379", "h:6379")]
+)
+def test_only_a_cluster_that_was_named_is_joined(inits, monkeypatch, named, joined):
+    if named:
+        monkeypatch.setenv("RAY_ADDRESS", named)
+    with joined_cluster(BUNDLES, spare_cpus=3):
+        pass
+    options, end = inits
+    assert options["address"] == joined and end == "shutdown"
+    if joined == "local":
+        assert options["num_cpus"] == 93, "TransferQueue's CPUs come on top of the roles'"
+        assert not Path(options["_temp_dir"]).exists(), "no other program finds it, and it is gone"
+
+
+def test_a_start_that_times_out_is_one_sentence_and_its_noise_is_in_the_log(
+    inits, monkeypatch, tmp_path, capfd
+):
+    def fail(**options):
+        inits.append(options)
+        os.write(2, b"raylet.out: a dump of 40 lines\n")
+        raise Exception("Traceback ...\nThe current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", fail)
+    log = tmp_path / "run" / "ray.log"
+    with pytest.raises(UserError) as caught, joined_cluster(BUNDLES, log_file=log):
+        pass
+    (problem,) = caught.value.problems
+    assert str(problem) == (
+        "scheduler.type = ray: no cluster could be started on this machine (The current node timed "
+        f"out during startup.); what Ray printed is in {log}; start it again when the machine is "
+        "less busy, or name a cluster in RAY_ADDRESS."
+    )
+    assert len([one for one in inits if one != "shutdown"]) == 2, "tried again, once"
+    assert log.read_text().count("a dump of 40 lines") == 2
+    assert "dump" not in capfd.readouterr().err
+
+
+def test_a_named_cluster_that_does_not_answer_is_refused(inits, monkeypatch):
+    def fail(**options):
+        raise ConnectionError("no head")
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setenv("RAY_ADDRESS", "h:1")
+    with pytest.raises(UserError, match="RAY_ADDRESS = h:1: no Ray cluster answers there .no head"):
+        joined_cluster(BUNDLES).__enter__()
+
+
+def test_a_head_that_is_gone_is_noticed_and_calls_of_ray_do_not_stand_still(monkeypatch):
+    monkeypatch.setattr(ray_cluster, "LOST_S", 0.4)
+    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.1)
+    server = socket.create_server(("127.0.0.1", 0))
+    cluster = Cluster(f"127.0.0.1:{server.getsockname()[1]}")
+    cluster.wait_answer()
+    assert cluster.ask(lambda: 3) == 3
+    with pytest.raises(ClusterLost, match="took longer than 0.1 s"):
+        cluster.ask(threading.Event().wait, 0.1)
+    with pytest.raises(ZeroDivisionError):
+        cluster.ask(lambda: 1 // 0)
+    time.sleep(0.6)
+    assert cluster.lost is None, "it answers"
+    server.close()
+    with pytest.raises(ClusterLost, match="does not answer"):
+        cluster.ask(lambda: 3)
+    with pytest.raises(RunError, match="has ended: its head has accepted no connection for 0.4 s"):
+        cluster.wait_answer()
+
+
+def test_a_call_that_stands_still_is_left_behind():
+    began = time.monotonic()
+    with pytest.raises(ClusterLost):
+        within(threading.Event().wait, 0.2)
+    assert time.monotonic() - began < 5
+
+
+RUN = """
+import asyncio, os, sys
+from pathlib import Path
+import ray
+from pentad.runtime import ray_cluster
+from pentad.runtime.ray_roles import RayRuntime
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.roles import RoleSpec
+from pentad.core.errors import RunError
+ray_cluster.LOST_S = 5.0
+folder = Path(sys.argv[1])
+runtime = RayRuntime({"rollout-0": {"CPU": 1}}, log_file=folder / "ray.log")
+spec = RoleSpec(name="rollout-0", target="role_targets:make", payload={}, log=folder / "r.log")
+process = asyncio.run(runtime.start(spec))
+(gcs,) = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()
+          and (p / "stat").read_text().split()[3] == str(os.getpid())
+          and b"gcs_server" in (p / "cmdline").read_bytes()]
+os.kill(gcs, 9)
+try:
+    asyncio.run(runtime.start(spec))
+except RunError as error:
+    print("ended:", error, flush=True)
+asyncio.run(runtime.close())
+print("left:", Path(f"/proc/{process.pid}").exists(), list(Path("/tmp").glob("pentad-ray-*")))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_real_cluster_whose_head_is_killed_ends_the_program_in_time(tmp_path):
+    paths = [str(Path(__file__).parent), *sys.path]
+    given = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        env={**given, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    logging.info("took %.0f s", time.monotonic() - began)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ended: the Ray cluster at " in done.stdout and "left: False" in done.stdout
+    assert "Failed to connect to GCS within" not in done.stderr
