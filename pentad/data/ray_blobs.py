@@ -7,6 +7,7 @@ missing until it is put again. The units end with the process that made them.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,14 @@ import ray
 from ray import _raylet
 from ray.exceptions import GetTimeoutError, RayError
 
-from pentad.core.errors import RunError
+from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.machine import RAY_SETTINGS, process_kept
 from pentad.data.packing import Buffer
 
 RAYLET: Any = _raylet  # has no stubs
 NAMESPACE = "pentad"
+READY_S = 60.0
+"""How long the cluster may take to give what it has."""
 ANSWER_S = 120.0
 """How long a unit may take to answer, being started again included."""
 
@@ -156,6 +159,19 @@ def join(address: Mapping[str, Any]) -> None:
             ray.init(address=where, log_to_driver=False, logging_level="warning")
         except (ConnectionError, RayError) as error:
             raise RunError(f"the Ray cluster {where} cannot be joined: {error}") from error
+
+
+def wait_cpus(num: int) -> None:
+    """TransferQueue takes a CPU of Ray for each unit and one for its controller, and waits for them
+    without an end: they are waited for here. UserError where the cluster does not have them."""
+    until = time.monotonic() + READY_S
+    while (free := ray.available_resources().get("CPU", 0.0)) < num:
+        if time.monotonic() >= until:
+            rule = f"needs {num} CPUs of the Ray cluster besides those of the run's roles"
+            rule += f" (num_data_storage_units and one), and {free:g} are free after {READY_S:g} s"
+            remedy = "add nodes, use fewer units, or use store=ray, which takes none"
+            raise UserError(Problem("store = transfer_queue", rule, remedy))
+        time.sleep(0.5)
 
 
 def has_actor(name: str, namespace: str) -> bool:

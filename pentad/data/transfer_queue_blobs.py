@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import ray
 import torch
 
 from pentad.core.errors import Problem, RunError, Transient, UserError
@@ -26,8 +24,6 @@ os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
 import transfer_queue as tq  # noqa: E402  it reads its settings once
 
 FIELD = "blob"
-READY_S = 60.0
-"""How long the cluster may take to give what it has."""
 WHOLE = {"is_whole": True}
 """Tag of a key, set once its blob is in a unit."""
 T = TypeVar("T")
@@ -91,22 +87,9 @@ def make_blobs(num_units: int) -> TransferQueueBlobs:
     if ray_blobs.has_actor("TransferQueueController", "transfer_queue"):
         rule = "the Ray cluster has one already, that of another run"
         raise UserError(Problem("store = transfer_queue", rule, "wait for its end, or use ray"))
-    wait_cpus(num_units + 1)
+    ray_blobs.wait_cpus(num_units + 1)
     tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": num_units}}})
     return TransferQueueBlobs(f"pentad-{secrets.token_hex(6)}", is_maker=True)
-
-
-def wait_cpus(num: int) -> None:
-    """TransferQueue takes a CPU of Ray for each unit and one for its controller, and waits for them
-    without an end: they are waited for here. UserError where the cluster does not have them."""
-    until = time.monotonic() + READY_S
-    while (free := ray.available_resources().get("CPU", 0.0)) < num:
-        if time.monotonic() >= until:
-            rule = f"needs {num} CPUs of the Ray cluster besides those of the run's roles"
-            rule += f" (num_data_storage_units and one), and {free:g} are free after {READY_S:g} s"
-            remedy = "add nodes, use fewer units, or use store=ray, which takes none"
-            raise UserError(Problem("store = transfer_queue", rule, remedy))
-        time.sleep(0.5)
 
 
 def open_blobs(address: Mapping[str, Any]) -> TransferQueueBlobs:

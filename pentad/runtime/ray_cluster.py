@@ -7,6 +7,7 @@ with a deadline: a run whose cluster is gone ends with a sentence.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import math
@@ -16,8 +17,8 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ Bundles = Mapping[str, Mapping[str, float]]
 """What each role takes, by its name: {"rollout-0": {"CPU": 1, "GPU": 1}}."""
 LOST_S = 15.0
 """A head that accepts no connection for so long is gone. Ray itself waits for a minute."""
-LOOK_S = 1.0
+LOOK_S, POLL_S = 1.0, 0.02
 CALL_S = 20.0
 """How long a call of Ray may take that a healthy cluster answers at once."""
 TRIES = 2
@@ -81,15 +82,17 @@ class Cluster:
                 "newest checkpoint"
             )
 
-    def wait_answer(self) -> None:
-        """Returns once the head accepts connections. RunError where it is gone."""
-        while not self.answers():
+    async def run(self, call: Callable[[], T]) -> T:
+        """The result of a call of Ray, however long it takes. RunError where the cluster ends."""
+        future = beside(call)
+        while not future.done():
             if self.lost is not None:
                 raise RunError(self.lost)
-            time.sleep(LOOK_S / 4)
+            await asyncio.sleep(POLL_S)
+        return future.result()
 
     def ask(self, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        """The result of a call of Ray. ClusterLost where it does not come."""
+        """The result of a call that is answered at once. ClusterLost where it does not come."""
         if self.lost is not None or not self.answers():
             raise ClusterLost(f"the Ray cluster at {self.address} does not answer")
         return within(call, timeout_s)
@@ -107,25 +110,27 @@ class Cluster:
             )
 
 
-def within(call: Callable[[], T], timeout_s: float) -> T:
-    """Made on a thread of its own, which is left behind where it takes longer: ClusterLost."""
-    results: list[T] = []
-    failures: list[BaseException] = []
+def beside(call: Callable[[], T]) -> Future[T]:
+    """Made on a thread of its own. One of a pool would be waited for at the end of the program."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
-        except BaseException as error:
-            failures.append(error)
+            future.set_result(call())
+        except BaseException as error:  # whoever asked gets it
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="ray call", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if failures:
-        raise failures[0]
-    if not results:
+    threading.Thread(target=run, name="ray call", daemon=True).start()
+    return future
+
+
+def within(call: Callable[[], T], timeout_s: float) -> T:
+    """ClusterLost where it takes longer; the call is left behind."""
+    future = beside(call)
+    done, _ = wait([future], timeout_s)
+    if not done:
         raise ClusterLost(f"a call of Ray took longer than {timeout_s:g} s")
-    return results[0]
+    return future.result()
 
 
 @contextmanager

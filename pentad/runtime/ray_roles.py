@@ -7,7 +7,6 @@ cluster itself.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
@@ -166,7 +165,11 @@ class RayRuntime:
 
     async def start(self, spec: RoleSpec) -> RayProcess:
         """On the bundle of its name, which an earlier process of it has left."""
-        await asyncio.to_thread(self.cluster.wait_answer)
+        process = await self.cluster.run(lambda: self._start(spec))
+        self.processes.append(process)  # from any thread
+        return process
+
+    def _start(self, spec: RoleSpec) -> RayProcess:
         taken = self._bundle(spec.name)
         actor = ray.remote(RoleActor).options(
             num_cpus=taken.get("CPU", 0),
@@ -176,22 +179,11 @@ class RayRuntime:
         )
         made = actor.remote()
         try:
-            opening = made.open.remote(job_of(spec, self.token))
-            opened = await self._get(opening)
+            opened = ray.get(made.open.remote(job_of(spec, self.token)), timeout=CONNECT_S)
         except RayError as error:
             ray.kill(made)
             raise InfraFailure(f"{spec.name} did not start on Ray: {last_line(error)}") from error
-        process = RayProcess(spec, self.token, made, opened, self.cluster)
-        self.processes.append(process)  # from any thread
-        return process
-
-    async def _get(self, answer: Any) -> Any:
-        """RunError where the cluster ends meanwhile."""
-        getting = asyncio.create_task(asyncio.to_thread(ray.get, answer, timeout=CONNECT_S))
-        while not (await asyncio.wait([getting], timeout=1.0))[0]:
-            if self.cluster.lost is not None:
-                raise RunError(self.cluster.lost)
-        return getting.result()
+        return RayProcess(spec, self.token, made, opened, self.cluster)
 
     def lost(self) -> str | None:
         return self.cluster.lost

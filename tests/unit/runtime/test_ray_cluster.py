@@ -1,6 +1,6 @@
 """Which cluster a run is in, and how it ends where that is gone."""
 
-import logging
+import asyncio
 import os
 import socket
 import subprocess
@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from pentad.config.load import read_config
+from pentad.config.resolve import resolve
 from pentad.core.errors import RunError, UserError
+from pentad.trainer.samplers import ray_options
 
 ray = pytest.importorskip("ray")
+from pentad.data import ray_blobs  # noqa: E402
 from pentad.runtime import ray_cluster  # noqa: E402
 from pentad.runtime.ray_cluster import Cluster, ClusterLost, joined_cluster, within  # noqa: E402
 
@@ -95,8 +99,7 @@ def test_a_head_that_is_gone_is_noticed_and_calls_of_ray_do_not_stand_still(monk
     monkeypatch.setattr(ray_cluster, "LOOK_S", 0.1)
     server = socket.create_server(("127.0.0.1", 0))
     cluster = Cluster(f"127.0.0.1:{server.getsockname()[1]}")
-    cluster.wait_answer()
-    assert cluster.ask(lambda: 3) == 3
+    assert cluster.ask(lambda: 3) == 3 == asyncio.run(cluster.run(lambda: 3))
     with pytest.raises(ClusterLost, match="took longer than 0.1 s"):
         cluster.ask(threading.Event().wait, 0.1)
     with pytest.raises(ZeroDivisionError):
@@ -107,7 +110,7 @@ def test_a_head_that_is_gone_is_noticed_and_calls_of_ray_do_not_stand_still(monk
     with pytest.raises(ClusterLost, match="does not answer"):
         cluster.ask(lambda: 3)
     with pytest.raises(RunError, match="has ended: its head has accepted no connection for 0.4 s"):
-        cluster.wait_answer()
+        asyncio.run(cluster.run(threading.Event().wait))
 
 
 def test_a_call_that_stands_still_is_left_behind():
@@ -115,6 +118,21 @@ def test_a_call_that_stands_still_is_left_behind():
     with pytest.raises(ClusterLost):
         within(threading.Event().wait, 0.2)
     assert time.monotonic() - began < 5
+
+
+def test_a_cluster_of_the_run_has_cpus_for_transfer_queue_and_another_is_not_waited_for_for_ever(
+    monkeypatch,
+):
+    words = ["actor.path=m", "store=transfer_queue", "num_data_storage_units=3"]
+    config = resolve(read_config(None, words).config)[0]
+    assert ray_options(config)["spare_cpus"] == 4
+    assert ray_options(config)["log_file"].name == "ray.log"
+    assert ray_options(resolve(read_config(None, words[:1]).config)[0])["spare_cpus"] == 0
+    monkeypatch.setattr(ray_blobs, "READY_S", 0.1)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.0})
+    ray_blobs.wait_cpus(3)
+    with pytest.raises(UserError, match="store = transfer_queue: needs 4 CPUs .* 3 are free after"):
+        ray_blobs.wait_cpus(4)
 
 
 RUN = """
@@ -150,7 +168,6 @@ print("left:", Path(f"/proc/{process.pid}").exists(), list(Path("/tmp").glob("pe
 def test_a_real_cluster_whose_head_is_killed_ends_the_program_in_time(tmp_path):
     paths = [str(Path(__file__).parent), *sys.path]
     given = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path)],
         env={**given, "PYTHONPATH": os.pathsep.join(paths)},
@@ -158,7 +175,6 @@ def test_a_real_cluster_whose_head_is_killed_ends_the_program_in_time(tmp_path):
         text=True,
         timeout=300,
     )
-    logging.info("took %.0f s", time.monotonic() - began)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ended: the Ray cluster at " in done.stdout and "left: False" in done.stdout
     assert "Failed to connect to GCS within" not in done.stderr
