@@ -1,13 +1,14 @@
 """Role processes on a Ray cluster: one placement group for the run, a plain actor for each role.
 
 An actor runs the code of `role_host` and says its address; whoever asked for it connects as to a
-process of this machine. `close` ends what was started here, and nothing else; `ray_cluster` has the
-cluster itself.
+process of this machine. The cluster that RAY_ADDRESS names is joined, else one is started on this
+machine. `close` ends what was started here, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,33 @@ from ray.util.scheduling_strategies import (
 )
 
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
-from pentad.core.machine import find_gpus, installed
+from pentad.core.machine import RAY_SETTINGS, find_gpus, installed, num_cores, process_kept
 from pentad.runtime.environment import visible_devices
-from pentad.runtime.ray_cluster import Bundles, Cluster, ClusterLost, joined_cluster, last_line
+from pentad.runtime.ray_cluster import (
+    CALL_S,
+    Cluster,
+    ClusterLost,
+    last_line,
+    own_folder,
+    printed_to,
+    within,
+)
 from pentad.runtime.report import describe_exit
 from pentad.runtime.role_host import job_of, serve, set_up
 from pentad.runtime.roles import CONNECT_S, RoleProcess, RoleSpec
+from pentad.telemetry.log import NOTICE
 
 log = logging.getLogger(__name__)
 
 READY_S = 60.0
 """How long the cluster may take to give what it has."""
 GONE_S = 10.0
+TRIES = 2
+"""To start a cluster: Ray gives its processes 30 s, which a busy machine may not."""
+OWN = "local"
+"""What RAY_ADDRESS is where a cluster is to be started all the same."""
+Bundles = Mapping[str, Mapping[str, float]]
+"""What each role takes, by its name: {"rollout-0": {"CPU": 1, "GPU": 1}}."""
 
 
 class RoleActor:
@@ -288,6 +304,86 @@ def check_gpus(held: Sequence[int]) -> None:
         kept = visible_devices(range(len(held), len(find_gpus())))
         remedy = f"start it here with CUDA_VISIBLE_DEVICES={kept} ray start"
         raise UserError(Problem("scheduler.type = ray", rule, remedy))
+
+
+@contextmanager
+def joined_cluster(
+    bundles: Bundles,
+    held: Sequence[int] = (),
+    *,
+    spare_cpus: int = 0,
+    log_file: Path | None = None,
+) -> Iterator[Cluster]:
+    """In a cluster; one that was joined here is left, and one that was started here ended.
+    `spare_cpus`: what is started in it besides the bundles; `log_file` gets what Ray prints as it
+    starts."""
+    if ray.is_initialized():  # it belongs to a caller, who leaves it
+        cluster = Cluster(ray.get_runtime_context().gcs_address)
+        try:
+            yield cluster
+        finally:
+            cluster.is_left.set()
+        return
+    named = os.environ.get("RAY_ADDRESS", OWN)
+    with ExitStack() as stack:
+        with process_kept(RAY_SETTINGS), printed_to(log_file):
+            if named != OWN:
+                join_cluster(named)
+            else:
+                folder = stack.enter_context(own_folder())
+                start_cluster(folder, bundles, held, spare_cpus, log_file)
+        cluster = Cluster(ray.get_runtime_context().gcs_address)
+        stack.callback(cluster.leave, ray.shutdown)
+        yield cluster
+
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+
+
+def join_cluster(address: str) -> None:
+    try:
+        context = ray.init(address=address, **QUIET)
+    except (ConnectionError, RayError, ValueError) as error:
+        rule = f"no Ray cluster answers there ({last_line(error)})"
+        remedy = "start one with `ray start`, or unset it"
+        raise UserError(Problem(f"RAY_ADDRESS = {address}", rule, remedy)) from None
+    log.info("joined the Ray cluster at %s (nodes: %d)", context["gcs_address"], len(ray.nodes()))
+
+
+def start_cluster(
+    folder: Path, bundles: Bundles, held: Sequence[int], spare_cpus: int, log_file: Path | None
+) -> None:
+    """A cluster of this machine that is large enough in cores. In a folder of its own, so that no
+    other program takes it for one that it may join."""
+    if held:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
+            [gpu for gpu in range(len(find_gpus())) if gpu not in held]
+        )
+    wanted = math.ceil(sum(taken.get("CPU", 0) for taken in bundles.values())) + spare_cpus
+    num_cpus = max(num_cores(), wanted)
+    for left in reversed(range(TRIES)):
+        try:
+            ray.init(
+                address=OWN,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                _temp_dir=str(folder),
+                **QUIET,
+            )
+            break
+        except Exception as error:  # Ray raises plain exceptions where its processes do not start
+            within(ray.shutdown, CALL_S)
+            if not left:
+                raise not_started(error, log_file) from error
+    text = "a Ray cluster was started for this run, and ends with it; RAY_ADDRESS names one to join"
+    log.info(text, extra=NOTICE)
+
+
+def not_started(error: Exception, log_file: Path | None) -> UserError:
+    where = f"; what Ray printed is in {log_file}" if log_file else ""
+    rule = f"no cluster could be started on this machine ({last_line(error)}){where}"
+    remedy = "start it again when the machine is less busy, or name a cluster in RAY_ADDRESS"
+    return UserError(Problem("scheduler.type = ray", rule, remedy))
 
 
 def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:

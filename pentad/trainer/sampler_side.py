@@ -161,7 +161,7 @@ def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -
         parent = None if is_one_machine() else run.folder.file("groups/")
         blobs: Blobs = make_blobs(parent)
     else:
-        from pentad.runtime.ray_cluster import joined_cluster
+        from pentad.runtime.ray_roles import joined_cluster
 
         places = ray_places(config, calls.device, is_apart=calls.is_apart)
         run.stack.enter_context(joined_cluster(**places, **ray_options(config)))

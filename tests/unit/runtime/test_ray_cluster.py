@@ -19,7 +19,8 @@ from pentad.trainer.samplers import ray_options
 ray = pytest.importorskip("ray")
 from pentad.data import ray_blobs  # noqa: E402
 from pentad.runtime import ray_cluster  # noqa: E402
-from pentad.runtime.ray_cluster import Cluster, ClusterLost, joined_cluster, within  # noqa: E402
+from pentad.runtime.ray_cluster import Cluster, ClusterLost, within  # noqa: E402
+from pentad.runtime.ray_roles import joined_cluster  # noqa: E402
 
 
 @pytest.fixture
