@@ -11,6 +11,7 @@ from typing import Any
 
 from pentad.config.derived import allocation_of, known_config
 from pentad.config.load import load_config
+from pentad.config.resolve import resolve
 from pentad.config.rules.layout import layout_problems
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
@@ -184,9 +185,15 @@ def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
     return [LayoutCase(text, actor_of(text).layout(replicas)) for text in texts]
 
 
+def config_at(subject: ParallelSubject, text: str) -> Config:
+    """What a run of the recipe with this layout would have, resolved."""
+    given = {"allocation_mode": text, "resource": None}
+    return resolve(subject.config.model_copy(update=given))[0]
+
+
 def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
     """All that `plan` would say against the layout."""
-    config = subject.config.model_copy(update={"allocation_mode": text, "resource": None})
+    config = config_at(subject, text)
     problems = layout_problems(config, subject.dims)
     if problems:
         return problems

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentad.config.schema import ModelConfig
 from pentad.core.layout import Layout
-from pentad.core.settings import EngineSettings, OptimizerSettings
+from pentad.core.settings import BalanceSettings, EngineSettings, OptimizerSettings
 from pentad.core.types import Row, StepResult
 from pentad.engine.engine import Engine, build_engine
 from pentad.models.hf_weights import gather_whole
 from pentad.rl.losses import SftLoss
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import device_of
+from pentad.trainer.translate import engine_settings
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, beta1=0.9, gradient_clipping=None)
 EXP_AVG = "optimizer.exp_avg."
@@ -48,6 +50,40 @@ class StepMeasurement:
     worst: str = ""
     routes_differ: float = 0.0
     """Share of tokens and layers whose freely chosen experts are others than on one rank."""
+
+
+def engine_settings_of(model: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """What a run on GPUs gives its engine, but for what changes numbers beyond rounding (16 bit,
+    losses that depend on the split), the size of the model, or what the ranks here do not have."""
+    made = engine_settings(
+        model,
+        torch.device("cuda"),
+        temperature=1.0,
+        total_steps=None,
+        max_row_tokens=MAX_LENGTH,
+        pp=layout.pp,
+        world=layout.world,
+    )
+    made = replace(
+        made,
+        compute_dtype="float32",
+        param_dtype="float32",
+        reduce_dtype="float32",
+        publish_dtype=None,
+        compile=False,
+        ac_mode="none" if made.ac_mode == "memory_budget" else made.ac_mode,  # needs compile
+        ac_debug=False,
+        layers_per_stage=None,
+        offload_params=False,
+        max_tokens_per_mb=None,
+        max_row_tokens=None,
+        n_mbs=1,
+        pad_to_maximum=False,
+        balance=BalanceSettings(),
+    )
+    found = asdict(made)
+    del found["optimizer"], found["balance"]
+    return found
 
 
 def make_rows(vocab_size: int, num_rows: int, max_length: int, seed: int) -> list[Row]:

@@ -22,13 +22,13 @@ from pentad.cli.parallel_cases import (
     LayoutCase,
     ParallelSubject,
     choose_cases,
+    config_at,
     read_subject,
     shrink,
 )
 from pentad.config.rules.start import too_many_ranks
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.fit import default_stages_per_rank, splits_backward
-from pentad.core.layout import Layout
+from pentad.core.fit import default_stages_per_rank
 from pentad.models.families import dims_of
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
@@ -144,23 +144,6 @@ def make_payload(
     }
 
 
-def engine_settings_of(subject: ParallelSubject, layout: Layout) -> dict[str, Any]:
-    """What the recipe says about the engine, in full precision and without compilation."""
-    actor = subject.config.actor
-    keys = actor.archon.chosen(layout.pp, "cuda")
-    found = asdict(keys) | {
-        "gradient_checkpointing": actor.gradient_checkpointing,
-        "ac_mode": keys.ac_mode if keys.ac_mode in ("selective", "full") else "none",
-        "ac_debug": False,
-        "layers_per_stage": None,
-        "offload_params": False,
-        "keep_logits": keys.keep_logits and layout.pp == 1,
-    }
-    if layout.pp > 1:
-        found["reshard_after_forward"] = not splits_backward(actor.archon.pp_schedule)
-    return found
-
-
 def run_cases(
     cases: list[LayoutCase],
     payload: dict[str, Any],
@@ -169,7 +152,7 @@ def run_cases(
     folder: Path,
 ) -> Iterator[tuple[int, LayoutResult]]:
     """Layouts of equal size in one group of processes; after a failure the rest in a new one."""
-    from pentad.cli.parallel_ranks import LayoutService
+    from pentad.cli.parallel_ranks import LayoutService, engine_settings_of
     from pentad.runtime.rank_host import specs_of_ranks
 
     by_world: dict[int, list[int]] = {}
@@ -194,9 +177,10 @@ def run_cases(
                 with RankGroup(LocalRuntime(), specs, settings) as ranks:
                     while left:
                         case = cases[left[0]]
+                        actor = config_at(subject, case.text).actor
                         given = {
                             "layout": asdict(case.layout),
-                            "settings": engine_settings_of(subject, case.layout),
+                            "settings": engine_settings_of(actor, case.layout),
                         }
                         measured = ranks.call("measure", number=left[0], **given)
                         yield left.pop(0), judge(case.text, measured, alone)

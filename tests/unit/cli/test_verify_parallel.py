@@ -2,18 +2,23 @@
 
 import json
 import re
+import shlex
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from pentad.cli import parallel_ranks
-from pentad.cli.parallel_cases import LayoutCase, choose_cases, read_subject, shrink
-from pentad.cli.verify_parallel import engine_settings_of, judge, run_verify_parallel
+from pentad.cli.parallel_cases import LayoutCase, choose_cases, config_at, read_subject, shrink
+from pentad.cli.parallel_ranks import engine_settings_of
+from pentad.cli.verify_parallel import judge, run_verify_parallel
 from pentad.config.derived import known_config, public_dims
 from pentad.core.errors import RunError, UserError
+from pentad.core.fit import check_fit
 from pentad.core.layout import Layout
+from pentad.core.settings import EngineSettings
 from pentad.models.families import dims_of
+from pentad.parallel.pipeline import plan_pipeline
 
 MODELS = public_dims()
 
@@ -42,12 +47,32 @@ def test_a_recipe_brings_its_model_its_layout_and_its_settings(tmp_path):
     assert subject.dims == MODELS["Qwen3-30B-A3B"]
     (case,) = choose_cases(subject, None, [])
     assert case.layout == Layout(pp=2, dp_shard=2, tp=2, ep=4)
-    settings = engine_settings_of(subject, case.layout)
+    settings = engine_settings_of(config_at(subject, case.text).actor, case.layout)
     assert settings["pp_schedule"] == "ZBVZeroBubble" and not settings["reshard_after_forward"]
     assert (settings["ac_mode"], settings["ac_selective"]) == ("selective", 2)
     other = read_subject([str(file), "actor.archon.ac_mode=full", "actor.archon.pp_schedule=1F1B"])
-    settings = engine_settings_of(other, case.layout)
-    assert settings["ac_mode"] == "full" and settings["reshard_after_forward"]
+    settings = engine_settings_of(config_at(other, case.text).actor, case.layout)
+    assert settings["ac_mode"] == "full" and not settings["reshard_after_forward"]
+
+
+POLICIES = ("default", "always", "never")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_every_layout_that_is_chosen_gets_the_settings_of_a_run(family, policy):
+    """A layout that the engine would refuse with them is not chosen."""
+    subject = read_subject([family, f"actor.archon.reshard_after_forward_policy={policy}"])
+    cases = [case for world in (2, 4, 8) for case in choose_cases(subject, world, [])]
+    assert any(case.layout.pp > 1 for case in cases) == (policy != "always" or family == "qwen3")
+    for case in cases:
+        layout = case.layout
+        given = engine_settings_of(config_at(subject, case.text).actor, layout)
+        settings = EngineSettings(optimizer=parallel_ranks.OPTIMIZER, **given)
+        wanted = {"default": layout.pp == 1, "always": True, "never": False}[policy]
+        assert settings.reshard_after_forward == wanted, case.text
+        check_fit(layout, subject.dims)
+        plan_pipeline(subject.dims, layout, settings)
 
 
 def test_a_folder_is_taken_with_its_switches(tmp_path):
@@ -149,6 +174,22 @@ GOOD = {**ALONE, "gradient_error": 1e-6, "worst": "norm.weight", "routes_differ"
 def test_every_number_that_differs_is_a_fault(change, expected):
     faults = judge("archon:d2", {**GOOD, **change}, ALONE).faults
     assert (faults == ()) if expected is None else (len(faults) == 1 and expected in faults[0])
+
+
+@pytest.mark.dist
+def test_the_example_of_the_docs_agrees(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
+    block = page.partition("    $ pentad verify-parallel ")[2].partition("\n\nWithout ")[0]
+    words, *shown = [line.strip() for line in block.splitlines() if line.strip()]
+    name, option, layouts = shlex.split(words)
+    assert option == "--layouts"
+    assert run_verify_parallel([name], layouts=[layouts], device="cpu") == 0
+    out = [line.strip() for line in capfd.readouterr().out.splitlines() if line.strip()]
+    assert (out[0], out[-1]) == (shown[0], shown[-1])
+    # What a machine rounds and how long it takes are its own.
+    assert [line.split()[0] for line in out] == [line.split()[0] for line in shown]
+    assert out[2].split()[2][:6] == shown[2].split()[2][:6]
 
 
 @pytest.mark.dist
