@@ -92,7 +92,7 @@ class ModelConfig(Section):
     """Fills every microbatch up to `mb_spec.max_tokens_per_mb` with tokens that are never trained,
     so that all have one shape. auto: no, shapes may differ."""
     enable_tree_training: bool = False
-    """Accepted and without effect: a warning says so."""
+    """Not supported: true is refused. Rows that share a prefix are computed one by one."""
     mb_spec: MicrobatchConfig = MicrobatchConfig()
     """How a step is cut into microbatches."""
     optimizer: OptimizerConfig = OptimizerConfig()

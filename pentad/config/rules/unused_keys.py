@@ -122,7 +122,6 @@ def model_readers(role: str, model: ModelConfig) -> list[KeyUse]:
             lambda _: model.optimizer.lr_scheduler_type != "constant",
             f"{role}.optimizer.lr_scheduler_type = constant does not fall",
         ),
-        KeyUse((f"{role}.enable_tree_training",), lambda _: False, "tree training is not built"),
     ]
 
 

@@ -49,6 +49,17 @@ APART = ["allocation_mode=embedded:d1+archon:d1"]
 CONVERT = ["megatron.use_hf_ckpt=true", "megatron.ckpt_convertor.save_path={root}/mg"]
 SLURM = ["scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
 BROKEN = [
+    *(
+        (
+            "rows_are_trained_one_by_one",
+            command,
+            [f"{role}.enable_tree_training=true"],
+            f"{role}.enable_tree_training = true",
+            "tree training is not supported: every row is computed as a whole; leave it out",
+        )
+        for role in ("actor", "critic")
+        for command in ("plan", "train", "sft", "pretrain")
+    ),
     (
         "what_shrinks_has_checkpoints",
         "plan",

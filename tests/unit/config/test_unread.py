@@ -65,7 +65,6 @@ def said(*overrides, command="plan"):
             "disk writes there",
             ["rollout.server.weight_transport=disk"],
         ),
-        ("actor.enable_tree_training=true", "not built", None),
         (
             "num_data_storage_units=2",
             "groups are in memory or in files",
