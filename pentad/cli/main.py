@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option
 
 from pentad.cli.errors import leaving, reporting
 from pentad.cli.recipe import EVAL_OPTIONS, Recipe, read_recipe, read_subject, takes_recipe
-from pentad.cli.runs import run_command
+from pentad.cli.runs import SMOKE_STEPS, run_command
 
 app = typer.Typer(
     name="pentad",
@@ -75,15 +75,15 @@ def sft(recipe: Recipe, fresh: Fresh = False) -> None:
 def pretrain(
     recipe: Recipe,
     fresh: Fresh = False,
-    smoke: Annotated[bool, Option("--smoke", help="Stop after 5 steps.")] = False,
+    smoke: Annotated[
+        bool, Option("--smoke", help=f"Stop after {SMOKE_STEPS} steps at most.")
+    ] = False,
 ) -> None:
     """Train a model on token shards or texts.
 
     For example: pentad pretrain recipe.yaml train_dataset.path=data/shards
     """
-    if smoke:
-        recipe.overrides.append("total_train_steps=5")
-    run_command(recipe, "pretrain", fresh)
+    run_command(recipe, "pretrain", fresh, most_steps=SMOKE_STEPS if smoke else None)
 
 
 @app.command()

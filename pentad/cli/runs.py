@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     from pentad.trainer.run import RunSummary
 
 
-def run_command(recipe: Recipe, command: RunCommand, fresh: bool) -> None:
+SMOKE_STEPS = 5
+
+
+def run_command(
+    recipe: Recipe, command: RunCommand, fresh: bool, most_steps: int | None = None
+) -> None:
+    """`most_steps`: fewer than the recipe says, where it says more or nothing."""
     config, notes = prepare_run(recipe, command)
+    if most_steps is not None:
+        num_steps = min(config.total_train_steps or most_steps, most_steps)
+        config = config.model_copy(update={"total_train_steps": num_steps})
     if config.scheduler.type == "slurm":
         submit_job(config, command, notes, fresh)
         return

@@ -11,6 +11,7 @@ ids[t]. `logprobs[t]` is log p(ids[t] | ids[:t]), so entry 0 is always 0 and nev
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -247,14 +248,31 @@ class LayerBalance:
     """How evenly the tokens of one step lay on the experts of one layer."""
 
     layer: int
-    mean: float
-    """Tokens of an expert."""
-    std: float
-    """Over the experts of the layer; 0 when all had as many."""
-    min: float
-    max: float
-    num_idle: int
-    """Experts without a token."""
+    loads: tuple[int, ...]
+    """Tokens of each expert."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.loads) / len(self.loads)
+
+    @property
+    def std(self) -> float:
+        """Over the experts; 0 when all had as many."""
+        mean = self.mean
+        return math.sqrt(sum((load - mean) ** 2 for load in self.loads) / len(self.loads))
+
+    @property
+    def min(self) -> float:
+        return float(min(self.loads))
+
+    @property
+    def max(self) -> float:
+        return float(max(self.loads))
+
+    @property
+    def num_idle(self) -> int:
+        """Experts without a token."""
+        return self.loads.count(0)
 
 
 @dataclass(slots=True)

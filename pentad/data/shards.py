@@ -150,7 +150,8 @@ def map_indexed(path: Path) -> np.ndarray:
 
 
 def survey(shard: TokenShard, eos_id: int, vocab_size: int) -> Survey:
-    """UserError if the model has no row for an id. Of a large shard some blocks are looked at."""
+    """UserError if the model has no row for an id. Of a large shard some blocks are looked at; what
+    is between them is when it is trained."""
     digest, ends, total = hashlib.blake2b(digest_size=16), 0, len(shard.ids)
     digest.update(f"{shard.ids.dtype} {total}".encode())
     num = min(MAX_BLOCKS, -(-total // BLOCK))
@@ -158,15 +159,18 @@ def survey(shard: TokenShard, eos_id: int, vocab_size: int) -> Survey:
         block = np.asarray(shard.ids[start : start + BLOCK])
         digest.update(block.tobytes())
         ends += int((block == eos_id).sum())
-        outside = (block < 0) | (block >= vocab_size)
-        if outside.any():
-            at = int(outside.argmax())
-            rule = (
-                f"id {block[at]} at place {start + at}: the model's ids are 0 to {vocab_size - 1}"
-            )
-            remedy = "tokenise with the tokenizer of actor.path"
-            raise UserError(Problem(f"token shard = {shard.path}", rule, remedy))
+        check_ids(shard, block, int(start), vocab_size)
     return Survey(digest.digest(), ends)
+
+
+def check_ids(shard: TokenShard, ids: np.ndarray, start: int, vocab_size: int) -> None:
+    """UserError if the model has no row for one of these ids, the shard's from `start` on."""
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        rule = f"id {ids[at]} at place {start + at}: the model's ids are 0 to {vocab_size - 1}"
+        remedy = "tokenise with the tokenizer of actor.path"
+        raise UserError(Problem(f"token shard = {shard.path}", rule, remedy))
 
 
 def tokenise(

@@ -20,7 +20,7 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.types import Row
 from pentad.data.examples import Examples
 from pentad.data.render import DataSettings
-from pentad.data.shards import TokenShard, find_data, open_shard, open_texts, survey
+from pentad.data.shards import TokenShard, check_ids, find_data, open_shard, open_texts, survey
 from pentad.data.tokenizer import Tokenizer
 
 
@@ -38,6 +38,7 @@ class TokenSequences(Examples):
         self.shards = shards
         self.length = settings.max_tokens
         self.eos_id = tokenizer.eos_id
+        self.vocab_size = vocab_size
         self.ends = list(accumulate(len(shard.ids) for shard in shards))
         self.num = max(self.ends[-1] - 1, 0) // (self.length - 1)
         self.num = min(self.num, limit or self.num)
@@ -76,7 +77,10 @@ class TokenSequences(Examples):
         for shard, end in zip(self.shards, self.ends, strict=True):
             if start < end and stop > begin:
                 shard.stamp.check()
-                parts.append(shard.ids[max(start - begin, 0) : stop - begin].astype(np.int64))
+                first = max(start - begin, 0)
+                ids = shard.ids[first : stop - begin].astype(np.int64)
+                check_ids(shard, ids, first, self.vocab_size)
+                parts.append(ids)
             begin = end
         return np.concatenate(parts)
 

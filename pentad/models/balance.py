@@ -101,15 +101,5 @@ def measure_balance(loads: Mapping[int, Tensor]) -> tuple[LayerBalance, ...]:
     """Of every layer; waits for the device once."""
     if not loads:
         return ()
-    table_LR = torch.stack([loads[layer] for layer in loads]).to("cpu", torch.float64)
-    return tuple(
-        LayerBalance(
-            layer=layer,
-            mean=float(load_R.mean()),
-            std=float(load_R.std(correction=0)),
-            min=float(load_R.min()),
-            max=float(load_R.max()),
-            num_idle=int((load_R == 0).sum()),
-        )
-        for layer, load_R in zip(loads, table_LR, strict=True)
-    )
+    table = torch.stack(list(loads.values())).tolist()
+    return tuple(LayerBalance(layer, tuple(row)) for layer, row in zip(loads, table, strict=True))

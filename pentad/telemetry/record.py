@@ -41,7 +41,7 @@ class Kernel:
         "logits read and choices written, over the time that choosing and weighing took", "GB/s"
     )
     tokens_per_expert_mean: float | None = about(
-        "mean tokens routed to an expert in the step, on all ranks", "tokens"
+        "mean tokens routed to an expert in the step, in all its updates, on all ranks", "tokens"
     )
     tokens_per_expert_std: float | None = about(
         "standard deviation over the experts of a layer, mean over layers", "tokens"
@@ -239,7 +239,11 @@ class StepRecord:
         "steps",
     )
     num_groups: int | None = about("prompts trained in the step", "groups")
-    num_samples: int | None = about("sequences trained", "sequences")
+    num_samples: int | None = about(
+        "sequences trained; in pretraining those of `max_length` tokens, however many documents "
+        "they hold parts of",
+        "sequences",
+    )
     rows_digest: str | None = about(
         "of the token ids of the step's rows, in their order: steps of two runs with the same one "
         "trained the same samples; null in reinforcement learning, where samples.jsonl names groups"

@@ -93,9 +93,10 @@ class StepRecorder:
         saver: Saver,
         recover: RecoverHandler,
         published: PublishTimes | None = None,
+        num_samples: int | None = None,
         **more: Any,
     ) -> StepRecord:
-        """`more`: further fields of the record."""
+        """`more`: further fields of the record; `num_samples`: where rows are parts of them."""
         phases = timer.phases_ms()
         wall_ms = sum(phases.values())
         speed = self._speed(lengths, phases.get("train", 0.0) / 1e3)
@@ -114,7 +115,7 @@ class StepRecorder:
             update_skipped=is_skipped,
             num_skipped=self.num_skipped,
             rolled_back_to=rolled_back_to,
-            num_samples=len(lengths),
+            num_samples=len(lengths) if num_samples is None else num_samples,
             num_tokens=sum(lengths),
             num_microbatches=sum(one.num_microbatches for one in steps),
             tokens_per_sec=sum(lengths) / wall_ms * 1e3 if wall_ms else None,
@@ -123,7 +124,7 @@ class StepRecorder:
             mfu=speed.mfu_causal if speed else None,
             mfu_full_attention=speed.mfu_full if speed else None,
             peak_tflops=self.peak_tflops,
-            kernel=_kernel(steps[-1].balance, add_work(steps)),
+            kernel=_kernel(add_balance(steps), add_work(steps)),
             collective=_collective(add_work(steps)),
             infra=Infra(
                 active_nodes=self.num_nodes,
@@ -216,6 +217,14 @@ def grad_norm_of(steps: Sequence[StepResult]) -> float:
     return max(one.grad_norm for one in steps)
 
 
+def add_balance(steps: Sequence[StepResult]) -> list[LayerBalance]:
+    """Of all optimizer steps of a batch: each trained a part of its tokens."""
+    return [
+        LayerBalance(parts[0].layer, tuple(map(sum, zip(*(p.loads for p in parts), strict=True))))
+        for parts in zip(*(one.balance for one in steps), strict=True)
+    ]
+
+
 def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
     """Of all optimizer steps of a batch."""
     total: dict[str, Work] = {}
@@ -247,20 +256,24 @@ def _gbps(work: Work) -> float | None:
     return work.num_bytes / work.seconds / 1e9 if work.seconds else None
 
 
+BALANCE_FIGURES = ("mean", "std", "min", "max", "num_idle")
+
+
 def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel | None:
     """The router, and how the tokens lay on the experts; None for a model without any."""
     if not layers:
         return None
     route = work.get("route")
+    balance = {
+        str(one.layer): {name: getattr(one, name) for name in BALANCE_FIGURES} for one in layers
+    }
     return Kernel(
         sram_bytes_per_block=None if route is None else route.block_bytes,
         achieved_bw_gbps=None if route is None else _gbps(route),
         used_triton=None if route is None else route.block_bytes is not None,
         tokens_per_expert_mean=sum(one.mean for one in layers) / len(layers),
         tokens_per_expert_std=sum(one.std for one in layers) / len(layers),
-        balance={
-            str(one.layer): {k: v for k, v in asdict(one).items() if k != "layer"} for one in layers
-        },
+        balance=balance,
     )
 
 

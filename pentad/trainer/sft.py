@@ -24,7 +24,7 @@ from pentad.trainer.crew import Crew
 from pentad.trainer.learner_thread import Calls
 from pentad.trainer.learners import check_start, start_run, trained_dims
 from pentad.trainer.plain_run import PlainRun
-from pentad.trainer.preflight import Collector, start_problems
+from pentad.trainer.preflight import Collector, start_problems, vocabulary_problems
 from pentad.trainer.ranks import run_over_ranks
 from pentad.trainer.recovery import Identity
 from pentad.trainer.run import OpenRun, RunSummary, open_run
@@ -157,6 +157,7 @@ class ExampleRun(PlainRun):
             step=step + 1,
             steps=[self.result],
             lengths=self.found["lengths"],
+            num_samples=self.found["num_samples"],
             timer=timer,
             saver=self.savers["default"],
             recover=self.recover,
@@ -180,6 +181,8 @@ def check_examples(
     found: dict[str, Examples] = {}
     if dims is not None and tokenizer is not None:
         checks.attempt(lambda: check_start(config, "actor"))
+        if service.command == "sft":  # a token shard's ids are looked at themselves
+            checks.problems += vocabulary_problems(path, dims, tokenizer)
         for part in parts_of(config):
             read = partial(service.open_part, config, part, dims, tokenizer)
             if (data := checks.attempt(read)) is not None:

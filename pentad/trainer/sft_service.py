@@ -66,7 +66,8 @@ class ExampleService(EngineService, ABC):
     def step(self, step: int) -> dict[str, Any]:
         """Trains the examples of a step, counted from 0; its result, and which rows those were."""
         self.rank.report(step + 1)
-        rows = self.data["train"].batch(step, self.config.train_dataset.batch_size)
+        size = self.config.train_dataset.batch_size
+        rows = self.data["train"].batch(step, size)
         engine = self.engines["actor"]
         engine.begin_step()
         engine.accumulate(rows, self.loss)
@@ -76,22 +77,24 @@ class ExampleService(EngineService, ABC):
         for row in rows:
             digest.update(row.ids.numpy().tobytes())
             digest.update(b".")
-        lengths = [len(row.ids) for row in rows]
-        return {"result": asdict(result), "lengths": lengths, "rows_digest": digest.hexdigest()}
+        return {
+            "result": asdict(result),
+            "num_samples": size,
+            "lengths": [len(row.ids) for row in rows],
+            "rows_digest": digest.hexdigest(),
+        }
 
     def evaluate(self) -> dict[str, float | int]:
         """The loss on the examples that are not trained."""
-        data, num = self.data["valid"], 0
-        total, count = 0.0, 0.0
+        data, total, count = self.data["valid"], 0.0, 0.0
         for start in range(0, len(data), EVALUATED_AT_ONCE):
             places = range(start, min(start + EVALUATED_AT_ONCE, len(data)))
             rows = [row for place in places for row in data.example(data.index(place))]
-            num += len(rows)
             for row, output in zip(rows, self.engines["actor"].forward(rows), strict=True):
                 weights = row.columns["weights"]
                 total -= float((output["logprobs"].cpu() * weights).sum())
                 count += float(weights.sum())
-        return {"num_prompts": num, "loss": total / count}
+        return {"num_prompts": len(data), "loss": total / count}
 
 
 class SftService(ExampleService):

@@ -235,7 +235,7 @@ def _write(
 
 def step_from(value: Mapping[str, Any]) -> StepResult:
     """Of what `dataclasses.asdict` made."""
-    balance = tuple(LayerBalance(**layer) for layer in value["balance"])
+    balance = tuple(LayerBalance(one["layer"], tuple(one["loads"])) for one in value["balance"])
     work = {name: Work(**found) for name, found in value["work"].items()}
     return StepResult(**{**value, "balance": balance, "work": work})
 

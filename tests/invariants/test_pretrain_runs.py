@@ -68,6 +68,9 @@ def test_a_mixture_learns_and_texts_train_as_their_shard_does(pretrain, corpus):
         steps[0]["num_tokens"] * 2 / 4
     )
     assert one.evals[-1]["loss"] < one.evals[0]["loss"] - 0.3
+    # Sequences, not the pieces of documents that are rows of their own within them.
+    assert {record["num_samples"] for record in steps} == {4}
+    assert {record["num_prompts"] for record in one.evals} == {8}
     said = (one.records / "log.txt").read_text()
     assert f"docs.npy: {len(np.load(corpus / 'docs.npy'))} tokens, " in said
 
@@ -238,10 +241,13 @@ def test_keys_without_effect_are_told(pretrain):
     assert "gconfig.n_samples = 2: without effect, pretrain does not sample" in said
 
 
-def test_a_smoke_run_makes_five_steps(corpus, tmp_path):
+@pytest.mark.parametrize(("given", "made"), [((), 5), (3, 3), (5, 5), (200, 5)])
+def test_a_smoke_run_makes_five_steps_or_as_few_as_the_recipe(corpus, tmp_path, given, made):
     lab = KillLab(corpus, tmp_path, "pretrain", f"train_dataset.path={corpus / 'docs.npy'}")
-    lab.run("smoke", "--smoke", "train_dataset.max_length=32", "train_dataset.batch_size=2")
-    assert len(read_lines(lab.records("smoke") / "steps.jsonl")) == 5
+    words = [f"total_train_steps={given}"] if given else []
+    words += ["train_dataset.max_length=32", "train_dataset.batch_size=2"]
+    lab.run("smoke", "--smoke", *words)
+    assert len(read_lines(lab.records("smoke") / "steps.jsonl")) == made
 
 
 def test_a_loss_that_jumps_is_warned_of(pretrain, tmp_path):

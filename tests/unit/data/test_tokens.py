@@ -287,3 +287,22 @@ def test_texts_that_begin_with_the_prefix_get_it_once(tokenizer_folder, tmp_path
     ids = open_tokens(data, found, found.vocab_size, tmp_path / "tokens").shards[0].ids
     (begin,) = found.prefix_ids
     assert (ids == begin).sum() == 2 and ids[0] == begin != ids[1]
+
+
+@pytest.mark.parametrize("place", [300, 4 * 64 - 1, 511])
+def test_an_id_between_the_blocks_that_are_looked_at_is_named_with_its_place(
+    opened, tmp_path, monkeypatch, place
+):
+    monkeypatch.setattr(shards, "BLOCK", 16)
+    monkeypatch.setattr(shards, "MAX_BLOCKS", 2)  # the first and the last
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.full(512, 5, np.uint16))
+    ids = np.full(512, 5, np.uint16)
+    ids[place] = VOCAB + 7
+    np.save(tmp_path / "b.npy", ids)
+    if place == 511:
+        text = said(lambda: opened(tmp_path / "*.npy"))
+    else:
+        data = opened(tmp_path / "*.npy")
+        text = said(lambda: [data.example(index) for index in range(len(data))])
+    assert text.startswith(f"token shard = {tmp_path / 'b.npy'}: id {VOCAB + 7} at place {place}: ")

@@ -32,17 +32,20 @@ RECOVER = RecoverHandler(
 SAVER = Saver(calls=None, role="actor", root=Path(), frequency=Frequency(), steps_per_epoch=10)
 
 
-def record_of(balance=(), world=1):
+def record_of(*balances, world=1):
+    """Of a batch that made an optimizer step for each."""
     recorder = StepRecorder(
         DIMS,
         layout=Layout(dp_shard=world),
         peak_tflops=1e-6,
         steps_per_epoch=10,
     )
-    result = StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance)
+    steps = [
+        StepResult(1.0, 2.0, 1e-3, False, 8, 1, balance=balance) for balance in balances or [()]
+    ]
     return recorder.record(
         step=1,
-        steps=[result],
+        steps=steps,
         lengths=[8],
         timer=ticking_timer(),
         memory=MemoryUse(),
@@ -61,14 +64,23 @@ def ticking_timer():
 
 
 def test_the_balance_of_every_mixture_layer_is_recorded():
-    layers = (LayerBalance(1, 4.0, 1.0, 3.0, 6.0, 0), LayerBalance(3, 4.0, 3.0, 0.0, 9.0, 2))
+    layers = (LayerBalance(1, (3, 5, 3, 5)), LayerBalance(3, (8, 0, 0, 8)))
     kernel = record_of(layers)["kernel"]
-    assert (kernel["tokens_per_expert_mean"], kernel["tokens_per_expert_std"]) == (4.0, 2.0)
+    assert (kernel["tokens_per_expert_mean"], kernel["tokens_per_expert_std"]) == (4.0, 2.5)
     assert kernel["balance"] == {
-        "1": {"mean": 4.0, "std": 1.0, "min": 3.0, "max": 6.0, "num_idle": 0},
-        "3": {"mean": 4.0, "std": 3.0, "min": 0.0, "max": 9.0, "num_idle": 2},
+        "1": {"mean": 4.0, "std": 1.0, "min": 3.0, "max": 5.0, "num_idle": 0},
+        "3": {"mean": 4.0, "std": 4.0, "min": 0.0, "max": 8.0, "num_idle": 2},
     }
     assert record_of()["kernel"]["balance"] is None
+
+
+def test_the_balance_of_a_step_is_that_of_all_its_updates():
+    first, second = LayerBalance(1, (3, 5, 0, 4)), LayerBalance(1, (5, 3, 0, 4))
+    kernel = record_of([first], [second])["kernel"]
+    whole = record_of([LayerBalance(1, (8, 8, 0, 8))])["kernel"]
+    for key in ("tokens_per_expert_mean", "tokens_per_expert_std", "balance"):
+        assert kernel[key] == whole[key]
+    assert kernel["balance"]["1"]["num_idle"] == 1
 
 
 def test_mfu_is_the_share_of_all_devices():
