@@ -28,9 +28,11 @@ def run_command(
 ) -> None:
     """`most_steps`: fewer than the recipe says, where it says more or nothing."""
     config, notes = prepare_run(recipe, command)
-    if most_steps is not None:
-        num_steps = min(config.total_train_steps or most_steps, most_steps)
-        config = config.model_copy(update={"total_train_steps": num_steps})
+    given = config.total_train_steps
+    if most_steps is not None and (given is None or given > most_steps):
+        config = config.model_copy(update={"total_train_steps": most_steps})
+        said = "" if given is None else f" in place of {given}"
+        notes = [*notes, f"total_train_steps = {most_steps}{said}: --smoke"]
     if config.scheduler.type == "slurm":
         submit_job(config, command, notes, fresh)
         return

@@ -83,7 +83,7 @@ class ModelConfig(Section):
     dtype: ComputeDType = "auto"
     """Compute type. auto: bfloat16 on a GPU, float32 on a CPU."""
     param_dtype: ParamDType = "float32"
-    """Type of the master weights and of the optimizer state."""
+    """Type of the master weights and of the optimizer state. bfloat16 is rounded stochastically."""
     reduce_dtype: ParamDType = "float32"
     """Type in which gradients are summed over ranks."""
     gradient_checkpointing: bool = True

@@ -110,6 +110,7 @@ def build_engine(
             source_folder=source if isinstance(source, str | Path) else None,
             tokenizer_folder=tokenizer_folder,
             backend=backend,
+            seed=seed,
         )
 
 
@@ -126,6 +127,7 @@ class Engine:
         source_folder: str | Path | None = None,
         tokenizer_folder: str | Path | None = None,
         backend: Literal["archon", "fsdp"] = "archon",
+        seed: int = 0,
     ) -> None:
         self.held = held
         self.backend = backend
@@ -149,7 +151,8 @@ class Engine:
         self.masters = {name: self.tensors[name] for name in self.parameters}
         self.optimizer: FusedAdamW | None = None
         if settings.optimizer is not None:
-            self.optimizer = FusedAdamW(self.masters, settings.optimizer, held.whole.decayed)
+            decayed, cuts = held.whole.decayed, self.cuts
+            self.optimizer = FusedAdamW(self.masters, settings.optimizer, decayed, cuts, seed)
         self.offloaded = Offload(self.device)
         self.cost = sequence_cost(self.dims)
         self.meter = Meter()
@@ -315,7 +318,7 @@ class Engine:
         for name, gradient in gradients.items():
             self.masters[name].grad = gradient
         step.optimizer.lr = lr
-        step.optimizer.step(step.scale(norm))
+        step.optimizer.step(step.scale(norm), self.num_steps)
 
     def _open_step(self, call: str) -> OpenStep:
         if self.step is None:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pentad.core.seeds import derive_seed
 from pentad.core.settings import OptimizerSettings
+from pentad.ops import rounding
+from pentad.ops.rounding import Place
+from pentad.parallel.cuts import Cut
+from pentad.weights.regions import full_box
 
 try:
     from pentad.ops import adamw_kernel
@@ -28,17 +33,26 @@ Moved = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 class FusedAdamW:
     """What `torch.optim.AdamW(fused=True)` computes, in the same calls. The class itself imports
-    torch's compiler at its first step, which takes seconds of every start."""
+    torch's compiler at its first step, which takes seconds of every start. What is bfloat16,
+    parameters and state, is rounded stochastically (`ops.rounding`)."""
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         settings: OptimizerSettings,
         decayed: Container[str] = (),
+        cuts: Mapping[str, Cut] | None = None,
+        seed: int = 0,
     ) -> None:
         """Over this rank's memory of the parameters: every operation is elementwise. Weight decay
-        applies to those named in `decayed`."""
-        self.lr, self.settings = settings.lr, settings
+        applies to those named in `decayed`. Random bits go by `seed`, the names, and where the
+        shards of `cuts` lie in whole tensors."""
+        self.lr, self.settings, self.seed = settings.lr, settings, seed
+        self.names = {parameter: name for name, parameter in parameters.items()}
+        self.places = {
+            name: cuts[name].place if cuts else Place.of(p.shape, full_box(p.shape))
+            for name, p in parameters.items()
+        }
         self.groups = [
             (decay, group)
             for decay, is_in in ((settings.weight_decay, True), (0.0, False))
@@ -55,14 +69,15 @@ class FusedAdamW:
         }
 
     @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:
-        """Moves what has a gradient, by the gradient times `scale`; gradients are used up."""
+    def step(self, scale: float = 1.0, number: int = 0) -> None:
+        """Moves what has a gradient, by the gradient times `scale`; gradients are used up. The
+        `number` of the step gives it random bits of its own."""
         for weight_decay, group in self.groups:
             moved = [(p, p.grad, self.state[p]) for p in group if p.grad is not None]
-            small = [one for one in moved if not _is_large(one)]
+            alone = [one for one in moved if _is_rounded(one) or _is_large(one)]
+            small = [one for one in moved if not (_is_rounded(one) or _is_large(one))]
             self._move_small(small, scale, weight_decay)
-            large = [one for one in moved if _is_large(one)]
-            self._move_large(large, scale, weight_decay)
+            self._move_alone(alone, scale, weight_decay, number)
 
     def _move_small(self, moved: list[Moved], scale: float, weight_decay: float) -> None:
         if not moved:
@@ -87,7 +102,10 @@ class FusedAdamW:
             maximize=False,
         )
 
-    def _move_large(self, moved: list[Moved], scale: float, weight_decay: float) -> None:
+    def _move_alone(
+        self, moved: list[Moved], scale: float, weight_decay: float, number: int
+    ) -> None:
+        """One tensor after the other."""
         if not moved:
             return
         beta1, beta2 = self.settings.beta1, self.settings.beta2
@@ -95,8 +113,12 @@ class FusedAdamW:
         torch._foreach_add_(steps, 1)
         steps_N = torch.stack(steps).double()
         corrections_N2 = torch.stack([1 - beta1**steps_N, (1 - beta2**steps_N).sqrt()], 1).float()
-        for (parameter, gradient, state), corrections in zip(moved, corrections_N2, strict=True):
-            adamw_kernel.move(
+        for one, corrections in zip(moved, corrections_N2, strict=True):
+            parameter, gradient, state = one
+            name = self.names[parameter]
+            is_plain = _is_rounded(one) and not _has_kernel(one)
+            move = rounding.move if is_plain else adamw_kernel.move
+            move(
                 parameter,
                 gradient,
                 state["exp_avg"],
@@ -108,15 +130,26 @@ class FusedAdamW:
                 beta2=beta2,
                 eps=self.settings.eps,
                 weight_decay=weight_decay,
+                key=derive_seed(self.seed, "round", name, number),
+                place=self.places[name],
             )
 
 
+def _is_rounded(moved: Moved) -> bool:
+    """Whether its numbers are too short for small steps."""
+    return moved[0].dtype == torch.bfloat16
+
+
 def _is_large(moved: Moved) -> bool:
+    parameter = moved[0]
+    is_fit = parameter.numel() >= LARGE and parameter.dtype != torch.float64
+    return is_fit and _has_kernel(moved)
+
+
+def _has_kernel(moved: Moved) -> bool:
     parameter, gradient, state = moved
-    if not HAS_TRITON or parameter.numel() < LARGE or parameter.dtype == torch.float64:
-        return False
     tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-    return all(x.is_cuda and x.is_contiguous() for x in tensors)
+    return HAS_TRITON and all(x.is_cuda and x.is_contiguous() for x in tensors)
 
 
 def optimizer_state(

@@ -19,10 +19,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pentad.core.fit import experts_each
+from pentad.ops.rounding import Place
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.cuts import REPEATED, UNITS, CutPlan, cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
-from pentad.weights.regions import Box, Shape, box_shape, slices
+from pentad.weights.regions import Box, Shape, box_shape, full_box, slices
 
 EXPERT_AXES = ("ep", "etp")
 
@@ -68,8 +69,18 @@ class Cut:
 
     def take(self, whole: Tensor) -> Tensor:
         """The stored shard out of a whole tensor."""
+        return whole[slices(self.stored)]
+
+    @property
+    def stored(self) -> Box:
+        """The stored shard within the whole tensor."""
         spec = self.present(torch.empty(self.shape, device="meta"))
-        return whole[slices(stored_box(spec))] if isinstance(spec, DTensor) else whole
+        return stored_box(spec) if isinstance(spec, DTensor) else full_box(self.shape)
+
+    @property
+    def place(self) -> Place:
+        """As `stored`, for what goes by an element's place."""
+        return Place.of(self.shape, self.stored)
 
 
 def stored_box(tensor: DTensor) -> Box:

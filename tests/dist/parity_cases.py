@@ -145,6 +145,23 @@ def train_step(
     }
 
 
+def rounded_steps(model: str, layout: Layout) -> dict[str, Tensor]:
+    """Weights and moments in bfloat16 after two steps by given gradients."""
+    engine = make(model, layout, param_dtype="bfloat16", compute_dtype="bfloat16")
+    for number in range(2):
+        for name, master in engine.masters.items():
+            gen = torch.Generator().manual_seed(len(name) + sum(map(ord, name)) + number)
+            cut = engine.cuts[name]
+            if not number:
+                master.detach().copy_(cut.take(torch.randn(cut.shape, generator=gen)))
+            master.grad = cut.take(torch.randn(cut.shape, generator=gen)).to(master)
+        engine.optimizer.step(0.5, number)
+    state = engine.state_tensors()
+    kinds = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+    trained = [f"{kind}{name}" for kind in kinds for name in engine.masters]
+    return {name: whole(state[name]) for name in trained}
+
+
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Every gradient whole, as the call with the last rows has summed it over ranks."""
     parts = {n: local(p.grad).clone() for n, p in engine.parameters.items() if p.grad is not None}

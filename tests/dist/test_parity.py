@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from parity_cases import train_step
+from parity_cases import rounded_steps, train_step
 from tables import table
 
 from pentad.core.layout import Layout
@@ -254,3 +254,24 @@ def test_any_split_gives_one_gradient_in_double_precision(pool, model):
             error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
             # Norms of the model compute in fp32, per token, whatever the split.
             assert error < 1e-6, f"{layout} {how} {name}: {error:.1e}"
+
+
+ROUNDED = [
+    *(("dense", layout) for layout in (Layout(dp_shard=3), Layout(dp_shard=2, tp=2, cp=2))),
+    ("dense", Layout(dp_replicate=2, tp=2)),
+    ("biased", Layout(dp_shard=2, tp=4)),
+    ("moe", Layout(dp_shard=3, tp=2, ep=3, etp=2)),
+    ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
+    ("glm", Layout(dp_shard=2, tp=2, ep=4)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), ROUNDED, ids=str)
+def test_bfloat16_is_rounded_alike_on_any_layout(pool, model, layout):
+    """Bit for bit, given the gradient."""
+    wanted = rounded_steps(model, Layout())
+    found = pool.run(layout.world, "parity_cases", "rounded_steps", model=model, layout=layout)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensor.dtype == torch.bfloat16 or name.endswith("router.weight"), name
+        assert torch.equal(found[name], tensor), name

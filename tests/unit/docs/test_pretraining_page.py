@@ -59,7 +59,7 @@ def test_the_commands_of_the_smoke_recipe_read_the_pages_and_learn(tmp_path):
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.5
     said = (run / "log.txt").read_text()
     assert "training.lr = 0.003: read as actor.optimizer.lr" in said
-    assert "not read, total_train_steps is 5 on the command line" in said
+    assert "total_train_steps = 5 in place of 200: --smoke" in said
 
 
 def test_the_cluster_recipe_is_planned_over_256_devices(capsys):

@@ -166,3 +166,27 @@ def test_weights_are_not_handed_out_while_others_are_in_place():
     next(weights)
     with engine.use("ref"), pytest.raises(RunError, match="handing out weights needs the actor"):
         next(weights)
+
+
+def test_a_bfloat16_run_goes_on_bit_for_bit_and_rounds_by_its_seed():
+    settings = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16", "lr": 1e-5}
+    rows = make_rows()
+    engine = make_engine(**settings)
+    before = weights_of(engine)
+    train(engine, rows, steps=2)
+    kept = keep_state(engine)
+    train(engine, rows, steps=3)
+    whole = weights_of(engine)
+    other = make_engine(**settings)
+    bring_back(other, kept)
+    train(other, rows, steps=3)
+    for name, weight in weights_of(other).items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, whole[name]), name
+    # lr is a hundredth of the last place of most weights.
+    moved = [(whole[name] != start).float().mean() for name, start in before.items()]
+    assert 0.01 < sum(moved) / len(moved) < 0.5
+    bring_back(other, kept)
+    other.num_steps += 100
+    train(other, rows, steps=3)
+    assert any(not torch.equal(weight, whole[n]) for n, weight in weights_of(other).items())
