@@ -171,8 +171,8 @@ class RewardConfig(Section):
     memory_mb: Count = 1024
     """Memory limit of each of them."""
     on_failure: Literal["drop", "zero"] = "drop"
-    """What a reward that failed twice does: drop, the group is given up and counted; zero, the
-    sample is scored 0 and marked."""
+    """What a reward that failed twice does, where the sample is not the cause: drop, the group is
+    given up and counted; zero, the sample is scored 0 and marked."""
     allow_processes: bool = False
     """Whether a reward of your own may start processes."""
     allow_weaker: bool = False

@@ -41,7 +41,8 @@ def read_tests(answer: object) -> Tests:
         answer = json.loads(text) if text[:1] in ("{", "[") else [text]
     if isinstance(answer, Mapping) and {"inputs", "outputs"} <= answer.keys():
         function = str(answer.get("fn_name") or "")
-        cases = list(zip(answer["inputs"], answer["outputs"], strict=True))
+        inputs = map(list, answer["inputs"]) if function else answer["inputs"]
+        cases = list(zip(inputs, answer["outputs"], strict=True))
         tests = Tests("call" if function else "stdin", function, cases)
     elif isinstance(answer, list) and all(isinstance(case, Mapping) for case in answer):
         tests = Tests("stdin", "", [(case["input"], case["output"]) for case in answer])
@@ -60,9 +61,8 @@ def program_in(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-async def judge(sandbox: Sandbox, completion: str, answer: object) -> Scored | JobFailed:
+async def judge(sandbox: Sandbox, completion: str, tests: Tests) -> Scored | JobFailed:
     """1 if every test passes. Ends at the first that does not, so a hanging program costs one."""
-    tests = read_tests(answer)
     source = program_in(completion)
     if tests.kind == "assert":
         return await _judge_asserts(sandbox, source, [case for case, _ in tests.cases])
@@ -71,7 +71,7 @@ async def judge(sandbox: Sandbox, completion: str, answer: object) -> Scored | J
         if tests.kind == "stdin":
             got = await sandbox.run(RUN, job | {"stdin": _as_text(given)}, capture="stdout")
         else:
-            job |= {"function": tests.function, "arguments": list(given)}
+            job |= {"function": tests.function, "arguments": given}
             got = await sandbox.run(CALL, job)
         if isinstance(got, JobFailed) and got.kind == "lost":
             return got

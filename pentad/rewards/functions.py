@@ -10,7 +10,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +60,8 @@ JOB_S = 0.1
 T = TypeVar("T")
 Verdict = Scored | JobFailed | None
 """None: the function has no opinion on this sample."""
+WANTED = "a number, a dict of named numbers or a Scored"
+ABSTAINED = JobFailed("error", f"it returned None where {WANTED} is wanted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class RewardFunction:
         """Of the pool."""
         self.call_s: float | None = None
         """Mean seconds of a call, of late, on a sample or a whole group; None: not known yet."""
+        self.may_abstain = False
+        """Whether None is a verdict: where it is not the only function."""
         self.waits_together: bool | None = None
         """Whether the calls of a group wait in one job, as coroutines can; None: not known yet."""
 
@@ -146,15 +150,78 @@ class RewardFunction:
     async def judge(
         self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
     ) -> list[Verdict]:
-        """A verdict a sample, in their order; what failed is tried again."""
+        """A verdict a sample, in their order; what failed is tried again.
+
+        A sample that fails again, by itself, is the cause if the function works for another
+        completion of the row in between. What a function of the user's raises may then still be
+        its own mistake: that is `unclear`.
+        """
         retries = self.max_retries if max_retries is None else max_retries
         self._check_row(prompt)
+        verdicts = await self._judge_once(prompt, samples)
+        failed = [i for i, verdict in enumerate(verdicts) if isinstance(verdict, JobFailed)]
+        if not failed or not retries:
+            return verdicts
+        if self.takes.is_batched and len(samples) > 1:
+            return await self._judge_batch_again(prompt, samples, retries)
+        good = [s for s, v in zip(samples, verdicts, strict=True) if not isinstance(v, JobFailed)]
+        controls = self._controls(prompt, samples[0]) if self.fn in POOLED else good[:1]
+        works = self.is_pooled and controls and await self._works(prompt, controls)
+        tried = [self._judge_again(prompt, samples[i], retries) for i in failed]
+        for i, verdict in zip(failed, await asyncio.gather(*tried), strict=True):
+            verdicts[i] = self._blamed(verdict) if works else verdict
+        return verdicts
+
+    async def _judge_once(
+        self, prompt: Prompt, samples: Sequence[Sample], *, is_alone: bool = False
+    ) -> list[Verdict]:
         if self.takes.is_batched:
-            return await self._judge_batch(prompt, samples, retries)
+            return await self._judge_batch(prompt, samples, is_alone=is_alone)
         if self.is_pooled:
-            return await self._judge_pooled(prompt, samples, retries)
-        jobs = (self._compare(prompt, sample, retries) for sample in samples)
-        return await asyncio.gather(*jobs)
+            return await self._judge_pooled(prompt, samples, is_alone=is_alone)
+        return await asyncio.gather(*(self._compare(prompt, sample.text) for sample in samples))
+
+    async def _judge_again(self, prompt: Prompt, sample: Sample, tries: int) -> Verdict:
+        for _ in range(tries):
+            [verdict] = await self._judge_once(prompt, [sample], is_alone=True)
+            if not isinstance(verdict, JobFailed):
+                break
+        return verdict
+
+    async def _works(self, prompt: Prompt, controls: Sequence[Sample]) -> bool:
+        """Whether the function gives each of these a verdict now."""
+        verdicts = await self._judge_pooled(prompt, controls, is_alone=True)
+        return not any(isinstance(verdict, JobFailed) for verdict in verdicts)
+
+    def _controls(self, prompt: Prompt, sample: Sample) -> list[Sample]:
+        """Completions that `math` can compare with any answer that is fit for it. Mates may have
+        passed because no result was found in them."""
+        answer = prompt.fields[self.answer_field]
+        return [replace(sample, text=f"\\boxed{{{result}}}") for result in (answer, 1234567)]
+
+    def _blamed(self, verdict: Verdict) -> Verdict:
+        """A failure that the sample is the cause of; the pool's own stay what they are."""
+        if not isinstance(verdict, JobFailed) or verdict.kind == "lost":
+            return verdict
+        is_raised = verdict.kind == "error" and self.fn not in POOLED
+        return replace(verdict, cause="unclear" if is_raised else "sample")
+
+    async def _judge_batch_again(
+        self, prompt: Prompt, samples: Sequence[Sample], retries: int
+    ) -> list[Verdict]:
+        """All of them again. If it fails for all still, those that fail by themselves are left
+        out, and the others judged together."""
+        for _ in range(retries):
+            verdicts = await self._judge_batch(prompt, samples, is_alone=True)
+            if not all(isinstance(verdict, JobFailed) for verdict in verdicts):
+                return list(map(self._blamed, verdicts))
+        alone = [await self._judge_batch(prompt, [sample], is_alone=True) for sample in samples]
+        good = [i for i, [verdict] in enumerate(alone) if not isinstance(verdict, JobFailed)]
+        rest = await self._judge_batch(prompt, [samples[i] for i in good], is_alone=True)
+        if not 0 < len(good) < len(samples) or any(isinstance(v, JobFailed) for v in rest):
+            return verdicts
+        judged = dict(zip(good, rest, strict=True))
+        return [judged.get(i, self._blamed(verdict)) for i, [verdict] in enumerate(alone)]
 
     def _check_row(self, prompt: Prompt) -> None:
         """A row without what the function requires is the user's to mend, now."""
@@ -197,33 +264,30 @@ class RewardFunction:
 
     # --- in the caller, or as the program of a sample ------------------------------------------
 
-    async def _compare(self, prompt: Prompt, sample: Sample, retries: int) -> Verdict:
+    async def _compare(self, prompt: Prompt, completion: str) -> Verdict:
         answer = prompt.fields[self.answer_field]
-        verdict = await self._compare_once(sample.text, answer)
-        while isinstance(verdict, JobFailed) and retries:
-            verdict, retries = await self._compare_once(sample.text, answer), retries - 1
-        return verdict
-
-    async def _compare_once(self, completion: str, answer: object) -> Scored | JobFailed:
         try:
             if self.fn in INLINE:
                 return INLINE[self.fn][0](completion, answer)
-            assert self.pool is not None, "start() comes first"
-            return await code_tests.judge(self.pool, completion, answer)
+            tests = code_tests.read_tests(answer)
         except (ValueError, KeyError, TypeError, RecursionError) as failure:
             # an expected answer in no known form
             return JobFailed("error", f"{type(failure).__name__}: {failure}")
+        assert self.pool is not None, "start() comes first"
+        return await code_tests.judge(self.pool, completion, tests)
 
     # --- in the pool, sample by sample ---------------------------------------------------------
 
     async def _judge_pooled(
-        self, prompt: Prompt, samples: Sequence[Sample], retries: int
+        self, prompt: Prompt, samples: Sequence[Sample], *, is_alone: bool
     ) -> list[Verdict]:
         shared = pickled(self.fn, self._shared(prompt))
         own = self._own(samples)
+        if is_alone:
+            return [await self._alone(shared, one) for one in own]
         size = self._calls_per_job(len(own))
         parts = [own[i : i + size] for i in range(0, len(own), size)]
-        judged = await together([self._share_job(shared, part, retries) for part in parts])
+        judged = await together([self._share_job(shared, part) for part in parts])
         return [verdict for part in judged for verdict in part]
 
     def _calls_per_job(self, num: int) -> int:
@@ -234,29 +298,19 @@ class RewardFunction:
             return 1
         return max(1, min(num, int(JOB_S / max(self.call_s, 1e-6))))
 
-    async def _share_job(
-        self, shared: bytes, own: Sequence[dict[str, Any]], retries: int
-    ) -> list[Verdict]:
+    async def _share_job(self, shared: bytes, own: Sequence[dict[str, Any]]) -> list[Verdict]:
         verdicts = await self._call(shared, own, is_alone=False)
-        if isinstance(verdicts, JobFailed) and len(own) == 1:
-            verdicts = [verdicts]
-        if isinstance(verdicts, JobFailed):  # which of them it was shows one by one
-            if verdicts.kind == "timeout":
-                self.waits_together = False
-            return await asyncio.gather(*(self._alone(shared, one, 1 + retries) for one in own))
-        return [
-            await self._alone(shared, one, retries)
-            if isinstance(verdict, JobFailed) and retries
-            else verdict
-            for one, verdict in zip(own, verdicts, strict=True)
-        ]
+        if not isinstance(verdicts, JobFailed):
+            return verdicts
+        if len(own) == 1:
+            return [verdicts]
+        if verdicts.kind == "timeout":
+            self.waits_together = False
+        return await asyncio.gather(*(self._alone(shared, one) for one in own))
 
-    async def _alone(self, shared: bytes, own: dict[str, Any], tries: int) -> Verdict:
+    async def _alone(self, shared: bytes, own: dict[str, Any]) -> Verdict:
         answer = await self._call(shared, [own], is_alone=True)
-        verdict = answer if isinstance(answer, JobFailed) else answer[0]
-        if isinstance(verdict, JobFailed) and tries > 1:
-            return await self._alone(shared, own, tries - 1)
-        return verdict
+        return answer if isinstance(answer, JobFailed) else answer[0]
 
     async def _call(
         self, shared: bytes, own: Sequence[dict[str, Any]], *, is_alone: bool
@@ -268,9 +322,16 @@ class RewardFunction:
         answer = await self._run(EACH, payload, limit, num_calls=len(own), is_alone=is_alone)
         if isinstance(answer, JobFailed):
             return answer
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or len(results) != len(own):
+            return JobFailed("crash", f"its process wrote another result than {len(own)} values")
         if self.waits_together is None:
-            self.waits_together = bool(answer["is_async"])
-        return [read_result(result) for result in answer["results"]]
+            self.waits_together = bool(answer.get("is_async"))
+        return [self._read(result) for result in results]
+
+    def _read(self, result: Any) -> Verdict:
+        verdict = read_result(result)
+        return ABSTAINED if verdict is None and not self.may_abstain else verdict
 
     async def _run(
         self,
@@ -288,15 +349,16 @@ class RewardFunction:
         else:
             cost_s = num_calls * self.call_s
             answer = await self.jobs.run(call, payload, limit, cost_s=cost_s)
-        if not isinstance(answer, JobFailed) and "seconds" in answer:
-            taken_s = answer["seconds"] / num_calls
+        seconds = answer.get("seconds") if isinstance(answer, dict) else None
+        if isinstance(seconds, float):
+            taken_s = seconds / num_calls
             self.call_s = taken_s if self.call_s is None else 0.8 * self.call_s + 0.2 * taken_s
         return answer
 
     # --- in the pool, a group at once -----------------------------------------------------------
 
     async def _judge_batch(
-        self, prompt: Prompt, samples: Sequence[Sample], retries: int
+        self, prompt: Prompt, samples: Sequence[Sample], *, is_alone: bool
     ) -> list[Verdict]:
         if not samples:
             return []
@@ -311,21 +373,16 @@ class RewardFunction:
         if self._wants("completion_ids"):
             arguments["completion_ids"] = [s.ids[s.mask].tolist() for s in samples]
         pickled(self.fn, arguments)  # or refused under its own name
-        verdicts = await self._call_batch(arguments, num, is_alone=False)
-        while any(isinstance(verdict, JobFailed) for verdict in verdicts) and retries:
-            verdicts, retries = await self._call_batch(arguments, num, is_alone=True), retries - 1
-        return verdicts
-
-    async def _call_batch(
-        self, arguments: dict[str, Any], num: int, *, is_alone: bool
-    ) -> list[Verdict]:
         payload = {"spec": self.spec, "arguments": arguments}
         answer = await self._run(BATCH, payload, None, is_alone=is_alone)
-        if isinstance(answer, JobFailed):
-            return [answer] * num
-        if "error" in answer:
-            return [JobFailed("error", answer["error"])] * num
-        return [read_result({"value": value}) for value in answer["values"]]
+        if isinstance(answer, dict) and "error" in answer:
+            answer = JobFailed("error", str(answer["error"]))
+        values = answer.get("values") if isinstance(answer, dict) else None
+        if not isinstance(values, list) or len(values) != num:
+            sentence = f"its process wrote another result than {num} values"
+            failed = answer if isinstance(answer, JobFailed) else JobFailed("crash", sentence)
+            return [failed] * num
+        return [self._read({"value": value}) for value in values]
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -333,7 +390,9 @@ async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [await jobs[0]] if len(jobs) == 1 else await asyncio.gather(*jobs)
 
 
-def read_result(result: Mapping[str, Any]) -> Verdict:
+def read_result(result: Any) -> Verdict:
+    if not isinstance(result, dict) or not result.keys() & {"error", "value"}:
+        return JobFailed("crash", "its process wrote something else than a value")
     if "error" in result:
         return JobFailed("error", str(result["error"]))
     return None if result["value"] is None else as_scored(result["value"])
@@ -355,8 +414,7 @@ def as_scored(result: Any) -> Scored | JobFailed:
         parts = _floats(result)
         scored = Scored(sum(parts.values()), parts)
     if scored is None:
-        wanted = "a number, a dict of named numbers or a Scored"
-        return JobFailed("error", f"it returned {str(result)[:80]!r} where {wanted} is wanted")
+        return JobFailed("error", f"it returned {str(result)[:80]!r} where {WANTED} is wanted")
     if not all(map(math.isfinite, (scored.value, *scored.parts.values()))):
         return JobFailed("error", f"it returned {result!r}, which is not finite"[:200])
     return scored

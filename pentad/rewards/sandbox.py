@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 FailureKind = Literal[
     "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost"
 ]
+Cause = Literal["ours", "sample", "unclear"]
 MAX_HEADER_BYTES = 1 << 16
 MAX_DETAIL = 500
 MAX_NESTING = 50
@@ -80,6 +81,8 @@ class JobFailed:
     """lost: the pool's own failure. The others are the job's."""
     detail: str
     """On one line and fit to be shown, whatever the job said."""
+    cause: Cause = "ours"
+    """What is known of it beyond the job, see `RewardFunction.judge`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "detail", one_line(self.detail, MAX_DETAIL))
@@ -354,10 +357,12 @@ def _value_of(answer: bytes) -> Any | JobFailed:
     """What a job sent is read as JSON and believed only as far as that goes."""
     try:
         result = json.loads(answer)
+        if not isinstance(result, dict):
+            return JobFailed("crash", f"its result is a {type(result).__name__}, no dict")
         if "value" not in result:
             kind: FailureKind = "memory" if result["failure"] == "memory" else "error"
             return JobFailed(kind, str(result["detail"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as failure:
+    except (ValueError, KeyError, RecursionError) as failure:
         return JobFailed("crash", f"its result is not JSON ({failure})")
     if _nesting(result["value"]) > MAX_NESTING:
         return JobFailed("error", f"its result is nested deeper than {MAX_NESTING} levels")

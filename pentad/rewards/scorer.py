@@ -3,16 +3,18 @@
 A reward is a plain function or coroutine that returns a number, a dict of named parts (their sum is
 the reward) or a Scored; `reward_functions.py` says what it may take. Several of them add up by
 their weights. Built-ins that cannot hang run in the caller; everything else runs in the pool of
-killable workers. A reward that fails is tried again, then its group is dropped with a reason, or
-scored zero where that is configured.
+killable workers. A reward that fails is tried again. If the sample is the cause, that sample alone
+bears it; if not, its group is dropped with a reason, or scored zero where that is configured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Literal
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
@@ -21,6 +23,7 @@ from pentad.core.types import Group, Prompt, Sample
 from pentad.rewards import code_tests
 from pentad.rewards.calls import EACH
 from pentad.rewards.functions import (
+    ABSTAINED,
     BUILT_IN,
     INLINE,
     POOLED,
@@ -30,11 +33,16 @@ from pentad.rewards.functions import (
     read_signature,
     together,
 )
-from pentad.rewards.sandbox import JobFailed, Sandbox, SandboxSettings
+from pentad.rewards.sandbox import Cause, JobFailed, Sandbox, SandboxSettings
 from pentad.rewards.sharing import SharedJobs
 
+log = logging.getLogger(__name__)
+CAUSES: tuple[Cause, ...] = ("ours", "sample", "unclear")
+"""Of several failures of a sample the first of these counts."""
 CORRECT = "correct"
 """The part that evaluation counts as accuracy."""
+FAILED = "reward_failed"
+"""The part of samples without a reward; `reward_failed/KIND` beside it says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,12 @@ class RewardScorer:
         ]
         self.weights = settings.weights or (1.0,) * len(self.functions)
         self.names = part_names(self.functions)
+        for function in self.functions:
+            function.may_abstain = len(self.functions) > 1
+        self.has_correct = any(function.fn in BUILT_IN for function in self.functions)
+        """Whether rewards come with the part `correct`."""
+        self.shown: set[str] = set()
+        """Kinds of failures that were logged."""
         self.pools: list[Sandbox] = []
 
     async def start(self) -> None:
@@ -120,10 +134,15 @@ class RewardScorer:
     async def score(self, group: Group) -> Group:
         """Fills in the reward of every sample its workflow has not scored itself."""
         waiting = [sample for sample in group.samples if sample.reward is None]
-        for sample, verdict in zip(waiting, await self.judge(group.prompt, waiting), strict=True):
-            scored = self._settle(verdict)
-            sample.reward = scored.value
-            sample.reward_parts |= scored.parts
+        verdicts = await self.judge(group.prompt, waiting)
+        scored = [verdict for verdict in verdicts if isinstance(verdict, Scored)]
+        self.has_correct |= any(CORRECT in one.parts for one in scored)
+        known = [sample.reward for sample in group.samples if sample.reward is not None]
+        mates = [*known, *(one.value for one in scored)]
+        settled = [self._settle(group.prompt, verdict, mates) for verdict in verdicts]
+        for sample, one in zip(waiting, settled, strict=True):
+            sample.reward = one.value
+            sample.reward_parts |= one.parts
         return group
 
     async def judge(
@@ -133,24 +152,30 @@ class RewardScorer:
         columns = await together(
             [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
         )
-        return [self._combine(verdicts) for verdicts in zip(*columns, strict=True)]
+        combined = [self._combine(verdicts) for verdicts in zip(*columns, strict=True)]
+        works = any(isinstance(verdict, Scored) for verdict in combined)
+        return [replace(v, cause="unclear") if v is ABSTAINED and works else v for v in combined]
 
     def _combine(self, verdicts: Sequence[Verdict]) -> Scored | JobFailed:
         first = verdicts[0]
         if len(verdicts) == 1 and isinstance(first, Scored) and self.weights[0] == 1:
             return first
-        for name, verdict in zip(self.names, verdicts, strict=True):
-            if isinstance(verdict, JobFailed):
-                detail = f"{name}: {verdict.detail}" if len(verdicts) > 1 else verdict.detail
-                return JobFailed(verdict.kind, detail)
+        failed = [
+            (name, verdict)
+            for name, verdict in zip(self.names, verdicts, strict=True)
+            if isinstance(verdict, JobFailed)
+        ]
+        if failed:  # a sample is the cause only where it is of all that failed
+            name, verdict = min(failed, key=lambda one: CAUSES.index(one[1].cause))
+            detail = f"{name}: {verdict.detail}" if len(verdicts) > 1 else verdict.detail
+            return JobFailed(verdict.kind, detail, verdict.cause)
         given = [
             (name, weight, verdict)
             for name, weight, verdict in zip(self.names, self.weights, verdicts, strict=True)
             if isinstance(verdict, Scored)
         ]
         if not given:
-            wanted = "a number, a dict of named numbers or a Scored"
-            return JobFailed("error", f"it returned None where {wanted} is wanted")
+            return ABSTAINED
         value = sum(weight * scored.value for _, weight, scored in given)
         if len(self.functions) == 1:
             return Scored(value, given[0][2].parts)
@@ -192,14 +217,30 @@ class RewardScorer:
         assert answer is None or isinstance(answer, str)
         return answer
 
-    def _settle(self, result: Scored | JobFailed) -> Scored:
+    def _settle(self, prompt: Prompt, result: Scored | JobFailed, mates: Sequence[float]) -> Scored:
+        """`mates` are the rewards of the group that are known. A sample that is the cause of a
+        failure has none above 0 or above theirs; where that is unclear it has their mean, so that
+        it is neither rewarded nor punished."""
         if isinstance(result, Scored):
             return result
         if result.kind == "lost":
             raise InfraFailure(f"the reward pool lost a worker: {result.detail}")
-        if self.settings.on_failure == "zero":
-            return Scored(0.0, {"reward_failed": 1.0})
-        raise DataFailure(f"reward_{result.kind}", result.detail)
+        value = min([0.0, *mates]) if result.cause == "sample" else 0.0
+        if self.settings.on_failure == "drop" and result.cause == "ours":
+            raise DataFailure(f"reward_{result.kind}", result.detail)
+        if self.settings.on_failure == "drop" and result.cause == "unclear":
+            value = mean(mates)
+        self._show_once(prompt, result, value)
+        parts = {FAILED: 1.0, f"{FAILED}/{result.kind}": 1.0}
+        is_wrong = self.has_correct and result.cause == "sample"
+        return Scored(value, parts | ({CORRECT: 0.0} if is_wrong else {}))
+
+    def _show_once(self, prompt: Prompt, failed: JobFailed, value: float) -> None:
+        """The first failure of its kind that drops no group."""
+        if failed.kind not in self.shown:
+            self.shown.add(failed.kind)
+            rule = "the reward fails on an answer, which is scored"
+            log.warning("prompt %d: %s %g (%s)", prompt.gid, rule, value, failed)
 
 
 def part_names(functions: Sequence[RewardFunction]) -> list[str]:

@@ -13,6 +13,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.layout import Layout
 from pentad.core.types import Group, LayerBalance, StepResult, Work
 from pentad.engine.flops import Throughput, measure_throughput
+from pentad.rewards.scorer import FAILED
 from pentad.rl.metrics import staleness_histogram
 from pentad.sync.publisher import PublishTimes
 from pentad.telemetry.record import (
@@ -278,10 +279,12 @@ def _kernel(layers: Sequence[LayerBalance], work: Mapping[str, Work]) -> Kernel 
 
 
 def mean_parts(groups: Sequence[Group]) -> dict[str, float] | None:
-    """The mean of each named part, over the samples that have it."""
+    """The mean of each named part, over the samples that have it; of failures, over all."""
     values: dict[str, list[float]] = {}
+    num_samples = sum(len(group.samples) for group in groups)
     for group in groups:
         for sample in group.samples:
             for name, value in sample.reward_parts.items():
                 values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())} or None
+    num = {name: num_samples if name.startswith(FAILED) else len(values[name]) for name in values}
+    return {name: sum(found) / num[name] for name, found in sorted(values.items())} or None

@@ -137,11 +137,23 @@ def test_mathematical_answers_are_compared_as_mathematics():
     assert score("math", group_of([]), use) == expected
 
 
-def test_a_tower_of_powers_ends_in_time_and_drops_the_group():
-    tower = r"\boxed{9^{9^{9^{9}}}}"
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.mark.parametrize("mates", [[], [r"\boxed{7}"], [TOWER]])
+def test_a_tower_of_powers_ends_in_time_and_is_wrong(mates):
+    """Alone, beside a right answer, and where all answers are such."""
+    limits = SandboxSettings(num_workers=1, timeout_s=2.0)
+    group = score("math", group_of([TOWER, *mates], "7"), sandbox=limits)
+    assert rewards(group) == [0.0, *(float(mate != TOWER) for mate in mates)]
+    assert group.samples[0].reward_parts["correct"] == 0.0
+    assert group.samples[0].reward_parts["reward_failed"] == 1.0
+
+
+def test_a_row_whose_own_answer_is_a_tower_drops_its_group():
     limits = SandboxSettings(num_workers=1, timeout_s=1.0)
     with pytest.raises(DataFailure) as caught:
-        score("math", group_of([tower], "7"), sandbox=limits)
+        score("math", group_of([r"\boxed{7}"], TOWER), sandbox=limits)
     assert caught.value.reason in ("reward_timeout", "reward_memory")
 
 
@@ -274,46 +286,97 @@ def test_relative_files_work_from_any_folder(custom, tmp_path, monkeypatch):
     assert rewards(score("mine.py:reward", group_of(["42"]))) == [0.75]
 
 
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        ("while True: pass", "timeout"),
-        ("os._exit(1)", "crash"),
-        ("raise ValueError('bad row')", "error"),
-        ("return None", "error"),
-        ("return float('nan')", "error"),
-        ("return {'a': 'high'}", "error"),
-    ],
-)
-def test_a_reward_that_fails_twice_drops_its_group_and_never_becomes_zero(custom, body, kind):
-    fn = custom(f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 1.0")
-    limits = SandboxSettings(num_workers=1, timeout_s=1.5 if kind == "timeout" else 20.0)
-    group = group_of(["good", "bad", "good"])
+FAILURES = {
+    "while True: pass": "timeout",
+    "os._exit(1)": "crash",
+    "return 3_000_000 * 'x'": "output",
+    "held = [bytes(1 << 20) for _ in range(4000)]": "memory",
+    "raise ValueError('bad row')": "error",
+    "return None": "error",
+    "return float('nan')": "error",
+    "return {'a': 'high'}": "error",
+    "return '[' * 3000": "error",
+}
+"""What a function of the user's does on an answer, and what that counts as."""
+LIMITS = SandboxSettings(num_workers=1, timeout_s=3.0, max_memory_bytes=512 * MIB)
+
+
+def function_that(body: str, *, is_batched: bool) -> str:
+    """2 for every answer, but for `bad`, on which it does this."""
+    if not is_batched:
+        return f"def reward(completion):\n  if completion == 'bad':\n    {body}\n  return 2.0"
+    return (
+        f"def one(completion):\n  if completion == 'bad':\n    {body}\n  return 2.0\n"
+        "def reward(completions, **rest): return [one(text) for text in completions]"
+    )
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("body", FAILURES)
+def test_an_answer_that_a_reward_fails_on_costs_its_mates_nothing(custom, body, is_batched):
+    """No answer drops its group. What it does to the process scores it 0; what makes the function
+    raise may be the function's mistake, and leaves it the mean of its mates."""
+    fn, kind = custom(function_that(body, is_batched=is_batched)), FAILURES[body]
+    group = score(fn, group_of(["good", "bad", "good"]), sandbox=LIMITS)
+    assert rewards(group) == [2.0, 2.0 if kind == "error" else 0.0, 2.0]
+    parts = [sample.reward_parts for sample in group.samples]
+    assert parts == [{}, {"reward_failed": 1.0, f"reward_failed/{kind}": 1.0}, {}]
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("body", FAILURES)
+def test_a_reward_that_fails_on_all_answers_drops_the_group_and_is_no_zero(
+    custom, body, is_batched
+):
+    fn = custom(function_that(body, is_batched=is_batched))
+    group = group_of(["bad", "bad"])
+    with pytest.raises(DataFailure) as caught:
+        score(fn, group, sandbox=LIMITS)
+    assert caught.value.reason == f"reward_{FAILURES[body]}"
+    assert rewards(group) == [None, None]
+
+
+def test_an_answer_is_blamed_only_if_the_reward_works_on_a_mate_at_that_time(custom, tmp_path):
+    """A service that goes away between two answers of a group."""
+    fn = custom(
+        f"def reward(completion):\n  mark = Path({str(tmp_path / 'away')!r})\n"
+        "  if completion == 'last': mark.touch()\n"
+        "  if mark.exists(): os._exit(1)\n  return 1.0"
+    )
 
     async def use(scorer):
-        [pool] = scorer.pools
-        run, asked = pool.run, []
+        scorer.functions[0].waits_together = False
+        scorer.functions[0].call_s = 1.0  # one job after the other, on one worker
+        await scorer.score(group_of(["first", "last"]))
 
-        async def counted(spec, payload, limit):
-            asked.append([own["completion"] for own in payload["own"]])
-            return await run(spec, payload, limit)
+    with pytest.raises(DataFailure, match="reward_crash"):
+        score(fn, None, use)
 
-        pool.run = counted
-        with pytest.raises(DataFailure) as caught:
-            await scorer.score(group)
-        return caught.value.reason, asked
 
-    reason, asked = score(fn, group, use, sandbox=limits)
-    assert reason == f"reward_{kind}" and group.samples[1].reward is None
-    num_tries = 1 if body == "return None" else 2  # no opinion is an answer, if not an only one
-    assert sorted(asked) == [*[["bad"]] * num_tries, ["good"], ["good"]]
+def test_a_failing_answer_is_scored_no_better_than_its_mates(custom):
+    """Else crashing the reward would pay where rewards are penalties."""
+    fn = custom("def reward(completion):\n  if completion == 'bad': os._exit(1)\n  return -1.5")
+    assert rewards(score(fn, group_of(["x", "bad"]))) == [-1.5, -1.5]
+
+
+def test_answers_that_write_to_the_pipe_of_their_result_are_wrong_and_cost_their_mates_nothing():
+    write = "import os\nfor f in range(3, 60):\n  try: os.write(f, b'{}')\n  except OSError: pass\n"
+    texts = [
+        f"```python\n{write.format(text)}os._exit(0)\n```"
+        for text in ('["value"]', '"value"', "7", "null", '{"value": 3}{', "[" * 10_000, "{}", "-")
+    ]
+    right = "```python\ndef f(): return 3\n```"
+    answer = {"fn_name": "f", "inputs": [[]], "outputs": [3]}
+    group = score("code", group_of([right, *texts, right], answer))
+    assert rewards(group) == [1.0, *[0.0] * len(texts), 1.0]
 
 
 def test_zero_for_a_failed_reward_has_to_be_asked_for_and_is_marked(custom):
     fn = custom("def reward(completion): return 1 / (completion != 'bad')")
     group = score(fn, group_of(["good", "bad"]), on_failure="zero")
     assert rewards(group) == [1.0, 0.0]
-    assert [s.reward_parts for s in group.samples] == [{}, {"reward_failed": 1.0}]
+    marks = {"reward_failed": 1.0, "reward_failed/error": 1.0}
+    assert [s.reward_parts for s in group.samples] == [{}, marks]
 
 
 def test_a_row_that_cannot_travel_is_named(custom):
@@ -389,7 +452,7 @@ def test_one_bad_sample_of_a_shared_job_costs_the_others_nothing(custom, body):
 
     group = score(fn, None, use, sandbox=limits, on_failure="zero")
     assert rewards(group) == [1.0, 0.0, 1.0]
-    assert group.samples[1].reward_parts == {"reward_failed": 1.0}
+    assert group.samples[1].reward_parts["reward_failed"] == 1.0
 
 
 def test_slow_calls_have_jobs_of_their_own_and_coroutines_wait_together(custom):
@@ -451,8 +514,8 @@ def test_a_batched_function_is_called_once_for_a_group(custom):
     [
         ("return [1.0]", "it returned 1 values for 2 completions"),
         ("return 1.0", "it returned '1.0' where a list of numbers is wanted"),
-        ("return [1.0, 'x']", "it returned 'x' where a number"),
-        ("return [1.0, None]", "it returned None where a number"),
+        ("return ['x' for _ in completions]", "it returned 'x' where a number"),
+        ("return [None for _ in completions]", "it returned None where a number"),
         ("return completions[0][0]['content']", "TypeError: string indices must be integers"),
     ],
 )
