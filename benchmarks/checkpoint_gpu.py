@@ -57,23 +57,15 @@ def train(engine: Engine, step: int) -> float:
     return time.monotonic() - begun
 
 
-def save(
-    engine: Engine, saver: StateSaver, writer: Writer, root: Path, step: int, mode: str
-) -> dict:
+def save(engine: Engine, saver: StateSaver, root: Path, step: int, mode: str) -> dict:
     folder = f"default/recover_checkpoint/globalstep{step}"
     begun = time.monotonic()
     staged = save_learner(saver, engine, root, folder, is_async=mode == "async")
-    job = CommitJob(root, info_folder(step), staged.receipts, (), keep_last=1)
+    stall = time.monotonic() - begun
     beside: list[float] = []
-    if mode == "async":
-        pending = writer.submit(job)
-        stall = time.monotonic() - begun
-        while not pending.is_done:
-            beside.append(train(engine, step))
-        pending.wait()
-    else:
-        run_job(job)
-        stall = time.monotonic() - begun
+    while not staged.pending.is_done:
+        beside.append(train(engine, step))
+    run_job(CommitJob(root, info_folder(step), staged.pending.wait()["files"], (), keep_last=1))
     commit = time.monotonic() - begun
     return {"stall": stall, "commit": commit, "bytes": staged.num_bytes, "beside": beside}
 
@@ -119,7 +111,7 @@ def main() -> None:
         print("save         GB  stall s    s/GB  commit s   GB/s  step beside")
         stalls: dict[str, list[float]] = {"sync": [], "async": []}
         for number, mode in enumerate(["sync", "async", "async", "sync"]):
-            got = save(engine, saver, writer, root, number, mode)
+            got = save(engine, saver, root, number, mode)
             gb = got["bytes"] / 1e9
             stalls[mode].append(got["stall"])
             beside = (
@@ -134,7 +126,7 @@ def main() -> None:
         longest = max(stalls["async"])
         print(f"sync / async stall: {min(stalls['sync']) / longest:.1f}")
         print(f"async stall of the default interval, 600 s: {longest / 6:.3f}%")
-        save(engine, saver, writer, root, 9, "sync")
+        save(engine, saver, root, 9, "sync")
         wanted = {n: t.clone() for n, t in engine.state_tensors().items()}
         newest = find_checkpoints(root)[0]
         for n in range(2):

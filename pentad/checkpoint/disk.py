@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, naming
 
 FILE_MODE = 0o644
 
@@ -73,26 +73,25 @@ def make_folders(disk: Disk, folder: Path) -> None:
     disk.fsync_dir(folder.parent)
 
 
-def write_aside(disk: Disk, path: Path, data: bytes, *, is_durable: bool = True) -> None:
-    """A small file, whole or not at all, in the place of one that may be there."""
+def write_aside(disk: Disk, path: Path, data: bytes) -> None:
+    """A small file, durable, whole or not at all, in the place of one that may be there."""
     aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
     if aside.exists():  # of a process that had our number
         disk.unlink(aside)
     fd = disk.create(aside)
     try:
-        try:
-            disk.write(fd, memoryview(data), 0)
-            if is_durable:
+        with naming(path):
+            try:
+                disk.write(fd, memoryview(data), 0)
                 disk.fsync(fd)
-        finally:
-            disk.close(fd)
-        disk.rename(aside, path)
+            finally:
+                disk.close(fd)
+            disk.rename(aside, path)
     except BaseException:
         with suppress(OSError):
             disk.unlink(aside)
         raise
-    if is_durable:
-        disk.fsync_dir(path.parent)
+    disk.fsync_dir(path.parent)
 
 
 def remove_tree(disk: Disk, folder: Path) -> None:

@@ -6,7 +6,6 @@ Neither torch nor numpy: a job runs in this process (`run_job`) or in a `Writer`
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import sys
@@ -41,7 +40,7 @@ from pentad.checkpoint.folders import (
     prune,
     step_of,
 )
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, naming
 from pentad.core.faults import hit
 
 NUM_THREADS = 4
@@ -121,29 +120,32 @@ class FileSpec:
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Files of one rank, durable, then the receipt: a small JSON file with sizes and digests, or
-    with the reason of a failure; in that case the files are removed again."""
+    """Files of one rank, durable. If it fails, they are removed again."""
 
     root: Path
+    info: str
+    """`recover_info/globalstepG`."""
     files: tuple[FileSpec, ...]
-    receipt: str
-    """In the info folder of the checkpoint; a new name for every save."""
     generation: int | None = None
     """Of the learners (`checkpoint.disk`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitJob:
-    """Waits for the receipts of all ranks, writes the small files, the manifest and COMMIT; then
-    the hint for people; then removes older checkpoints. If it fails, nothing of the step stays."""
+    """Joins what the ranks wrote: the small files, the manifest and COMMIT; then the hint for
+    people; then removes older checkpoints. If it fails, nothing of the step stays."""
 
     root: Path
     info: str
     """`recover_info/globalstepG`."""
-    receipts: tuple[str, ...]
+    written: Mapping[str, Any]
+    """Sizes and digests by path: what the write jobs of all ranks gave as `files`."""
     files: tuple[FileSpec, ...]
+    failure: OSError | RunError | None = None
+    """What a rank failed with: then the files of the others are removed, and it is raised."""
     facts: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 600.0
+    visible_s: float = 10.0
+    """How long files of other machines may take to appear in a shared folder."""
     keep_last: int = 2
     keep_steps: tuple[int, ...] = ()
     """Steps whose checkpoints are not removed, however old."""
@@ -161,47 +163,34 @@ class ExportJob:
 WriterJob = WriteJob | CommitJob | ExportJob
 
 
-def receipt_name(info: str, role: str, rank: int) -> str:
-    """A path for a receipt that no other save has."""
-    return f"{info}/.{role}-{rank}-{os.urandom(4).hex()}.receipt"
-
-
 def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
     """Runs it here. The result: `bytes`, `ms` and `files` (sizes and digests by path), and of a
     commit `notes`: what failed after it and does no harm. Raises OSError or RunError."""
     begun = time.monotonic()
-    match job:
-        case WriteJob():
-            result = _write(job, disk)
-        case CommitJob():
-            result = _commit(job, disk)
-        case ExportJob():
-            result = _export(job, disk)
+    with naming(job.target if isinstance(job, ExportJob) else job.root / job.info):
+        match job:
+            case WriteJob():
+                result = _write(job, disk)
+            case CommitJob():
+                result = _commit(job, disk)
+            case ExportJob():
+                result = _export(job, disk)
     num_bytes = sum(entry["size"] for entry in result["files"].values())
     return {**result, "bytes": num_bytes, "ms": round(1e3 * (time.monotonic() - begun), 3)}
 
 
 def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
-    receipt = job.root / job.receipt
+    info = job.root / job.info
     refuse_late(job.root, job.generation)
-    make_folders(disk, receipt.parent)
-    _refuse_committed(receipt.parent)
+    _refuse_committed(info)
     try:
         result = {"files": _write_files(job.root, job.files, disk)}
-        hit("write", step=(step_of(receipt.parent.name) or 0) + 1)
-        write_receipt(receipt, result, disk)
-    except BaseException as error:
+        hit("write", step=(step_of(info.name) or 0) + 1)
+    except BaseException:
         if not is_late(job.root, job.generation):
             _give_back(job.root, [file.path for file in job.files], disk)
-        with suppress(OSError):  # then the commit runs into its deadline
-            write_receipt(receipt, {"error": str(error)}, disk)
         raise
     return result
-
-
-def write_receipt(path: Path, value: Mapping[str, Any], disk: Disk) -> None:
-    """Not durable: it is of no use after a crash."""
-    write_aside(disk, path, json.dumps(value).encode(), is_durable=False)
 
 
 def _refuse_committed(info: Path) -> None:
@@ -214,13 +203,14 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
     step = step_of(info.name)
     assert step is not None and job.info == f"{INFO}/{info.name}", job.info
     refuse_late(job.root, job.generation)
-    make_folders(disk, info)
     _refuse_committed(info)
-    files: dict[str, Any] = {}
     try:
-        _collect(job, files)
+        if job.failure is not None:
+            raise job.failure
+        _check_written(job)
         refuse_late(job.root, job.generation)
-        files |= _write_files(job.root, job.files, disk)
+        make_folders(disk, info)
+        files = {**job.written, **_write_files(job.root, job.files, disk)}
         entries = {path: FileEntry.from_json(value) for path, value in files.items()}
         facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **job.facts}
         manifest = Manifest(step, entries, facts).to_bytes()
@@ -230,10 +220,10 @@ def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
         refuse_late(job.root, job.generation)
         write_aside(disk, info / COMMIT, commit_marker(manifest))
     except BaseException:
-        own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}", *job.receipts]
+        own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}"]
         # A later generation may have committed this step meanwhile: that is not for us to remove.
         if not is_late(job.root, job.generation) and _is_withdrawn(info, disk):
-            _give_back(job.root, [*files, *own], disk)
+            _give_back(job.root, [*job.written, *own], disk)
         raise
     return {"files": files, "notes": _tidy(job, disk)}
 
@@ -260,29 +250,17 @@ def _is_withdrawn(info: Path, disk: Disk) -> bool:
     return True
 
 
-def _collect(job: CommitJob, files: dict[str, Any]) -> None:
-    """Adds the files of all receipts; raises the reason of one that failed."""
-    deadline = time.monotonic() + job.timeout_s
-    waiting = list(job.receipts)
-    failed = ""
-    while waiting and not failed:
-        for name in list(waiting):
-            with suppress(FileNotFoundError):
-                found = json.loads((job.root / name).read_bytes())
-                waiting.remove(name)
-                files |= found.get("files", {})
-                failed = failed or found.get("error", "")
-        if waiting and not failed:
+def _check_written(job: CommitJob) -> None:
+    """RunError unless the files of all ranks are here, in the sizes that were written."""
+    deadline = time.monotonic() + job.visible_s
+    for path, value in job.written.items():
+        while not (job.root / path).exists():
             if time.monotonic() > deadline:
-                others = f" (and {len(waiting) - 1} more)" if waiting[1:] else ""
                 raise RunError(
-                    f"{job.root / waiting[0]}{others}: not there after {job.timeout_s:g} s; every "
-                    "rank must see the same folder, and its writer must live"
+                    f"{job.root / path}: a rank wrote it, and it is not seen here after "
+                    f"{job.visible_s:g} s; every rank must write to the same folder"
                 )
             time.sleep(POLL_S)
-    if failed:
-        raise RunError(failed)
-    for path, value in files.items():
         found_bytes = (job.root / path).stat().st_size
         if found_bytes != value["size"]:
             raise RunError(f"{job.root / path}: has {found_bytes} bytes, not {value['size']}")
@@ -292,8 +270,6 @@ def _tidy(job: CommitJob, disk: Disk) -> list[str]:
     """What follows a commit; it stands, whatever fails here."""
     notes = []
     try:
-        for receipt in job.receipts:
-            disk.unlink(job.root / receipt)
         hint = f"{job.info}/step_info.json"
         if any(file.path == hint for file in job.files):
             data = (job.root / hint).read_bytes()
@@ -353,10 +329,8 @@ def _write_files(root: Path, files: tuple[FileSpec, ...], disk: Disk) -> dict[st
         make_folders(disk, path.parent)
         if path.exists():  # of a save that failed
             disk.unlink(path)
-        try:
+        with naming(path):
             written[file.path] = _write_file(path, file, disk).to_json()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
     for folder in _chains(root, [file.path for file in files]):
         disk.fsync_dir(folder)
     return written

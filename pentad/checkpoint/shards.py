@@ -14,7 +14,9 @@ import math
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +29,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from pentad.checkpoint.disk import REAL_DISK, make_folders
 from pentad.checkpoint.folders import info_folder, step_of
 from pentad.checkpoint.job import (
     FileSegment,
@@ -36,13 +37,11 @@ from pentad.checkpoint.job import (
     Piece,
     Span,
     WriteJob,
-    receipt_name,
     run_job,
-    write_receipt,
 )
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import RunError
-from pentad.core.group_values import broadcast_value
+from pentad.core.group_values import gather_values
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import frame_of
 from pentad.weights.megatron.layout import INDEX
@@ -52,6 +51,9 @@ log = logging.getLogger(__name__)
 
 ALIGN = 64
 """Where a tensor begins: a multiple of every item size."""
+PATIENCE = timedelta(days=60)
+"""How long a rank waits for others to write their part: a large state takes its time, and a rank
+that is gone ends the wait by its closed connection."""
 ROOM = 1 << 20
 """Sizes are rounded up to this, so that a little more state does not need new memory."""
 
@@ -181,8 +183,6 @@ class Staged:
     """A save of which this rank has done its part, but for the writing."""
 
     pending: Pending
-    receipts: tuple[str, ...]
-    """Of all ranks, for the commit."""
     num_bytes: int
     """That this rank writes."""
 
@@ -195,10 +195,13 @@ class StateSaver:
         self.writer = writer
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if is_alone else dist.new_group(backend="gloo")
+        self.answers = None if is_alone else dist.new_group(backend="gloo", timeout=PATIENCE)
+        """Used by one thread of each rank, beside what the ranks compute."""
         self.rank = 0 if self.group is None else dist.get_rank()
         self.world = 1 if self.group is None else dist.get_world_size()
         self.memory = HostMemory()
         self.pending: Pending | None = None
+        self.gathering: Future[list[dict[str, Any]]] | None = None
         self._plan: ShardPlan | None = None
         self._planned: list[tuple[Any, ...]] = []
 
@@ -218,20 +221,21 @@ class StateSaver:
         generation: int | None = None,
     ) -> Staged:
         """Returns when the state may change again. What the writing fails with is the pending's,
-        so that all ranks come back. `counters` are written beside the tensors; `generation` is that
-        of the learners."""
+        so that all ranks come back; `outcomes` has it of all. `counters` are written beside the
+        tensors; `generation` is that of the learners."""
         self.finish()
         plan = self._plan_for(tensors)
-        receipts = self._receipts(folder)
+        step = step_of(Path(folder).name)
+        assert step is not None, f"{folder} is not of a step"
         parts = [local(tensors[item.name]).detach() for item in plan.items]
         for item, part in zip(plan.items, parts, strict=True):
             assert tuple(part.shape) == item.shape, f"{item.name}: planned as {item.shape}"
-        pending, receipt = Pending(), Path(root) / receipts[self.rank]
+        pending = Pending()
         try:
             lazily = partial(_lazily, _Bounce())
-            give = self._stage(plan, parts, receipt) if is_async else lazily
+            give = self._stage(plan, parts) if is_async else lazily
             files = self._files(plan, parts, folder, give, counters)
-            job = WriteJob(Path(root), files, receipts[self.rank], generation)
+            job = WriteJob(Path(root), info_folder(step), files, generation)
             if is_async:
                 assert self.writer is not None, "asynchronous saves need a writer"
                 pending = self.writer.submit(job)
@@ -240,18 +244,40 @@ class StateSaver:
         except (OSError, RunError) as error:
             pending.settle({}, error)
         self.pending = pending
-        num_bytes = sum(item.size_bytes for item in plan.items)
-        return Staged(pending, receipts, num_bytes)
+        self.gathering = Future()
+        threading.Thread(target=self._gather, args=(pending, self.gathering), daemon=True).start()
+        return Staged(pending, sum(item.size_bytes for item in plan.items))
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        """What became of the last save on every rank (`Pending.outcome`), once all have ended;
+        RunError where a rank is gone."""
+        assert self.gathering is not None, "something was saved"
+        return self.gathering.result()
 
     def finish(self) -> None:
-        """Waits until the writer has done with the memory; how that ended is the pending's."""
-        if self.pending is not None:
+        """Waits until all writers have done with the memory; how that ended is in `outcomes`."""
+        if self.pending is not None and self.gathering is not None:
             self.pending.settled()
+            wait([self.gathering])
             self.pending = None
 
-    def close(self) -> None:
-        self.finish()
+    def close(self, *, is_failed: bool = False) -> None:
+        """After a failure other ranks are not waited for."""
+        if is_failed and self.pending is not None:
+            self.pending.settled()
+        elif not is_failed:
+            self.finish()
         self.memory.close()
+
+    def _gather(self, own: Pending, gathering: Future[list[dict[str, Any]]]) -> None:
+        found = own.outcome()
+        try:
+            gathering.set_result(
+                [found] if self.answers is None else gather_values(found, self.answers)
+            )
+        except Exception as error:  # whatever it is, it must not be waited for
+            text = f"a rank is gone before all had written their part of the state ({error})"
+            gathering.set_exception(RunError(text))
 
     def _plan_for(self, tensors: Mapping[str, Tensor]) -> ShardPlan:
         described = [(n, t.shape, t.dtype, local(t).shape) for n, t in tensors.items()]
@@ -260,23 +286,9 @@ class StateSaver:
             self._planned = described
         return self._plan
 
-    def _receipts(self, folder: str) -> tuple[str, ...]:
-        """Rank 0 draws names that no other save has."""
-        role, _, name = folder.partition("/")
-        step = step_of(Path(name).name)
-        assert step is not None, f"{folder} is not of a step"
-        drawn = [receipt_name(info_folder(step), role, r) for r in range(self.world)]
-        return tuple(drawn if self.group is None else broadcast_value(drawn, self.group))
-
-    def _stage(self, plan: ShardPlan, parts: Sequence[Tensor], receipt: Path) -> Give:
+    def _stage(self, plan: ShardPlan, parts: Sequence[Tensor]) -> Give:
         """Copies everything; the result says where each item's bytes lie."""
-        pins = any(part.is_cuda for part in parts)
-        try:
-            memory = self.memory.take(plan.staged_bytes, pins=pins)
-        except RunError as error:  # whoever commits waits for a word of this rank
-            make_folders(REAL_DISK, receipt.parent)
-            write_receipt(receipt, {"error": str(error)}, REAL_DISK)
-            raise
+        memory = self.memory.take(plan.staged_bytes, pins=any(part.is_cuda for part in parts))
         starts: dict[int, int] = {}
         end = 0
         for number, part in enumerate(parts):

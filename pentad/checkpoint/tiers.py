@@ -21,6 +21,8 @@ from pentad.checkpoint.folders import (
     find_checkpoints,
     from_storage,
     info_folder,
+    prune,
+    step_of,
 )
 from pentad.checkpoint.quarantine import list_aside
 from pentad.core.folders import INFO
@@ -161,6 +163,14 @@ class Tiers:
         except OSError as error:
             self._learn({"error": f"the uploader cannot be started: {error}"}, self.known)
 
+    def make_room(self) -> list[int]:
+        """Removes older local checkpoints on a full disk: all but the newest, of a run with a store
+        those that the store has or has a newer one of. The steps of those removed."""
+        stored = self.status().last_step
+        limit = sys.maxsize if self.remote is None else -1 if stored is None else stored
+        removed = prune(self.root, 1, lambda checkpoint: checkpoint.step <= limit)
+        return [step for path in removed if (step := step_of(path.name)) is not None]
+
     def status(self) -> UploadStatus:
         with self.lock:
             return self.known
@@ -183,7 +193,7 @@ class Tiers:
         waiting = self.status().waiting_step
         if waiting is not None:
             rest = "it is on the local disk, and the next start of the run uploads it"
-            self.report(f"the checkpoint of step {waiting} is not in {self.remote_uri}; {rest}")
+            self.report(f"the checkpoint of step {waiting + 1} is not in {self.remote_uri}; {rest}")
         return waiting is None
 
     @property

@@ -1,6 +1,7 @@
 """The background process that runs a trainer process's jobs: `python -m pentad.checkpoint.writer`.
 
-Jobs run in the order they came. Their bytes stay where they are: the process gets the memory's file
+State is written in the order it came, and beside it exports in theirs: a long export does not hold
+up the state of a later step. Their bytes stay where they are: the process gets the memory's file
 descriptors and maps them. It ends with its parent, in the middle of a job too, and ignores the
 signals that a terminal or a scheduler sends to all processes of a run.
 """
@@ -8,6 +9,7 @@ signals that a terminal or a scheduler sends to all processes of a run.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import queue
@@ -19,24 +21,20 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.disk import REAL_DISK, make_folders
-from pentad.checkpoint.job import (
-    Memory,
-    WriteJob,
-    WriterJob,
-    run_job,
-    write_receipt,
-)
+from pentad.checkpoint.job import ExportJob, Memory, WriterJob, run_job
 from pentad.core.errors import RunError
 from pentad.runtime.awake import awake_s
 from pentad.runtime.process import NICENESS
 
-NUMBER = struct.Struct("<Q")
+HEADER = struct.Struct("<Q?")
+"""The number of a job, and whether it is an export; without file descriptors it is the end."""
 MAX_FDS = 250
+Lane = queue.SimpleQueue[tuple[int, list[int]] | None]
+"""Jobs by number, with the file descriptors of their memory; None: the end."""
 WATCH_S = 0.5
 
 
@@ -79,6 +77,22 @@ class Pending:
     def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
         self._result, self.error, self._ended = result, error, time.monotonic()
         self._done.set()
+
+    def outcome(self) -> dict[str, Any]:
+        """Of a write job, once it is done, as JSON: its files, or what it failed with."""
+        self._done.wait()
+        error, system = self.error, None
+        if isinstance(error, OSError):
+            system = [error.errno, error.strerror, error.filename]
+        files = self._result.get("files", {})
+        return {"files": files, "error": None if error is None else str(error), "system": system}
+
+
+def failure_in(outcome: Mapping[str, Any]) -> OSError | RunError | None:
+    """What the job of an outcome failed with."""
+    if outcome["error"] is None:
+        return None
+    return OSError(*outcome["system"]) if outcome["system"] else RunError(outcome["error"])
 
 
 class Writer:
@@ -125,8 +139,9 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self._waiting: list[tuple[Pending, Path | None]] = []
-        """With the receipt that a commit waits for."""
+        self._waiting: dict[int, Pending] = {}
+        """By the number of the job."""
+        self._numbers = itertools.count()
         self._guard = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="checkpoint-writer", daemon=True)
         self._reader.start()
@@ -144,11 +159,12 @@ class _Process:
         letter, memories = encode(job)
         fds = [memory.fd for memory in (letter, *memories)]
         assert len(fds) <= MAX_FDS, "a job has few memories"
-        receipt = job.root / job.receipt if isinstance(job, WriteJob) else None
         with self._guard:
-            self._waiting.append((pending, receipt))
+            number = next(self._numbers)
+            self._waiting[number] = pending
         try:
-            socket.send_fds(self._socket, [NUMBER.pack(len(fds))], fds)
+            header = HEADER.pack(number, isinstance(job, ExportJob))
+            socket.send_fds(self._socket, [header], fds)
         except OSError:
             self._fail()
         finally:
@@ -157,7 +173,7 @@ class _Process:
 
     def close(self, timeout_s: float | None) -> None:
         try:
-            self._socket.sendall(NUMBER.pack(0))  # no job: the end
+            self._socket.sendall(HEADER.pack(0, False))  # no job: the end
             self.popen.wait(timeout_s)
         except OSError:
             pass  # it is gone
@@ -182,9 +198,9 @@ class _Process:
         with self._socket.makefile("rb") as answers:
             try:
                 while True:
-                    result, error = pickle.load(answers)
+                    number, result, error = pickle.load(answers)
                     with self._guard:
-                        pending, _ = self._waiting.pop(0)
+                        pending = self._waiting.pop(number)
                     pending.settle(result, error)
             except (OSError, EOFError, pickle.UnpicklingError):
                 pass  # it ended, perhaps within an answer
@@ -198,12 +214,8 @@ class _Process:
         ended = self._end or f"ended ({how})"
         words = f"the process that writes checkpoints {ended} before this one was written"
         with self._guard:
-            lost, self._waiting = self._waiting, []
-        for pending, receipt in lost:
-            if receipt is not None and not receipt.exists():
-                with suppress(OSError):  # then the commit runs into its deadline
-                    make_folders(REAL_DISK, receipt.parent)
-                    write_receipt(receipt, {"error": words}, REAL_DISK)
+            lost, self._waiting = self._waiting, {}
+        for pending in lost.values():
             pending.settle({}, RunError(words))
 
 
@@ -250,14 +262,25 @@ def main(fd: int, parent: int) -> None:
     if sys.platform == "linux":  # a file that grows beyond its limit is an error, not the end
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.nice(NICENESS)
-    jobs: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-    connection = socket.socket(fileno=fd)
-    threading.Thread(target=_receive, args=(connection, parent, jobs), daemon=True).start()
-    while (fds := jobs.get()) is not None:
-        connection.sendall(pickle.dumps(_answer(fds)))
+    lanes: tuple[Lane, Lane] = (queue.SimpleQueue(), queue.SimpleQueue())  # of state, of exports
+    connection, guard = socket.socket(fileno=fd), threading.Lock()
+
+    def work(lane: Lane) -> None:
+        while (job := lane.get()) is not None:
+            number, fds = job
+            answer = pickle.dumps((number, *_answer(fds)))
+            with guard:
+                connection.sendall(answer)
+
+    threading.Thread(target=_receive, args=(connection, parent, lanes), daemon=True).start()
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any]) -> None:
+def _receive(connection: socket.socket, parent: int, lanes: tuple[Lane, Lane]) -> None:
     """Also while a job runs, so that the end of the parent is seen at once, by the end of the
     connection or, where a child of it keeps that open, by its process number."""
     poll = select.poll()  # ours has the parent's number, and `select` knows none above 1023
@@ -265,10 +288,12 @@ def _receive(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[Any
     try:
         while os.getppid() == parent:
             if poll.poll(1e3 * WATCH_S):
-                data, fds, _, _ = socket.recv_fds(connection, NUMBER.size, MAX_FDS)
+                data, fds, _, _ = socket.recv_fds(connection, HEADER.size, MAX_FDS)
                 if not data:
                     break
-                jobs.put(list(fds) or None)
+                number, is_export = HEADER.unpack(data)
+                for lane in (lanes[is_export],) if fds else lanes:
+                    lane.put((number, list(fds)) if fds else None)
     finally:
         os._exit(1)
 

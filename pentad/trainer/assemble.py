@@ -34,7 +34,13 @@ from pentad.trainer.learners import start_run
 from pentad.trainer.placement import Placement
 from pentad.trainer.preflight import Checked, check_train, kind_of, size_of
 from pentad.trainer.ranks import run_over_ranks
-from pentad.trainer.recovery import GROUPS, Identity, progress_of, save_after_failure
+from pentad.trainer.recovery import (
+    GROUPS,
+    Identity,
+    finish_saves,
+    progress_of,
+    save_after_failure,
+)
 from pentad.trainer.rollout_pump import RolloutPump, rejection
 from pentad.trainer.run import OpenRun, RunSummary, open_run
 from pentad.trainer.run_folders import oldest_saved, standing
@@ -131,6 +137,8 @@ class Assembly:
         self.keeps_ref = False
         """Whether a scorer was the reference of the checkpoint."""
         self.reference: RefreshedReference | None = None
+        self.stop = StopFlag()
+        """Signals since the first step that no pump has taken."""
         self.unrecorded: TrainedBatch | None = None
         """A batch that is in the weights and not in the records."""
 
@@ -149,11 +157,13 @@ class Assembly:
                 if not self.learner.is_given_up and not isinstance(error, Regroup):
                     self._rescue()
                 raise
-            trained = self.trained
-            self.recover.finish()
-            savers = self.savers.values()
-            folders = [saver.finish(trained - 1) for saver in savers] if trained else [None]
-        stop = StopFlag(self.state.stop_reason)
+            trained, stop, savers = self.trained, self.stop, list(self.savers.values())
+            stop.reason = stop.reason or self.state.stop_reason
+            try:
+                folders = finish_saves(self.recover, savers, trained, stop)
+            except KeyboardInterrupt:
+                good, next_start = self.savers["default"].good, self.recover.next_start
+                raise cut_short(stop.reason, None, good, next_start) from None
         stop.check_complete(trained, self.num_steps, folders[0], next_start=self.recover.next_start)
         assert folders[0] is not None, "a complete run has steps"
         evals = self.open.recorder.evaluations() if evaluator else []
@@ -212,7 +222,7 @@ class Assembly:
                 )
                 await self._begin(evaluator)
             # From here on what was trained is saved first, whoever asks to stop.
-            stepping.enter_context(stop_flag())
+            self.stop = stepping.enter_context(stop_flag())
             self.calls.is_leaving = lambda: bool(self.state.stop_reason)
             try:
                 await self._scheduler(reward, evaluator, stack).run()

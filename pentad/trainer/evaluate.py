@@ -27,6 +27,7 @@ from pentad.rollout.evaluation import Answered, EvalResult, answer_prompts, summ
 from pentad.rollout.executor import Executor, load_workflow
 from pentad.rollout.workflows import Workflow
 from pentad.samplers import completions
+from pentad.trainer.periodic import Frequency
 from pentad.trainer.preflight import (
     Checked,
     Collector,
@@ -35,7 +36,6 @@ from pentad.trainer.preflight import (
     vocabulary_problems,
 )
 from pentad.trainer.reward_trial import check_reward
-from pentad.trainer.saver import Frequency
 from pentad.trainer.translate import (
     compute_dtype,
     eval_params,

@@ -16,7 +16,7 @@ from pentad.runtime.calls import RankCalls
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.crew import Crew, Regroup
 from pentad.trainer.learner_thread import Calls
-from pentad.trainer.recovery import Check, save_after_failure
+from pentad.trainer.recovery import Check, finish_saves, save_after_failure
 from pentad.trainer.run import OpenRun, RunSummary
 from pentad.trainer.scheduler import end_when_hung
 from pentad.trainer.stopping import StopFlag, cut_short, stop_flag
@@ -81,14 +81,13 @@ class PlainRun(ABC):
                 if stop.reason:
                     break
                 self._step(step)
-            recover.finish()
-            last = self.trained - 1
-            folders = [saver.finish(last) for saver in savers] if self.trained else [None]
+            folders = finish_saves(recover, savers, self.trained, stop)
         except Regroup:
             raise
         except KeyboardInterrupt:
             good, next_start = self.savers["default"].good, recover.next_start
-            raise cut_short(stop.reason, self.trained + 1, good, next_start) from None
+            at = None if recover.is_ending else self.trained + 1
+            raise cut_short(stop.reason, at, good, next_start) from None
         except Exception:
             save_after_failure(self.calls, recover, savers, *self.progress())
             raise

@@ -2,18 +2,21 @@
 
 A checkpoint is the state of the learners after a step (`checkpoint.shards`, every rank its part),
 the state of all else that the run continues from (JSON, and the samples of groups that wait for
-training), and a commit. The record of the step is written before the commit, so that a run that
-goes on from it has records without gaps. At most one is on its way; one that fails is reported,
-training goes on, and it is tried again.
+training), and a commit. Ranks answer a save with the sizes and digests of what they wrote, or with
+what they failed with; then a thread here commits. The record of the step is written before the
+commit, so that a run that goes on from it has records without gaps.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,21 +37,20 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.tiers import Tiers
-from pentad.checkpoint.writer import Pending, Writer
+from pentad.checkpoint.writer import Pending, failure_in
 from pentad.core.errors import Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
 from pentad.telemetry.log import NOTICE
+from pentad.trainer import periodic
 from pentad.trainer.learner_thread import Calls
-from pentad.trainer.saver import MAX_WAIT_STEPS, Frequency, Saver, rescue
+from pentad.trainer.periodic import FAILED_S, Periodic
+from pentad.trainer.saver import Saver, rescue
 from pentad.trainer.state import DataProgress
+from pentad.trainer.stopping import StopFlag, stopped
 
 log = logging.getLogger(__name__)
 
-FAILED_S = 10.0
-"""How long a run that failed waits for checkpoints that are on their way."""
-GONE_S = 1.0
-"""How long for one that lacks what a rank should have written that is gone: its writer ends too."""
-POLL_S = 0.2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 GROUPS = "groups.bin"
 INFOS = (
     *("step_info", "saver_info", "evaluator_info"),
@@ -97,17 +99,11 @@ class Point:
 
 
 @dataclass(slots=True, kw_only=True)
-class RecoverHandler:
-    calls: Calls
+class RecoverHandler(Periodic):
     roles: Mapping[str, str]
     """Of the learner, by the name of their folder."""
     tiers: Tiers
-    frequency: Frequency
-    steps_per_epoch: int
     is_on: bool = True
-    is_async: bool = True
-    timeout_s: float = 1800.0
-    """How long a commit waits for other ranks."""
     upload_timeout_s: float = 600.0
     """How long the end of the run waits for the store."""
     before_commit: Callable[[], None] = lambda: None
@@ -122,27 +118,19 @@ class RecoverHandler:
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each learner that was restored."""
     point: Point | None = None
-    receipts: tuple[str, ...] = ()
-    """Of what is staged and not committed."""
+    is_staged: bool = False
+    """Whether the state of the point is, and is not committed."""
     began: float = 0.0
     """When the last save began."""
     under_way: tuple[int, Pending] | None = None
     """A commit and its step."""
-    awaited: tuple[str, ...] = ()
-    """The receipts that it waits for."""
-    last_saved: int = -1
-    """The last step that is committed."""
     stall_ms: float | None = None
-    commit_ms: float | None = None
-    num_failed: int = 0
-    """Since the last that succeeded."""
-    retry_at: int | None = None
+    was_full: bool = False
+    """Whether a disk without room cost older checkpoints."""
     is_owed: bool = False
     """Whether one was due while another was on its way."""
     generation: int | None = None
     """Of the learners: what an earlier one still writes does not count."""
-    writer: Writer = field(default_factory=Writer)
-    """Commits what the ranks have written."""
 
     @property
     def root(self) -> Path:
@@ -150,10 +138,12 @@ class RecoverHandler:
 
     @property
     def next_start(self) -> str:
-        """Where the run goes on when it is started again, in words; empty: nowhere."""
+        """Where the run goes on when it is started again, in words; empty: nowhere. For the end of
+        a run: a commit that is under way is waited for, so that the next start says the same."""
         last = self.last_saved
-        if self.under_way is not None and self.under_way[1].is_whole:
-            last = self.under_way[0]
+        if self.under_way is not None:
+            self._settle_last()
+            last = self.under_way[0] if self.under_way[1].is_whole else last
         if not self.is_on or last < 0:
             return ""
         return f"started again, the run goes on after step {last + 1}"
@@ -261,41 +251,65 @@ class RecoverHandler:
         if not self.is_on:
             return
         self._collect(step, wait=False)
-        is_due = self.frequency.is_due(step + 1) or self.is_owed
-        if is_doubtful:
-            self.is_owed = is_due
-            return
-        if is_due or (self.retry_at is not None and step >= self.retry_at):
-            self.is_owed = self.under_way is not None
-            if not self.is_owed:
-                self._stage(step)
+        is_due = self.is_due(step) or self.is_owed
+        self.is_owed = is_due and (is_doubtful or self.under_way is not None)
+        if is_due and not self.is_owed:
+            self._stage(step)
 
     def commit(self) -> None:
         """Commits what is staged, once the step is recorded."""
-        if not self.receipts or self.point is None:
+        if not self.is_staged or self.point is None:
             return
         self.before_commit()
-        receipts, self.awaited, self.receipts = self.receipts, self.receipts, ()
+        self.is_staged = False
         step, pending = self.point.step, Pending()
+        job = CommitJob(
+            self.root,
+            info_folder(step),
+            {},
+            tuple(self._files(self.point)),
+            facts=self.facts(),
+            generation=self.generation,
+        )
+        self.under_way = (step, pending)
+        if self.is_async:
+            threading.Thread(target=self._commit, args=(job, pending), daemon=True).start()
+        else:
+            self._commit(job, pending)
+        self._collect(step, wait=not self.is_async)
+
+    def _commit(self, job: CommitJob, pending: Pending) -> None:
+        """Once all ranks have written their parts, or with what one of them failed with."""
         try:
-            job = CommitJob(
-                self.root,
-                info_folder(step),
-                receipts,
-                tuple(self._files(self.point)),
-                self.facts(),
-                self.timeout_s,
-                self.tiers.keep_committed,
-                generation=self.generation,
-            )
-            if self.is_async:
-                pending = self.writer.submit(job)
-            else:
-                pending.settle(run_job(job))
+            outcomes = self.calls.ask("saved_state", roles=list(self.roles.values()))
+            written = {path: file for one in outcomes for path, file in one["files"].items()}
+            failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
+            job = replace(job, written=written, failure=failures[0] if failures else None)
+            pending.settle(run_job(replace(job, keep_last=self._keep_last(written))))
         except (OSError, RunError) as error:
             pending.settle({}, error)
-        self.under_way = (step, pending)
-        self._collect(step, wait=not self.is_async)
+        except Exception as error:  # whatever it is, it must not be waited for
+            log.info("the commit failed", exc_info=True)
+            pending.settle({}, RunError(f"{type(error).__name__}: {error}"))
+
+    def _keep_last(self, written: Mapping[str, Any]) -> int:
+        """One where the disk was full and has no room for one more beside those kept."""
+        size = sum(file["size"] for file in written.values())
+        if self.was_full and self.tiers.remote is None:
+            self.was_full = shutil.disk_usage(self.root).free < size
+            return 1 if self.was_full else self.tiers.keep_committed
+        return self.tiers.keep_committed
+
+    def begin(self) -> None:
+        """Has the last finished step saved, where nothing else is being written."""
+        if not self.is_on or self.point is None:
+            return
+        step = self.point.step
+        self._collect(step, wait=False)
+        if self.under_way is None and self.last_saved != step:
+            if not self.is_staged:
+                self._stage(step)
+            self.commit()
 
     def finish(self) -> None:
         """The last finished step is committed when this returns, or it is said why not."""
@@ -303,12 +317,12 @@ class RecoverHandler:
             return
         step = self.point.step
         self._collect(step, wait=True)
-        if self.last_saved == step:
-            return
-        if not self.receipts:
-            self._stage(step)
-        self.commit()
-        self._collect(step, wait=True)
+        for wait_s in (0.0, *periodic.LAST_WAITS_S):
+            if self.last_saved == step or self.is_stopped:
+                return
+            time.sleep(wait_s)
+            self.begin()
+            self._collect(step, wait=True)
 
     def settle(self, step: int) -> bool:
         """Whether this step is committed; waits for it where that is under way."""
@@ -320,22 +334,21 @@ class RecoverHandler:
         """Waits for what is on its way; after a failure a few seconds."""
         if self.point is not None and not is_failed:
             self._collect(self.point.step, wait=True)
-        self.writer.close(self._patience_s if is_failed else None)
+        self._settle_last()
         self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
 
-    @property
-    def _patience_s(self) -> float:
-        is_gone = self.calls.is_torn and self.calls.is_apart
-        lacks = any(not (self.root / name).exists() for name in self.awaited)
-        return GONE_S if is_gone and lacks else FAILED_S
+    def _settle_last(self) -> None:
+        """A few seconds for the commit that is under way, once."""
+        if self.under_way is not None and not self.is_given_up:
+            self.under_way[1].settled(FAILED_S)
+            self.is_given_up = not self.under_way[1].is_done
 
     def _stage(self, step: int) -> None:
         self.began = time.monotonic()
-        receipts: list[str] = []
         for name, role in self.roles.items():
             place = {"root": str(self.root.absolute()), "folder": state_folder(name, step)}
             try:
-                receipts += self.calls.call(
+                self.calls.call(
                     "save_state",
                     role=role,
                     is_async=self.is_async,
@@ -347,7 +360,7 @@ class RecoverHandler:
             except (OSError, RunError) as error:
                 self._failed(step, step, error)
                 return
-        self.receipts = tuple(receipts)
+        self.is_staged = True
         self.stall_ms = 1e3 * (time.monotonic() - self.began)
 
     def _files(self, point: Point) -> Iterator[FileSpec]:
@@ -374,43 +387,51 @@ class RecoverHandler:
 
     def _collect(self, now: int, *, wait: bool) -> None:
         """What became of the commit that is on its way."""
-        if self.under_way is None or not (wait or self.under_way[1].is_done):
+        if self.under_way is None:
             return
         step, pending = self.under_way
+        if wait:
+            self.wait_for(lambda: pending.is_done, pending.settled)
+        if not pending.is_done:
+            return
         self.under_way = None
-        while not pending.is_done and not (self.calls.is_torn and self.calls.is_apart):
-            pending.settled(POLL_S)
         try:
-            notes = pending.wait(self._patience_s).get("notes", [])
+            notes = pending.wait().get("notes", [])
         except (OSError, RunError) as error:
             self._failed(step, now, error)
             return
         self.commit_ms = 1e3 * (time.monotonic() - self.began)
-        self.last_saved, self.num_failed, self.retry_at = step, 0, None
+        self.succeeded(step)
         log.info("recovery checkpoint of step %d: %s", step + 1, self.root / info_folder(step))
         for note in notes:
             log.warning("%s", note)
         self.tiers.after_commit(step)
 
     def _failed(self, step: int, now: int, error: Exception) -> None:
-        self.num_failed += 1
-        self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
         good = "there is none yet"
         if self.last_saved >= 0:
-            good = f"a run that stops now goes on after step {self.last_saved + 1}"
-        log.warning(
-            "step %d: the recovery checkpoint of step %d could not be saved: %s; training goes on, "
-            "and it is tried again after step %d; %s",
-            now + 1,
-            step + 1,
-            error,
-            self.retry_at + 1,
-            good,
-        )
+            good = f"a run that stops now resumes after step {self.last_saved + 1}"
+        text = "step %d: the recovery checkpoint of step %d could not be saved: %s; %s; %s"
+        log.warning(text, now + 1, step + 1, error, self.failed(now), good)
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Gives up older checkpoints for the next attempt, never the newest."""
+        try:
+            removed = self.tiers.make_room()
+        except OSError as error:
+            log.warning("older recovery checkpoints were not removed: %s", error)
+            return
+        for step in removed:
+            self.was_full = True
+            text = "the disk is full: the older recovery checkpoint of step %d is removed for room"
+            log.warning(text, step + 1)
 
     def rescue(self, num_done: int, num_moved: int) -> None:
         """After a failure: commits what was trained, if it can be had; the failure is raised
         anyway."""
+        self.is_ending = True
         if self.point is None or self.point.step != num_done - 1 or num_moved:
             return
         try:
@@ -420,6 +441,31 @@ class RecoverHandler:
             return
         if self.last_saved == self.point.step and self.is_on:
             log.info("%s", self.next_start, extra=NOTICE)
+
+
+def finish_saves(
+    recover: RecoverHandler, savers: Sequence[Saver], trained: int, stop: StopFlag
+) -> list[Path | None]:
+    """The models of a run whose steps are over, and the recovery checkpoint of its last one, which
+    is written meanwhile. A signal from here on ends the waiting within FAILED_S seconds; a second
+    one raises KeyboardInterrupt."""
+    before = stop.reason
+    for one in (recover, *savers):
+        one.is_ending, one.is_cut = True, lambda: stop.reason != before
+    recover.begin()
+    try:
+        folders: list[Path | None] = [None]
+        if trained:
+            folders = [saver.finish(trained - 1) for saver in savers]
+    except Exception:
+        recover.finish()
+        raise
+    recover.finish()
+    is_behind = recover.is_on and trained > recover.last_saved + 1
+    if stop.reason != before and is_behind:
+        text = "before the recovery checkpoint of the last step was saved; the model is in "
+        raise stopped(stop.reason, f"{text}{folders[0]}; {recover.next_start}")
+    return folders
 
 
 def progress_of(calls: Calls, trained: int) -> tuple[int, int]:

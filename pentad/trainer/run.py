@@ -55,6 +55,7 @@ from pentad.telemetry.sinks import WandbSettings, build_sinks
 from pentad.trainer.batches import BatchKeeper
 from pentad.trainer.crew import Regroup
 from pentad.trainer.learner_thread import Calls
+from pentad.trainer.periodic import Frequency
 from pentad.trainer.preflight import is_again, kind_of
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.recovery import Check, RecoverHandler
@@ -66,7 +67,7 @@ from pentad.trainer.run_folders import (
     standing,
     take_folder,
 )
-from pentad.trainer.saver import Frequency, Saver
+from pentad.trainer.saver import Saver
 from pentad.trainer.stopping import stop_early
 from pentad.trainer.translate import remote_of
 
@@ -168,7 +169,6 @@ class OpenRun:
             steps_per_epoch=self.steps_per_epoch,
             is_on=recover.is_on,
             is_async=self.saves_beside,
-            timeout_s=self.config.stall_abort_s,
             upload_timeout_s=self.config.checkpoint.finish_timeout_s,
             before_commit=self.recorder.sync,
             facts=lambda: {**facts, "time": now_text()},

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,79 +26,27 @@ from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.machine import GIB
 from pentad.core.roles import StagedFile
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.learner_thread import Calls
+from pentad.trainer import periodic
+from pentad.trainer.periodic import MAX_WAIT_STEPS, Periodic
 from pentad.weights.hf import sweep
-
-
-@dataclass(slots=True)
-class Frequency:
-    """When periodic things are due: every so many epochs, steps or seconds, whichever comes first;
-    all None means never."""
-
-    epochs: int | None = None
-    steps: int | None = None
-    seconds: float | None = None
-    steps_per_epoch: int = 1
-    clock: Callable[[], float] = time.monotonic
-    last_time: float | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Whether it is due after `step` steps are done; asking starts the clock anew if so."""
-        now = self.clock()
-        if self.last_time is None:
-            self.last_time = now
-        due = bool(
-            (self.steps and step % self.steps == 0)
-            or (self.epochs and step % (self.epochs * self.steps_per_epoch) == 0)
-            or (self.seconds and now - self.last_time >= self.seconds)
-        )
-        if due:
-            self.last_time = now
-        return due
-
-    def state(self) -> dict[str, Any]:
-        """For JSON: how long ago the clock was started."""
-        since = None if self.last_time is None else self.clock() - self.last_time
-        return {"seconds_since": since}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        since = state["seconds_since"]
-        self.last_time = None if since is None else self.clock() - since
-
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_STEPS = 32
-"""Between two attempts to save while a disk is full; they come after 1, 2, 4, ... steps."""
-LAST_WAITS_S = (2.0, 8.0)
-"""Between attempts at the end of a run."""
 FOLDER = re.compile(r"epoch\d+epochstep\d+globalstep(\d+)")
 
 
 @dataclass(slots=True, kw_only=True)
-class Saver:
+class Saver(Periodic):
     """Writes `{root}/epoch{E}epochstep{S}globalstep{G}` folders that transformers loads."""
 
-    calls: Calls
     role: str
     """Whose weights: "actor" or "critic"."""
     root: Path
-    frequency: Frequency
-    steps_per_epoch: int
-    is_async: bool = False
-    """Written in the background; otherwise training waits."""
     size_bytes: float = 0.0
     """Of one folder, to warn before there is no room for it; 0: unknown."""
     keep_last: int | None = None
     keep_best: int | None = None
     """How many of the newest and of the best evaluated folders stay; both None: all."""
-    last_saved: int = -1
-    """The last step whose folder is whole on disk."""
-    commit_ms: float | None = None
-    """From the copy to the whole folder, of the last one that was written in the background."""
-    num_failed: int = 0
-    """Attempts since the last that succeeded."""
-    retry_at: int | None = None
     under_way: tuple[int, float] | None = None
     """The step whose folder is being written, and the seconds its copy took."""
     warned_room_at: int | None = None
@@ -113,17 +61,17 @@ class Saver:
     def after_step(self, step: int) -> None:
         """Saves if due; `step` is the global step just finished, its weights still in place."""
         self._collect(step, wait=False)
-        is_due = self.frequency.is_due(step + 1)
-        if is_due or (self.retry_at is not None and step >= self.retry_at):
+        if self.is_due(step):
             self._collect(step, wait=True)
-            self._save(step)
+            if self.under_way is None:  # else the run is being stopped, and ends with an export
+                self._save(step)
         self._watch_room(step)
 
     def finish(self, step: int) -> Path:
         """The folder after `step`, whole; RunError if that cannot be had."""
         self._collect(step, wait=True)
         folder = self.folder(step)
-        for wait_s in (*LAST_WAITS_S, None):
+        for wait_s in (*periodic.LAST_WAITS_S, None):
             if self.last_saved == step:
                 break
             try:
@@ -131,7 +79,7 @@ class Saver:
             except Transient:  # the ranks are gone
                 raise
             except (OSError, RunError) as error:
-                if wait_s is None:
+                if wait_s is None or self.is_stopped:
                     raise RunError(f"{folder} could not be saved: {error}; {self.good}") from error
                 log.warning("%s could not be saved: %s; trying again", folder, error)
                 time.sleep(wait_s)
@@ -163,7 +111,7 @@ class Saver:
         """Which folder there is, in words."""
         last = self.last_saved
         if self.under_way is not None and not self.calls.is_torn:
-            status = self.calls.ask("export_status", role=self.role)
+            status = self._status()
             last = self.under_way[0] if status["is_done"] and status["error"] is None else last
         return (
             "there is no earlier one" if last < 0 else f"the last whole one is {self.folder(last)}"
@@ -192,7 +140,9 @@ class Saver:
         if self.under_way is None:
             return
         step, staging_s = self.under_way
-        status = self.calls.ask("export_status", role=self.role, wait=wait)
+        if wait and not self.wait_for(lambda: bool(self._status()["is_done"]), time.sleep):
+            return
+        status = self._status()
         if not status["is_done"]:
             return
         self.under_way = None
@@ -202,8 +152,13 @@ class Saver:
             self.commit_ms = 1e3 * (staging_s + status["seconds"])
             self._succeeded(step)
 
+    def _status(self) -> dict[str, Any]:
+        """Of the folder that is being written."""
+        status: dict[str, Any] = self.calls.ask("export_status", role=self.role)
+        return status
+
     def _succeeded(self, step: int) -> None:
-        self.last_saved, self.num_failed, self.retry_at = step, 0, None
+        self.succeeded(step)
         log.info("saved %s", self.folder(step))
         self._prune()
 
@@ -227,17 +182,8 @@ class Saver:
     def _failed(self, step: int, now: int, error: Exception | str) -> None:
         with suppress(OSError):
             sweep(self.root)  # what a writer left that was killed
-        self.num_failed += 1
-        self.retry_at = now + min(2 ** (self.num_failed - 1), MAX_WAIT_STEPS)
-        log.warning(
-            "step %d: %s could not be saved: %s; training goes on, saving is tried again after "
-            "step %d; %s",
-            now + 1,
-            self.folder(step),
-            error,
-            self.retry_at + 1,
-            self.good,
-        )
+        text = "step %d: %s could not be saved: %s; %s; %s"
+        log.warning(text, now + 1, self.folder(step), error, self.failed(now), self.good)
 
     def _watch_room(self, step: int) -> None:
         """Says as soon as the disk has no room for another folder, and now and then again."""

@@ -72,8 +72,7 @@ class EngineService:
         self.shared: dict[int, torch.Tensor] = {}
         """By version: buffers on the GPU that other processes read."""
         self.weights: ShardWriter | None = None
-        self.writer, self.export_writer = (Writer(config.stall_abort_s) for _ in range(2))
-        """An export must not hold up the state of a later step."""
+        self.writer = Writer(config.stall_abort_s)
         self.savers: dict[str, StateSaver] = {}
         self.exports: dict[str, Exporting] = {}
         self.allocated_gb: float | None = None
@@ -166,9 +165,10 @@ class EngineService:
 
     def save_state(
         self, role: str, root: str, folder: str, is_async: bool, generation: int | None = None
-    ) -> list[str]:
-        """The receipts of all ranks. It fails on all ranks or on none."""
-        staged = save_learner(
+    ) -> None:
+        """Stages the state and has it written: `saved_state` says what became of it. It fails on
+        all ranks or on none."""
+        save_learner(
             self._saver(role),
             self.engines[role],
             Path(root),
@@ -176,7 +176,14 @@ class EngineService:
             is_async=is_async,
             generation=generation,
         )
-        return list(staged.receipts)
+
+    def saved_state(self, roles: list[str]) -> list[dict[str, Any]]:
+        """What each rank wrote or failed with (`Pending.outcome`) since `save_state` of each role;
+        waits until all have ended."""
+        try:
+            return [found for role in roles for found in self._saver(role).outcomes()]
+        except RunError as error:
+            return [{"files": {}, "error": str(error), "system": None}]
 
     def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
         """The counters of the checkpoint. It fails on all ranks or on none."""
@@ -236,14 +243,12 @@ class EngineService:
             raise
         engine.stage_hf(exporting.room.bytes[:size])
         job = ExportJob(Path(folder), file_specs(files, memory))
-        exporting.pending = self.export_writer.submit(job)
+        exporting.pending = self.writer.submit(job)
 
-    def export_status(self, role: str, wait: bool = False) -> dict[str, Any]:
+    def export_status(self, role: str) -> dict[str, Any]:
         """Of the last asynchronous export: whether it is done, what it failed with, seconds."""
         pending = self.exports[role].pending
         assert pending is not None, "there is one"
-        if wait:
-            pending.settled()
         error = None if pending.error is None else str(pending.error)
         return {"is_done": pending.is_done, "error": error, "seconds": pending.seconds}
 
@@ -274,12 +279,11 @@ class EngineService:
 
     def close(self, *, is_failed: bool) -> None:
         """What is worth waiting for was waited for: after a failure it ends at once."""
-        for writer in (self.export_writer, self.writer):
-            writer.close(0.0 if is_failed else None)
+        self.writer.close(0.0 if is_failed else None)
         if self.weights is not None and not is_failed:
             self.weights.close()
         for saver in self.savers.values():
-            saver.close()
+            saver.close(is_failed=is_failed)
         for exporting in self.exports.values():
             exporting.room.close()
         unsettle()

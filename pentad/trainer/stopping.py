@@ -38,9 +38,10 @@ def stopped(name: str, rest: str) -> RunError:
     return (Interrupted if name.endswith("SIGINT") else Stopped)(f"stopped by {name} {rest}")
 
 
-def cut_short(name: str, step: int, saved: str, next_start: str = "") -> RunError:
-    """After a second signal; `saved` says which export there is."""
-    rest = f"in step {step}; what was trained since the last save is lost, "
+def cut_short(name: str, step: int | None, saved: str, next_start: str = "") -> RunError:
+    """After a second signal; `saved` says which export there is. `step`: None after the last."""
+    where = "in the saves after the last step" if step is None else f"in step {step}"
+    rest = f"{where}; what was trained since the last save is lost, "
     return stopped(f"a second {name}", rest + (next_start or saved))
 
 

@@ -1,5 +1,6 @@
 """A checkpoint of any layout continues under any other: same numbers, same next step."""
 
+import errno
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,3 +162,15 @@ def test_a_critic_is_restored_in_another_layout(pool, tmp_path):
     for part in checkpoint_cases.PARTS:
         for name, tensor in then["then"][part].items():
             assert torch.equal(now[part][name], tensor), f"{part} {name}"
+
+
+def test_every_rank_learns_what_another_failed_with_at_once(pool, tmp_path):
+    (tmp_path / "file").touch()
+    where = "save_where_one_rank_has_no_disk"
+    given = pool.run(2, "checkpoint_cases", where, 60.0, root=str(tmp_path))
+    first, second = given["outcomes"]
+    assert [one["error"] is None for one in first] == [True, False]
+    assert "File exists" in first[1]["error"] and first[1]["system"][0] == errno.EEXIST
+    assert [sorted(one["files"]) for one in second][1] == [
+        "default/recover_checkpoint/globalstep1/__1_0.distcp"
+    ]

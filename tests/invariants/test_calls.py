@@ -40,6 +40,7 @@ def test_rollouts_are_learned_alike_by_text_and_from_files(lab, request):
         "load_tags",
         "prepare_state",
         "save_state",
+        "saved_state",
         "export",
         "export_status",
         "memory",

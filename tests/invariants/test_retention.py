@@ -9,7 +9,8 @@ import pytest
 from test_saving import exports_of, log_of, weights_of
 
 from pentad.rollout import evaluation
-from pentad.trainer.saver import Frequency, Saver, outdated
+from pentad.trainer.periodic import Frequency
+from pentad.trainer.saver import Saver, outdated
 
 
 def test_the_newest_exports_stay_and_what_goes_is_logged(lab):

@@ -22,8 +22,8 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.calls import RankCalls
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
-from pentad.trainer import rollout_pump, saver
-from pentad.trainer.saver import Frequency
+from pentad.trainer import periodic, rollout_pump, saver
+from pentad.trainer.periodic import Frequency
 from pentad.weights import hf
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
@@ -31,7 +31,7 @@ from pentad.weights.regions import full_box
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(saver, "LAST_WAITS_S", (0.0,))
+    monkeypatch.setattr(periodic, "LAST_WAITS_S", (0.0,))
 
 
 def weights_of(folder):

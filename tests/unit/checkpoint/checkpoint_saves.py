@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from pentad.checkpoint.job import (
     Span,
     WriteJob,
     WriterJob,
-    receipt_name,
 )
 
 Runner = Callable[[WriterJob], dict[str, Any]]
@@ -50,17 +49,21 @@ def write_job(root: Path, step: int, rank: int, role: str = "default") -> WriteJ
     if rank == 0:
         text = index_of(f"{role} at {step}")
         files.append(FileSpec(f"{folder}/.metadata", (Piece(".metadata", (text,)),)))
-    return WriteJob(root, tuple(files), receipt_name(info_folder(step), role, rank))
+    return WriteJob(root, info_folder(step), tuple(files))
 
 
-def commit_job(root: Path, step: int, receipts: list[str], **options: Any) -> CommitJob:
+def commit_job(
+    root: Path, step: int, results: Iterable[Mapping[str, Any]], **options: Any
+) -> CommitJob:
+    """`results` are those of the write jobs."""
     info = info_folder(step)
     files = []
     for name in INFOS:
         text = json.dumps({"global_step": step, "of": name}).encode()
         files.append(FileSpec(f"{info}/{name}", (Piece(name, (text,)),)))
     options = {"facts": {"world": 2}, **options}
-    return CommitJob(root, info, tuple(receipts), tuple(files), **options)
+    written = {path: file for one in results for path, file in one["files"].items()}
+    return CommitJob(root, info, written, tuple(files), **options)
 
 
 def write_jobs(root: Path, step: int, roles: tuple[str, ...] = ("default",)) -> list[WriteJob]:
@@ -70,10 +73,8 @@ def write_jobs(root: Path, step: int, roles: tuple[str, ...] = ("default",)) -> 
 def save(
     run: Runner, root: Path, step: int, roles: tuple[str, ...] = ("default",), **options: Any
 ) -> dict[str, Any]:
-    jobs = write_jobs(root, step, roles)
-    for job in jobs:
-        run(job)
-    return run(commit_job(root, step, [job.receipt for job in jobs], **options))
+    results = [run(job) for job in write_jobs(root, step, roles)]
+    return run(commit_job(root, step, results, **options))
 
 
 def data_files(root: Path, step: int) -> list[Path]:

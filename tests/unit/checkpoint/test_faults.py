@@ -1,6 +1,7 @@
 """Storage that fails at any operation or stalls; writers and parents that are killed."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_saves import (
@@ -25,9 +27,17 @@ from checkpoint_saves import (
 )
 
 from pentad.checkpoint.folders import damage, find_checkpoints
-from pentad.checkpoint.job import ExportJob, FileSpec, Piece, Span, WriteJob, run_job
+from pentad.checkpoint.job import (
+    ExportJob,
+    FileSpec,
+    Piece,
+    Span,
+    WriteJob,
+    WriterJob,
+    run_job,
+)
 from pentad.checkpoint.quarantine import sweep_uncommitted
-from pentad.checkpoint.writer import Writer
+from pentad.checkpoint.writer import Writer, failure_in
 from pentad.core.errors import RunError
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -56,16 +66,20 @@ def steps(root: Path) -> list[int]:
     return [one.step for one in found]
 
 
-def try_save(root: Path, disk: CountingDisk) -> list[Exception]:
+def try_save(root: Path, disk: CountingDisk) -> list[OSError | RunError]:
     """As ranks do: one that fails does not keep the others from going on."""
-    jobs = write_jobs(root, 2)
-    commit = commit_job(root, 2, [job.receipt for job in jobs], timeout_s=0.0)
-    failures: list[Exception] = []
-    for job in (*jobs, commit):
+    results: list[dict[str, Any]] = []
+    failures: list[OSError | RunError] = []
+
+    def run(job: WriterJob) -> None:
         try:
-            run_job(job, disk)
+            results.append(run_job(job, disk))
         except (OSError, RunError) as error:
             failures.append(error)
+
+    for job in write_jobs(root, 2):
+        run(job)
+    run(commit_job(root, 2, results, failure=failures[0] if failures else None))
     return failures
 
 
@@ -91,13 +105,14 @@ def test_a_failure_of_any_operation_is_loud_and_harms_nothing(
             assert found[0] == 2, at
             continue
         assert any(os.strerror(number) in str(failure) for failure in failures), at
+        assert all(str(root) in str(failure) for failure in failures), (at, failures)
         if is_lasting and found[0] == 2:  # its COMMIT could not be withdrawn, and it is whole
             assert found == [2, 1, 0], at
             continue
         assert found == [1, 0], at
         if not is_lasting:
             left = [p for p in root.rglob("*") if "globalstep2" in str(p) and p.is_file()]
-            assert all(p.name.endswith(".receipt") for p in left), (at, left)
+            assert left == [], (at, left)
         assert try_save(root, CountingDisk()) == [], at
         assert steps(root) == [2, 1], at
         shutil.rmtree(root)
@@ -134,15 +149,18 @@ def test_a_full_disk_fails_the_job_and_gives_its_space_back(tmp_path: Path, writ
     file = FileSpec(
         "default/recover_checkpoint/globalstep2/f", (Piece("w", (Span(memory, 0, 3 << 20),)),)
     )
-    job = WriteJob(tmp_path, (file,), "recover_info/globalstep2/.r.receipt")
+    job = WriteJob(tmp_path, "recover_info/globalstep2", (file,))
     pending = writer.submit(job)
     with pytest.raises(OSError, match="File too large.*globalstep2/f") as caught:
         pending.wait(240)
     assert caught.value.errno == errno.EFBIG
     assert pending.error is caught.value
     assert not (tmp_path / file.path).exists()
-    with pytest.raises(RunError, match="File too large"):
-        writer.submit(commit_job(tmp_path, 2, [job.receipt])).wait(240)
+    outcome = json.loads(json.dumps(pending.outcome()))
+    failure = failure_in(outcome)
+    assert isinstance(failure, OSError) and str(failure) == str(caught.value)
+    with pytest.raises(OSError, match="File too large.*globalstep2/f"):
+        writer.submit(commit_job(tmp_path, 2, [outcome], failure=failure)).wait(240)
     assert steps(tmp_path) == [1]
     assert list(tmp_path.rglob("globalstep2")) == []
 
@@ -164,14 +182,13 @@ class Stall:
 def test_stalled_storage_does_not_hold_the_caller(tmp_path: Path, writer: Writer):
     save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
     jobs = write_jobs(tmp_path, 2)
-    commit = commit_job(tmp_path, 2, [job.receipt for job in jobs])
     with Stall(writer):
-        pendings = [writer.submit(job) for job in (*jobs, commit)]
+        pendings = [writer.submit(job) for job in jobs]
         time.sleep(0.3)
         assert not any(pending.is_done for pending in pendings)
         with pytest.raises(TimeoutError, match="not done after 0.1 s"):
             pendings[0].wait(0.1)
-    pendings[-1].wait(240)
+    run_job(commit_job(tmp_path, 2, [pending.wait(240) for pending in pendings]))
     assert pendings[-1].seconds > 0.3
     assert steps(tmp_path) == [2, 1]
 
@@ -182,16 +199,14 @@ def test_a_writer_that_is_killed_fails_its_jobs_and_the_next_one_is_new(
     save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
     assert writer.pid is not None
     first = writer.pid
-    waiting = commit_job(tmp_path, 2, ["recover_info/globalstep2/.never.receipt"])
-    lost = write_job(tmp_path, 2, 0)
-    pendings = [writer.submit(waiting), writer.submit(lost)]
-    time.sleep(0.2)
+    os.kill(first, signal.SIGSTOP)
+    export = ExportJob(tmp_path / "model", (FileSpec("config.json", (Piece("c", (b"{}",)),)),))
+    pendings = [writer.submit(job) for job in (write_job(tmp_path, 2, 0), export)]
     os.kill(first, signal.SIGKILL)
     for pending in pendings:
         with pytest.raises(RunError, match=r"ended \(by signal 9\) before"):
             pending.wait(240)
-    with pytest.raises(RunError, match=r"ended \(by signal 9\) before"):  # and not its deadline
-        run_job(commit_job(tmp_path, 2, [lost.receipt]))
+        assert "ended (by signal 9) before" in pending.outcome()["error"]
     save(lambda job: writer.submit(job).wait(240), tmp_path, 2)
     assert writer.pid != first
     assert steps(tmp_path) == [2, 1]
@@ -205,10 +220,9 @@ from checkpoint_saves import commit_job, save, write_jobs
 from pentad.checkpoint.writer import Writer
 root, writer = Path({root!r}), Writer()
 save(lambda job: writer.submit(job).wait(240), root, 1)
-jobs = write_jobs(root, 2)
-for job in jobs:
-    writer.submit(job)
-writer.submit(commit_job(root, 2, [*(job.receipt for job in jobs), "recover_info/late"]))
+results = [writer.submit(job).wait(240) for job in write_jobs(root, 2)]
+late = {{"files": {{"recover_info/globalstep2/late": {{"size": 2}}}}}}
+writer.submit(commit_job(root, 2, [*results, late], visible_s=600))
 print(writer.pid, flush=True)
 time.sleep(600)
 """
@@ -227,7 +241,9 @@ def test_a_parent_that_is_killed_takes_the_writer_with_it(tmp_path: Path):
             break
         time.sleep(0.01)
     assert time.monotonic() < deadline, "the writer goes on without its parent"
-    (tmp_path / "recover_info" / "late").write_text('{"files": {}}')
+    late = tmp_path / "recover_info/globalstep2/late"
+    late.parent.mkdir(exist_ok=True)
+    late.write_text("{}")
     time.sleep(0.1)
     assert steps(tmp_path) == [1]
     sweep_uncommitted(tmp_path)
@@ -245,19 +261,32 @@ def test_signals_to_all_processes_of_a_run_do_not_end_the_writer(tmp_path: Path,
 
 
 def test_close_waits_for_the_jobs_under_way(tmp_path: Path, writer: Writer):
-    jobs = write_jobs(tmp_path, 1)
-    for job in jobs:
-        writer.submit(job)
-    late = tmp_path / "recover_info" / "late"
-    late.parent.mkdir()
-    pending = writer.submit(
-        commit_job(tmp_path, 1, [*(j.receipt for j in jobs), "recover_info/late"])
-    )
-    timer = threading.Timer(0.5, lambda: late.write_text('{"files": {}}'))
+    results = [writer.submit(job).wait(240) for job in write_jobs(tmp_path, 1)]
+    path = tmp_path / next(iter(results[0]["files"]))
+    aside = path.rename(tmp_path / "aside")
+    pending = writer.submit(commit_job(tmp_path, 1, results, visible_s=240))
+    timer = threading.Timer(0.5, lambda: aside.rename(path))
     timer.start()
     writer.close()
     assert pending.is_done and pending.error is None
     assert steps(tmp_path) == [1]
+
+
+def test_an_export_does_not_hold_up_the_state_of_a_later_step(tmp_path: Path, writer: Writer):
+    """One process writes both, each in an order of its own."""
+    os.mkfifo(tmp_path / "held")
+
+    class Held:
+        """Unpickled by the writer: opening a pipe that has no other end blocks there."""
+
+        def __reduce__(self):
+            return open, (str(tmp_path / "held"), "rb")
+
+    export = ExportJob(tmp_path / "model", (FileSpec("a", (Piece(Held(), (b"x",)),)),))  # type: ignore[arg-type]
+    waiting = writer.submit(export)
+    pendings = [writer.submit(job) for job in write_jobs(tmp_path, 1)]
+    run_job(commit_job(tmp_path, 1, [pending.wait(240) for pending in pendings]))
+    assert steps(tmp_path) == [1] and not waiting.is_done
 
 
 def test_the_writer_needs_neither_torch_nor_numpy():

@@ -9,27 +9,26 @@ from pentad.checkpoint.job import CommitJob, FileSpec, Piece, WriteJob, run_job
 from pentad.core.errors import RunError
 
 
-def write_job(root, text, generation, receipt="a"):
+def write_job(root, text, generation):
     files = (FileSpec("default/recover_checkpoint/globalstep3/x", (Piece("x", (text,)),)),)
-    return WriteJob(root, files, f"{info_folder(3)}/.{receipt}.receipt", generation)
+    return WriteJob(root, info_folder(3), files, generation)
 
 
-def commit_job(root, generation, receipt="a"):
-    receipts = (f"{info_folder(3)}/.{receipt}.receipt",)
-    return CommitJob(root, info_folder(3), receipts, (), timeout_s=5, generation=generation)
+def commit_job(root, generation, result):
+    return CommitJob(root, info_folder(3), result["files"], (), generation=generation)
 
 
 def test_a_late_writer_is_refused_and_the_next_generation_commits(tmp_path):
     first = raise_fence(tmp_path)
-    run_job(write_job(tmp_path, b"old", first))
+    old = run_job(write_job(tmp_path, b"old", first))
     second = raise_fence(tmp_path)
     assert (first, second, read_fence(tmp_path)) == (2, 3, 3)
     with pytest.raises(RunError, match="written by generation 2 of the learners, and 3 has begun"):
-        run_job(commit_job(tmp_path, first))
+        run_job(commit_job(tmp_path, first, old))
     with pytest.raises(RunError, match="nothing of it counts"):
-        run_job(write_job(tmp_path, b"older", first, "b"))
-    run_job(write_job(tmp_path, b"new", second, "c"))
-    run_job(commit_job(tmp_path, second, "c"))
+        run_job(write_job(tmp_path, b"older", first))
+    new = run_job(write_job(tmp_path, b"new", second))
+    run_job(commit_job(tmp_path, second, new))
     (found,) = find_checkpoints(tmp_path, report=print)
     path = tmp_path / "default/recover_checkpoint/globalstep3/x"
     assert found.step == 3 and path.read_bytes() == b"new"
@@ -37,7 +36,7 @@ def test_a_late_writer_is_refused_and_the_next_generation_commits(tmp_path):
 
 def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, monkeypatch):
     first, plain = raise_fence(tmp_path), jobs._settle_names
-    run_job(write_job(tmp_path, b"old", first))
+    old = run_job(write_job(tmp_path, b"old", first))
 
     def overtaken(*args):
         plain(*args)
@@ -45,27 +44,27 @@ def test_a_commit_that_is_overtaken_just_before_its_mark_leaves_none(tmp_path, m
 
     monkeypatch.setattr(jobs, "_settle_names", overtaken)
     with pytest.raises(RunError, match="3 has begun"):
-        run_job(commit_job(tmp_path, first))
+        run_job(commit_job(tmp_path, first, old))
     assert not find_checkpoints(tmp_path, report=print)
 
 
-@pytest.mark.parametrize("place", ["_collect", "_settle_names"])
+@pytest.mark.parametrize("place", ["_check_written", "_settle_names"])
 def test_a_commit_that_another_generation_overtook_removes_nothing_of_it(
     tmp_path, monkeypatch, place
 ):
     first, plain = raise_fence(tmp_path), getattr(jobs, place)
-    run_job(write_job(tmp_path, b"old", first))
+    old = run_job(write_job(tmp_path, b"old", first))
 
     def overtaken(*args):
         plain(*args)
         monkeypatch.setattr(jobs, place, plain)
         second = raise_fence(tmp_path)
-        run_job(write_job(tmp_path, b"new", second, "c"))
-        run_job(commit_job(tmp_path, second, "c"))
+        new = run_job(write_job(tmp_path, b"new", second))
+        run_job(commit_job(tmp_path, second, new))
 
     monkeypatch.setattr(jobs, place, overtaken)
     with pytest.raises(RunError, match="3 has begun"):
-        run_job(commit_job(tmp_path, first))
+        run_job(commit_job(tmp_path, first, old))
     (found,) = find_checkpoints(tmp_path, report=print)
     path = tmp_path / "default/recover_checkpoint/globalstep3/x"
     assert found.step == 3 and path.read_bytes() == b"new"
@@ -75,7 +74,7 @@ def test_a_folder_that_is_not_there_is_not_made_for_it(tmp_path):
     root = tmp_path / "trial"
     first = raise_fence(root)
     assert not root.exists()
-    run_job(write_job(root, b"old", first))
+    old = run_job(write_job(root, b"old", first))
     assert raise_fence(root) == first + 1
     with pytest.raises(RunError, match="written by generation 1"):
-        run_job(commit_job(root, first))
+        run_job(commit_job(root, first, old))

@@ -1,5 +1,6 @@
 """Jobs write what they are given, in this process and through the writer's, and commit it."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,22 +50,21 @@ def test_older_checkpoints_are_removed_but_those_kept(tmp_path: Path, run: Runne
 
 def test_a_rank_that_failed_fails_the_commit_with_its_words(tmp_path: Path, run: Runner):
     save(run, tmp_path, 1)
-    good, bad = write_job(tmp_path, 2, 0), write_job(tmp_path, 2, 1)
-    run(good)
-    (tmp_path / bad.receipt).write_text('{"error": "rank 1 has no space"}')
+    good = run(write_job(tmp_path, 2, 0))
     with pytest.raises(RunError, match="rank 1 has no space"):
-        run(commit_job(tmp_path, 2, [good.receipt, bad.receipt]))
+        run(commit_job(tmp_path, 2, [good], failure=RunError("rank 1 has no space")))
     assert [found.step for found in find_checkpoints(tmp_path)] == [1]
     assert list(tmp_path.rglob("*globalstep2*")) == []
     save(run, tmp_path, 2)
     assert [found.step for found in find_checkpoints(tmp_path)] == [2, 1]
 
 
-def test_a_receipt_that_never_comes_fails_the_commit(tmp_path: Path, run: Runner):
-    job = write_job(tmp_path, 2, 0)
-    run(job)
-    with pytest.raises(RunError, match="receipt: not there after 0.1 s"):
-        run(commit_job(tmp_path, 2, [job.receipt, "recover_info/x.receipt"], timeout_s=0.1))
+def test_a_file_that_is_not_seen_fails_the_commit(tmp_path: Path, run: Runner):
+    good, elsewhere = run(write_job(tmp_path, 2, 0)), run(write_job(tmp_path / "other", 2, 1))
+    words = "__1_0.distcp: a rank wrote it, and it is not seen here after 0.1 s; every rank must"
+    with pytest.raises(RunError, match=words):
+        run(commit_job(tmp_path, 2, [good, elsewhere], visible_s=0.1))
+    shutil.rmtree(tmp_path / "other")
     assert list(tmp_path.rglob("*globalstep2*")) == []
 
 
@@ -84,7 +84,7 @@ def test_lazy_bytes_are_asked_one_after_the_other(tmp_path: Path):
         return memoryview(buffer)
 
     pieces = tuple(Piece(str(n), (lambda n=n: give(n), b"-")) for n in range(3))
-    run_job(WriteJob(tmp_path, (FileSpec("d/f", pieces),), "recover_info/globalstep0/.r"))
+    run_job(WriteJob(tmp_path, "recover_info/globalstep0", (FileSpec("d/f", pieces),)))
     assert (tmp_path / "d/f").read_bytes() == b"\0\0\0-\1\1\1-\2\2\2-"
 
 

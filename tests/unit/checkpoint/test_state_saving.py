@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 from pathlib import Path
 
 import numpy
@@ -40,10 +41,11 @@ def commit(saver: StateSaver, state, root: Path, *, is_async: bool) -> Checkpoin
     staged = saver.save(state, root, FOLDER, is_async=is_async)
     for tensor in state.values():  # what was staged is a copy, or written
         tensor.zero_()
-    staged.pending.wait(240)
+    written = staged.pending.wait(240)["files"]
+    assert [one["files"] for one in saver.outcomes()] == [written]
     info = "recover_info/globalstep3"
     file = FileSpec(f"{info}/step_info.json", (Piece("all", (b"{}",)),))
-    run_job(CommitJob(root, info, staged.receipts, (file,)))
+    run_job(CommitJob(root, info, written, (file,)))
     return find_checkpoints(root)[0]
 
 
@@ -178,12 +180,13 @@ def test_a_rank_without_memory_to_stage_in_says_so_to_the_commit(tmp_path, monke
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(shards, "Memory", refuse)
-    staged = StateSaver(Writer()).save(make_state(1), tmp_path, FOLDER, is_async=True)
+    saver = StateSaver(Writer())
+    staged = saver.save(make_state(1), tmp_path, FOLDER, is_async=True)
     words = r"no host memory to stage .* \(\[Errno 12\] Cannot allocate memory\)"
     with pytest.raises(RunError, match=words):
         staged.pending.wait()
-    with pytest.raises(RunError, match=words):
-        run_job(CommitJob(tmp_path, "recover_info/globalstep3", staged.receipts, ()))
+    (outcome,) = saver.outcomes()
+    assert re.match(words, outcome["error"]) and outcome["files"] == {}
 
 
 def test_frames_of_tensors_beyond_4_gib_are_zip64(tmp_path):

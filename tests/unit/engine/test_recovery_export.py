@@ -42,7 +42,7 @@ def train_and_save(root: Path, config=MOE, backend="archon", value_head=False, r
         train(engine, make_rows(), steps=2)
     for step in (1, 4):
         staged = save_learner(StateSaver(), engine, root, state_folder(role, step), is_async=False)
-        run_job(CommitJob(root, info_folder(step), staged.receipts, ()))
+        run_job(CommitJob(root, info_folder(step), staged.pending.wait()["files"], ()))
     return engine
 
 

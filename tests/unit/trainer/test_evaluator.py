@@ -1,7 +1,7 @@
 """When held-out prompts are evaluated."""
 
 from pentad.trainer.evaluate import Evaluator
-from pentad.trainer.saver import Frequency
+from pentad.trainer.periodic import Frequency
 
 
 def test_an_evaluation_whose_version_was_overtaken_is_made_at_the_next():

@@ -9,9 +9,10 @@ from pentad.core.layout import Layout
 from pentad.core.types import LayerBalance, StepResult
 from pentad.models.families import dims_of
 from pentad.telemetry.record import MemoryUse, PhaseTimer
+from pentad.trainer.periodic import Frequency
 from pentad.trainer.records import StepRecorder
 from pentad.trainer.recovery import RecoverHandler
-from pentad.trainer.saver import Frequency, Saver
+from pentad.trainer.saver import Saver
 
 DIMS = dims_of(
     {

@@ -1,0 +1,275 @@
+"""Every wait for something being saved ends soon and with its cause: whatever is lost or full."""
+
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pentad.checkpoint.folders import find_checkpoints, state_folder
+from pentad.checkpoint.job import FileSpec, Piece, WriteJob, run_job
+from pentad.checkpoint.tiers import Tiers
+from pentad.checkpoint.writer import Pending
+from pentad.core.errors import RunError, Stopped, Transient
+from pentad.trainer import periodic
+from pentad.trainer.periodic import Frequency
+from pentad.trainer.recovery import RecoverHandler, finish_saves
+from pentad.trainer.saver import Saver
+from pentad.trainer.stopping import stop_flag
+
+SOON_S = 20.0
+"""A loaded machine; without its cause a wait takes half an hour, or has no end."""
+LOST = "rank 1 of 2 ended by signal 9"
+
+
+class Learner:
+    """Ranks whose saves end when they are told to."""
+
+    is_torn = False
+    is_apart = True
+    straggler = None
+    device = None
+    is_leaving = staticmethod(bool)
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.state = Pending()
+        self.exported = Pending()
+        self.exports: list[str] = []
+        self.num_bytes = 10
+
+    def hold(self) -> None:
+        """From now on nothing is written."""
+        self.state, self.exported, self.is_held = Pending(), Pending(), True
+
+    is_held = False
+
+    def call(self, method: str, **given):
+        if self.is_torn:
+            raise Transient(LOST)
+        if method == "save_state" and not self.is_held:
+            data = bytes(self.num_bytes)
+            file = FileSpec(f"{given['folder']}/__0_0.distcp", (Piece("w", (data,)),))
+            info = f"recover_info/{Path(given['folder']).name}"
+            self.state = Pending()
+            try:
+                self.state.settle(run_job(WriteJob(self.root, info, (file,))))
+            except OSError as error:
+                self.state.settle({}, error)
+        elif method == "export":
+            self.exports.append(given["folder"])
+            if not (self.is_held and given["is_async"]):
+                Path(given["folder"]).mkdir(parents=True, exist_ok=True)
+                self.exported.settle({})
+
+    def ask(self, method: str, **given):
+        if method == "saved_state":
+            while not self.state.is_done:
+                if self.is_torn:
+                    raise Transient(LOST)
+                self.state.settled(0.01)
+            return [self.state.outcome()]
+        if self.is_torn:
+            raise Transient(LOST)
+        error = self.exported.error
+        return {
+            "is_done": self.exported.is_done,
+            "error": None if error is None else str(error),
+            "seconds": 0.1,
+        }
+
+    def check(self) -> None:
+        pass
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch):
+    monkeypatch.setattr(periodic, "LAST_WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(periodic, "FAILED_S", 0.3)
+    monkeypatch.setattr("pentad.trainer.recovery.FAILED_S", 0.3)
+    return Learner(tmp_path)
+
+
+@pytest.fixture
+def recover(learner):
+    return RecoverHandler(
+        calls=learner,
+        roles={"default": "actor"},
+        tiers=Tiers(learner.root),
+        frequency=Frequency(steps=1),
+        steps_per_epoch=10,
+        is_async=True,
+    )
+
+
+@pytest.fixture
+def saver(learner):
+    return Saver(
+        calls=learner,
+        role="actor",
+        root=learner.root / "default",
+        frequency=Frequency(steps=2),
+        steps_per_epoch=10,
+        is_async=True,
+    )
+
+
+def save(recover: RecoverHandler, step: int) -> None:
+    recover.after_step(step)
+    recover.commit()
+
+
+def steps(root: Path) -> list[int]:
+    return [found.step for found in find_checkpoints(root)]
+
+
+def lose(learner: Learner) -> None:
+    learner.is_torn = True
+
+
+def fill(learner: Learner) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(learner.root / "state"))
+    learner.is_held = False  # the next attempt finds room
+    learner.state.settle({}, full)
+    learner.exported.settle({}, full)
+
+
+def stop(learner: Learner) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+FAULTS = {"a lost rank": lose, "a full disk": fill, "SIGTERM": stop}
+WAITS = {
+    "the end of the run": lambda recover, saver, flag: finish_saves(recover, [saver], 2, flag),
+    "a rank that returned": lambda recover, saver, flag: recover.settle(1),
+    "a rollback": lambda recover, saver, flag: recover.roll_back(1, []),
+    "an export that is due": lambda recover, saver, flag: saver.after_step(3),
+    "what to say at the end": lambda recover, saver, flag: recover.next_start,
+}
+CAUSES = {"a lost rank": LOST, "a full disk": "No space left on device: '", "SIGTERM": "SIGTERM"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("wait", WAITS)
+def test_no_wait_outlives_what_it_waits_for(learner, recover, saver, caplog, wait, fault):
+    save(recover, 0)
+    recover.settle(0)
+    learner.hold()
+    saver.after_step(1)
+    save(recover, 1)
+    began, raised = time.monotonic(), ""
+    with stop_flag() as flag:
+        learner.is_leaving = lambda: bool(flag.reason)
+        threading.Timer(0.3, FAULTS[fault], (learner,)).start()
+        try:
+            WAITS[wait](recover, saver, flag)
+        except RunError as error:
+            raised = str(error)
+    assert time.monotonic() - began < SOON_S
+    said = caplog.text + raised
+    if wait == "an export that is due" and fault == "SIGTERM":
+        assert saver.under_way == (1, saver.under_way[1]) and len(learner.exports) == 1
+    elif wait == "the end of the run" or fault != "SIGTERM":
+        is_silent = wait == "what to say at the end"  # the next start says the same
+        assert is_silent or CAUSES[fault] in said, said
+    assert steps(learner.root)[-1] == 0
+
+
+def test_a_failed_write_is_tried_again_after_the_next_step(learner, recover, caplog):
+    save(recover, 0)
+    recover.settle(0)
+    learner.hold()
+    save(recover, 1)
+    fill(learner)
+    recover.settle(1)
+    assert "step 2: the recovery checkpoint of step 2 could not be saved: [Errno 28]" in caplog.text
+    assert "tried again after step 3; a run that stops now resumes after step 1" in caplog.text
+    save(recover, 2)
+    assert recover.settle(2) and steps(learner.root) == [2, 0] and recover.num_failed == 0
+
+
+def test_the_model_is_exported_while_the_last_checkpoint_is_not_written(learner, recover, saver):
+    save(recover, 0)
+    recover.settle(0)
+    learner.hold()
+    save(recover, 1)
+    with stop_flag() as flag:
+        threading.Timer(0.3, stop, (learner,)).start()
+        with pytest.raises(Stopped) as caught:
+            finish_saves(recover, [saver], 2, flag)
+    folder = saver.folder(1)
+    assert folder.is_dir()
+    assert str(caught.value) == (
+        "stopped by SIGTERM before the recovery checkpoint of the last step was saved; the model "
+        f"is in {folder}; started again, the run goes on after step 1"
+    )
+
+
+def test_a_second_signal_does_not_wait_at_all(learner, recover, saver, monkeypatch):
+    monkeypatch.setattr(periodic, "FAILED_S", 600.0)
+    save(recover, 0)
+    recover.settle(0)
+    learner.hold()
+    save(recover, 1)
+    with stop_flag() as flag, pytest.raises(KeyboardInterrupt):
+        for after_s in (0.3, 0.8):
+            threading.Timer(after_s, stop, (learner,)).start()
+        finish_saves(recover, [saver], 2, flag)
+
+
+def test_what_is_said_at_the_end_is_where_the_next_start_resumes(learner, recover):
+    """A commit that is under way when the sentence is made has ended before."""
+    save(recover, 0)
+    recover.settle(0)
+    learner.hold()
+    save(recover, 1)
+    learner.is_held = False
+
+    def write() -> None:
+        folder = state_folder("default", 1)
+        file = FileSpec(f"{folder}/__0_0.distcp", (Piece("w", (b"x",)),))
+        learner.state.settle(run_job(WriteJob(learner.root, "recover_info/globalstep1", (file,))))
+
+    threading.Timer(0.1, write).start()
+    assert recover.next_start == "started again, the run goes on after step 2"
+    assert steps(learner.root) == [1, 0]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkeypatch, keep_last):
+    """An older one is given up for it, and never the newest."""
+    recover.tiers.keep_last = keep_last
+    room = 25 * 4096
+
+    def free(place) -> int:
+        sizes = [path.stat().st_size for path in learner.root.rglob("*") if path.is_file()]
+        return room - sum(sizes)
+
+    plain = learner.call
+
+    def call(method, **given):
+        if method == "save_state" and free(learner.root) < learner.num_bytes:
+            learner.state = Pending()
+            learner.state.settle({}, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state"))
+            return
+        plain(method, **given)
+
+    learner.num_bytes = 40_000
+    monkeypatch.setattr(learner, "call", call)
+    monkeypatch.setattr(
+        "pentad.trainer.recovery.shutil.disk_usage",
+        lambda place: os.terminal_size((0, 0)) and type("Usage", (), {"free": free(place)}),
+    )
+    committed = []
+    for step in range(8):
+        before = steps(learner.root)
+        save(recover, step)
+        recover.settle(step)
+        found = steps(learner.root)
+        assert not before or before[0] in found or found[0] == step, "the newest is never removed"
+        committed.append(found[0])
+    misses = [step for step, last in enumerate(committed) if last != step]
+    assert misses == ([] if keep_last == 1 else [2]), "one attempt finds out"
