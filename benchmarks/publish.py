@@ -36,7 +36,7 @@ from pentad.engine.engine import build_engine
 from pentad.infer.settings import SamplerSettings
 from pentad.models.families import dims_of
 from pentad.planner.activations import Checkpointing
-from pentad.planner.memory import Training, publish_bucket, publish_bytes, snapshot_bytes
+from pentad.planner.memory import Training, publish_bucket, publish_params, snapshot_bytes
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 from pentad.samplers import remote
@@ -193,6 +193,12 @@ async def measure(args: argparse.Namespace, pipes: list[Connection], folder: Pat
     finally:
         await runtime.close()
     return rows[1:]
+
+
+def publish_bytes(training: Training, pp_rank: int) -> float:
+    """What one rank grows by in a publish: its share, in the file or staged, and a bucket."""
+    share = training.compute_bytes * publish_params(training, pp_rank)
+    return share + publish_bucket(training)
 
 
 def planned(args: argparse.Namespace, layout: Layout) -> float:

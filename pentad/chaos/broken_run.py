@@ -17,11 +17,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from pentad.chaos.spares import make_spares
 from pentad.chaos.workloads import Workload
 from pentad.core.faults import VARIABLE, InjectedFault
 from pentad.core.specs import load
 from pentad.runtime.local_roles import OF_A_RANK
-from pentad.runtime.spares import make_spares
 from pentad.runtime.standby import ENVIRONMENT, IMPORTED_LATE, overwrite
 from pentad.telemetry.steps import read_lines
 

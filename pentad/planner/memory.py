@@ -381,12 +381,6 @@ def publish_params(training: Training, pp_rank: int) -> float:
     return (held.total - dims.embedding_params * is_copy) * layout.pp / layout.world
 
 
-def publish_bytes(training: Training, pp_rank: int) -> float:
-    """What one rank grows by in a publish: its share, in the file or staged, and a bucket."""
-    share = training.compute_bytes * publish_params(training, pp_rank)
-    return share + publish_bucket(training)
-
-
 def publish_bucket(training: Training) -> float:
     """Work space for the digest, and blocks that are cast, or that columns are cut out of."""
     layout = training.layout

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pentad.core.errors import GivenUp, InfraFailure, UserError, is_cancelled
 from pentad.core.roles import Sampler
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 30.0
-NEWCOMER_CHECK_S = 0.2
 
 _request_numbers = itertools.count()
 """Shared by all executors of the process: two that use one sampler never use one id."""
@@ -32,14 +31,12 @@ _request_numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One sampler and what is under way on it."""
+    """One sampler and how far it is trusted."""
 
     name: str
     sampler: Sampler
     load: int = 0
     """Samples given to it and not yet back."""
-    under_way: dict[str, asyncio.Task[list[Generation]]] = field(default_factory=dict)
-    is_removed: bool = False
     last_error: str | None = None
     """Why it is suspect; None when it is trusted."""
     num_failures: int = 0
@@ -62,7 +59,7 @@ class Replica:
 
 
 class Fleet:
-    """The replicas that serve now. May change while groups are under way."""
+    """The replicas of a run."""
 
     def __init__(
         self, samplers: Mapping[str, Sampler], patience_s: float, backoff_s: float
@@ -70,17 +67,6 @@ class Fleet:
         self.replicas = {name: Replica(name, sampler) for name, sampler in samplers.items()}
         self.patience_s = patience_s
         self.backoff_s = backoff_s
-
-    def add(self, name: str, sampler: Sampler) -> None:
-        assert name not in self.replicas, f"replica {name} exists"
-        self.replicas[name] = Replica(name, sampler)
-
-    def remove(self, name: str) -> None:
-        """Takes a replica out; what is under way on it is started again elsewhere."""
-        replica = self.replicas.pop(name)
-        replica.is_removed = True
-        for task in replica.under_way.values():
-            task.cancel()
 
     async def pick(self, prompt: Prompt, num_samples: int) -> Replica:
         """Reserves the prompt's own replica, where its prefix may be cached, or an idler one.
@@ -116,17 +102,13 @@ class Fleet:
         return healthy
 
     async def _next_probe(self, deadline: float) -> None:
-        """Waits until a replica may be well again, or another one has been added."""
+        """Waits until a replica may be well again."""
         left_s = deadline - awake_s()
         if left_s <= 0:
             reasons = [f"{r.name}: {r.last_error}" for r in self.replicas.values()]
-            raise InfraFailure(f"no replica can serve ({'; '.join(reasons) or 'there is none'})")
+            raise InfraFailure(f"no replica can serve ({'; '.join(reasons)})")
         probes = [r.probe for r in self.replicas.values() if r.probe is not None]
-        wait_s = min(left_s, NEWCOMER_CHECK_S)
-        if probes:
-            await asyncio.wait(probes, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(wait_s)
+        await asyncio.wait(probes, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
         for replica in self.replicas.values():
@@ -148,7 +130,6 @@ class CheckedSampler:
         request = replace(request, id=f"{self.replica.name}-{next(_request_numbers)}")
         replica = self.replica
         task = asyncio.ensure_future(replica.sampler.generate(request))
-        replica.under_way[request.id] = task
         try:
             answers = await asyncio.shield(task)
             check_generations(request, answers, self.vocab_size)
@@ -157,14 +138,11 @@ class CheckedSampler:
             if is_cancelled():
                 self.was_waiting = True
                 raise
-            what = "was removed" if replica.is_removed else "dropped the request"
-            raise InfraFailure(f"replica {replica.name} {what}") from None
+            raise InfraFailure(f"replica {replica.name} dropped the request") from None
         except (UserError, InfraFailure, GivenUp):
             raise
         except Exception as failure:
             raise InfraFailure(f"{type(failure).__name__}: {failure}") from failure
-        finally:
-            del replica.under_way[request.id]
         self.drawn.add(request, answers)
         return answers
 

@@ -16,7 +16,6 @@ from pentad.runtime.process import RankProcess
 from pentad.runtime.report import describe_exit
 from pentad.runtime.role_host import job_of
 from pentad.runtime.roles import RoleProcess, RoleSpec
-from pentad.runtime.spares import take_spare
 from pentad.runtime.standby import StandbyPool
 
 COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
@@ -32,7 +31,7 @@ class LocalProcess(RoleProcess):
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         job = job_of(spec, token, standing_in=own_environment(spec))
         taken = standbys.take(job) if standbys is not None else None
-        if (taken := taken or take_spare(job)) is not None:
+        if taken is not None:
             self.process, self.address = taken
         else:
             self._start(spec)

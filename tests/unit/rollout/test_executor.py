@@ -162,20 +162,6 @@ def test_no_healthy_replica_is_a_bounded_failure_with_the_reason(scripted, build
         asyncio.run(build([sampler], replica_patience_s=0.5).rollout(prompt(0), 0))
 
 
-def test_a_replica_that_comes_late_is_waited_for(scripted, build):
-    executor = build([])
-
-    async def run() -> Group:
-        task = asyncio.create_task(executor.rollout(prompt(0), 0))
-        await asyncio.sleep(0.05)
-        executor.fleet.add("late", scripted(draw))
-        return await task
-
-    assert asyncio.run(run()).gid == 0
-    with pytest.raises(InfraFailure, match="there is none"):
-        asyncio.run(build([], replica_patience_s=0.1).rollout(prompt(0), 0))
-
-
 def test_users_errors_are_not_retried(scripted, build):
     sampler = scripted(draw)
     sampler.error = UserError("temperature = -1: must be at least 0")
@@ -201,25 +187,6 @@ def test_replicas_share_the_load_and_a_prompt_keeps_its_replica(scripted, build)
         asyncio.run(executor.rollout(prompt(99, 8, 8, 8), 0))
     homes = [[r.prompt_ids for r in s.requests].count((8, 8, 8)) for s in samplers]
     assert sorted(homes) == [0, 0, 4]
-
-
-def test_replicas_come_and_go_while_groups_are_under_way(scripted, build):
-    slow, fresh = scripted(draw), scripted(draw)
-    slow.delay_s = 600.0
-    executor = build([slow])
-
-    async def run() -> list[Group]:
-        tasks = [asyncio.create_task(executor.rollout(prompt(gid), 0)) for gid in range(3)]
-        while len(slow.requests) < 3:
-            await asyncio.sleep(0.01)
-        executor.fleet.add("new", fresh)
-        executor.fleet.remove("r0")
-        async with asyncio.timeout(60):
-            return await asyncio.gather(*tasks)
-
-    groups = asyncio.run(run())
-    assert [g.gid for g in groups] == [0, 1, 2]
-    assert len(fresh.requests) == 3 and len(slow.aborted) == 3 and slow.num_finished == 0
 
 
 def test_a_deadline_stops_the_work_and_not_only_the_waiting(scripted, build):

@@ -1,7 +1,8 @@
 """Spares: forks of a program that has imported everything, made while it has no threads.
 
-A fork takes milliseconds where a process of its own imports for seconds. `pentad chaos` makes them
-at the start of every run that it breaks; each waits to become the process of a role.
+A fork takes milliseconds where a process of its own imports for seconds. They are made at the start
+of every run that is broken; each waits to become the process of a role, in the place of one that
+`runtime.local_roles` would start.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from pentad.runtime.local_roles import LocalProcess, own_environment
 from pentad.runtime.process import FAILED, RankProcess, die_with_parent
-from pentad.runtime.role_host import run_job
+from pentad.runtime.role_host import job_of, run_job
+from pentad.runtime.roles import RoleSpec
 from pentad.runtime.standby import stand_in
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fork:
     """As much of `Popen` as a `RankProcess` needs."""
 
     pid: int
+    code: int | None = None
 
     def wait(self) -> int:
-        return os.waitpid(self.pid, 0)[1]
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,21 @@ class Spare:
 
 
 SPARES: list[Spare] = []
+start_cold = LocalProcess._start
+
+
+def start(self: LocalProcess, spec: RoleSpec) -> None:
+    """Takes a spare for the role; starts a process where there is none left."""
+    job = job_of(spec, self.token, standing_in=own_environment(spec))
+    if (taken := take_spare(job)) is None:
+        start_cold(self, spec)
+    else:
+        self.process, self.address = taken
 
 
 def make_spares(count: int) -> None:
-    """In the main thread of a process that has no other."""
+    """In the main thread of a process that has no other; roles of this process take them first."""
+    LocalProcess._start = start  # type: ignore[method-assign]
     sys.stdout.flush(), sys.stderr.flush()
     for _ in range(count):
         with socket.create_server(("127.0.0.1", 0)) as listening:
