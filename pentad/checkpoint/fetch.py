@@ -32,6 +32,7 @@ from pentad.checkpoint.folders import (
 )
 from pentad.checkpoint.s3 import Gone, Store
 from pentad.core.errors import RunError
+from pentad.telemetry.log import NOTICE
 
 SPAN_BYTES = 16 << 20
 """Pieces are requested together up to this size: a request for each small tensor would be slow."""
@@ -197,7 +198,8 @@ def fetch_newest(
         if local is not None:
             size, seconds = local.manifest.num_bytes / 1e9, time.monotonic() - began
             place = store.place(info_folder(step))
-            report(f"fetched {place}: {size:.3g} GB in {seconds:.1f} s, every byte verified")
+            text = "fetched %s: %.3g GB in %.1f s, every byte verified"
+            log.info(text, place, size, seconds, extra=NOTICE)
             return local
     return None
 

@@ -278,7 +278,7 @@ class Uploader:
             return (max(self.waiting), self.is_closing) if self.waiting else None
 
     def _attempt(self, step: int) -> Exception | None:
-        text = f"the checkpoint of step {step} is not uploaded"
+        text = f"the checkpoint of step {step + 1} is not uploaded"
         try:
             checkpoint = read_checkpoint(self.root, step)
             if checkpoint is None:

@@ -167,6 +167,7 @@ class RankGroup:
         await self._all(lambda one: self._ask(one, "join", place=place))
         self.joined_at = awake_s()
         self.watching = asyncio.create_task(self._watch())
+        self.watching.add_done_callback(self._note_watch_ended)
 
     async def _connect(self, member: Member) -> None:
         def on_event(event: str, value: Any) -> None:
@@ -315,6 +316,13 @@ class RankGroup:
                 self._fail(self._explained(gone))
             elif not self.lock.locked() and (hung := self._find_hang()):
                 self._fail(await self._stuck(*hung))
+
+    def _note_watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """A fault of our own: a group that is not watched any more is not used any more."""
+        error = None if watching.cancelled() else watching.exception()
+        if isinstance(error, Exception):
+            log.error("the ranks are not watched any more", exc_info=error)
+            self._fail(RunError(f"the ranks are not watched any more: {error!r}"))
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error

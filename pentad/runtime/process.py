@@ -48,7 +48,9 @@ class Child(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def wait(self) -> int: ...
+    def wait(self) -> int:
+        """Its code, negative where a signal ended it; may be asked again."""
+        ...
 
 
 class RankProcess:
@@ -58,13 +60,18 @@ class RankProcess:
         self.popen = popen
         self.pid = popen.pid
         self._code: int | None = None
+        self._is_ended = False
 
     @property
     def code(self) -> int | None:
         """None while it runs; a signal's number, negative, if one ended it."""
         if self._code is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            found = os.waitid(os.P_PID, self.pid, options)
+            try:
+                found = os.waitid(os.P_PID, self.pid, options)
+            except ChildProcessError:  # `end`, on another thread, is about to return
+                self._code = self.popen.wait()
+                return self._code
             if found is not None:
                 is_own = found.si_code == os.CLD_EXITED
                 self._code = found.si_status if is_own else -found.si_status
@@ -89,6 +96,9 @@ class RankProcess:
 
     def end(self) -> None:
         """It and everything it started in its session."""
+        if self._is_ended:  # its number may be another's by now
+            return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.popen.wait()
+        self._code = self.popen.wait()
+        self._is_ended = True

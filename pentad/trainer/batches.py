@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, naming
 from pentad.core.types import Group, Prompt
 from pentad.data.packing import pack_groups, unpack_groups
 
@@ -75,7 +75,7 @@ class BatchKeeper:
         place = self.folder / f"step{step}.groups"
         aside = self.folder / f".{place.name}.aside"
         try:
-            with aside.open("wb") as file:
+            with naming(place), aside.open("wb") as file:
                 file.write(json.dumps(head).encode() + b"\n")
                 file.write(data)
                 file.flush()

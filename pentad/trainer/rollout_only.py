@@ -121,7 +121,7 @@ class RolloutOnly:
         last = read_batch(self.batches.folder, done).facts
         self.checked.stream.check_state(last["data"])
         self.state.resume(last["ledger"], [], done)
-        log.info("goes on after step %d", done, extra=NOTICE)
+        log.info("resumed after step %d", done, extra=NOTICE)
 
     async def _open(self, stack: AsyncExitStack) -> Scheduler:
         config, checked = self.config, self.checked
@@ -177,8 +177,7 @@ class RolloutOnly:
         try:
             self.batches.write(step, groups, {"ledger": self.state.ledger.snapshot()})
         except OSError as error:
-            text = f"step {step}: its groups cannot be written ({error.strerror})"
-            raise RunError(text) from error
+            raise RunError(f"step {step}: its groups cannot be written: {error}") from error
 
     def _record(self, step: int, groups: Sequence[Group], timer: PhaseTimer) -> None:
         run, samples = self.open, [sample for group in groups for sample in group.samples]

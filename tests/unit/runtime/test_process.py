@@ -1,0 +1,60 @@
+"""How a process ended can be asked at any time, also after it was ended and by several threads."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pentad.chaos.spares import Fork
+from pentad.runtime.process import RankProcess
+
+
+def sleeper() -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def forked() -> Fork:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    return Fork(pid)
+
+
+@pytest.mark.parametrize("start", [sleeper, forked])
+def test_the_code_is_known_after_the_process_was_ended(start):
+    """Of one that nobody asked before: its number is the system's again."""
+    process = RankProcess(start())
+    os.kill(process.pid, signal.SIGKILL)
+    process.end()
+    assert process.code == -signal.SIGKILL and not process.is_running
+    process.send(signal.SIGTERM)
+    process.end()
+    assert process.code == -signal.SIGKILL
+
+
+def test_the_code_is_known_while_another_thread_ends_the_process():
+    for _ in range(5):
+        process, failures, done = RankProcess(sleeper()), [], threading.Event()
+
+        def ask(process=process, failures=failures, done=done):
+            while not done.is_set():
+                try:
+                    process.code  # noqa: B018
+                except BaseException as error:
+                    failures.append(error)
+                    return
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        process.send(signal.SIGKILL)
+        process.end()
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert failures == [] and process.code == -signal.SIGKILL
