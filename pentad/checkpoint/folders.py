@@ -62,7 +62,8 @@ def from_storage(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        text = f"{error.filename or place}: cannot be read ({error.strerror or error})"
+        name = error.filename if isinstance(error.filename, str) else place  # not a number
+        text = f"{name}: cannot be read ({error.strerror or error})"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             raise Missing(text) from error
         if isinstance(error, IsADirectoryError):

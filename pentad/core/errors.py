@@ -157,6 +157,6 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
+        if error.errno is not None and not isinstance(error.filename, str):
+            error.filename = str(path)  # it has none, or the number of an open file
         raise

@@ -9,7 +9,6 @@ commit, so that a run that goes on from it has records without gaps.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import shutil
@@ -38,7 +37,7 @@ from pentad.checkpoint.job import CommitJob, FileSpec, Piece, run_job
 from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import Pending, failure_in
-from pentad.core.errors import Problem, RunError, Transient, UserError
+from pentad.core.errors import FULL, Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
 from pentad.telemetry.log import NOTICE
 from pentad.trainer import periodic
@@ -50,7 +49,6 @@ from pentad.trainer.stopping import StopFlag, stopped
 
 log = logging.getLogger(__name__)
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 GROUPS = "groups.bin"
 INFOS = (
     *("step_info", "saver_info", "evaluator_info"),
@@ -413,7 +411,7 @@ class RecoverHandler(Periodic):
             good = f"a run that stops now resumes after step {self.last_saved + 1}"
         text = "step %d: the recovery checkpoint of step %d could not be saved: %s; %s; %s"
         log.warning(text, now + 1, step + 1, error, self.failed(now), good)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in FULL:
             self._make_room()
 
     def _make_room(self) -> None:

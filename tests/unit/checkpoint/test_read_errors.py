@@ -4,6 +4,7 @@ says so, and nothing of it is touched."""
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ def test_tensors_times_every_error(tmp_path: Path, file: str, name: str):
     tensors = {"model.a": torch.arange(64.0)}
     folder = state_folder("default", 0)
     staged = StateSaver().save(tensors, tmp_path, folder, is_async=False)
-    staged.pending.wait(240)
-    run_job(commit_job(tmp_path, 0, [str(path) for path in staged.receipts]))
+    run_job(commit_job(tmp_path, 0, [staged.pending.wait(240)]))
     found = read_checkpoint(tmp_path, 0)
     assert found is not None
     (path,) = [tmp_path / at for at in found.manifest.files if at.endswith(file.lstrip("_"))] or [
@@ -244,7 +244,7 @@ def test_an_index_that_a_resume_cannot_read_is_not_whole(tmp_path: Path):
         from pentad.checkpoint.job import FileSpec, Piece
 
         files = (*job.files, FileSpec(f"{folder}/.metadata", (Piece("index", (text,)),)))
-        run_job(type(job)(job.root, job.info, (), files, job.facts))
+        run_job(replace(job, files=files))
         code, said = verify(tmp_path / str(step))
         assert (code, ".metadata: is not a whole torch file" in said) == (1, True), said
 
@@ -262,7 +262,7 @@ def test_counters_and_infos_that_a_resume_cannot_read_are_not_whole(tmp_path: Pa
         "recover_info/globalstep0/evaluator_info.json": b"[]",
     }
     files = [FileSpec(path, (Piece("x", (data,)),)) for path, data in contents.items()]
-    run_job(type(job)(job.root, job.info, (), (*job.files, *files), job.facts))
+    run_job(replace(job, files=(*job.files, *files)))
     code, said = verify(tmp_path)
     assert code == 1 and "2 damaged" in said, said
     assert "counters.json: does not hold what a run saves" in said

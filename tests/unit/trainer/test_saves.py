@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,17 @@ def stop(learner: Learner) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@contextmanager
+def after(seconds: float, action: Callable[[Learner], None], learner: Learner) -> Iterator[None]:
+    """Does something meanwhile; it has happened when this is left, as signals need a handler."""
+    timer = threading.Timer(seconds, action, (learner,))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
 FAULTS = {"a lost rank": lose, "a full disk": fill, "SIGTERM": stop}
 WAITS = {
     "the end of the run": lambda recover, saver, flag: finish_saves(recover, [saver], 2, flag),
@@ -163,11 +176,11 @@ def test_no_wait_outlives_what_it_waits_for(learner, recover, saver, caplog, wai
     began, raised = time.monotonic(), ""
     with stop_flag() as flag:
         learner.is_leaving = lambda: bool(flag.reason)
-        threading.Timer(0.3, FAULTS[fault], (learner,)).start()
-        try:
-            WAITS[wait](recover, saver, flag)
-        except RunError as error:
-            raised = str(error)
+        with after(0.3, FAULTS[fault], learner):
+            try:
+                WAITS[wait](recover, saver, flag)
+            except RunError as error:
+                raised = str(error)
     assert time.monotonic() - began < SOON_S
     said = caplog.text + raised
     if wait == "an export that is due" and fault == "SIGTERM":
@@ -196,10 +209,8 @@ def test_the_model_is_exported_while_the_last_checkpoint_is_not_written(learner,
     recover.settle(0)
     learner.hold()
     save(recover, 1)
-    with stop_flag() as flag:
-        threading.Timer(0.3, stop, (learner,)).start()
-        with pytest.raises(Stopped) as caught:
-            finish_saves(recover, [saver], 2, flag)
+    with stop_flag() as flag, after(0.3, stop, learner), pytest.raises(Stopped) as caught:
+        finish_saves(recover, [saver], 2, flag)
     folder = saver.folder(1)
     assert folder.is_dir()
     assert str(caught.value) == (
@@ -214,9 +225,12 @@ def test_a_second_signal_does_not_wait_at_all(learner, recover, saver, monkeypat
     recover.settle(0)
     learner.hold()
     save(recover, 1)
-    with stop_flag() as flag, pytest.raises(KeyboardInterrupt):
-        for after_s in (0.3, 0.8):
-            threading.Timer(after_s, stop, (learner,)).start()
+    with (
+        stop_flag() as flag,
+        after(0.3, stop, learner),
+        after(0.8, stop, learner),
+        pytest.raises(KeyboardInterrupt),
+    ):
         finish_saves(recover, [saver], 2, flag)
 
 
