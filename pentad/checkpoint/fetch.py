@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,9 +173,11 @@ def fetch_newest(
     newer_than: int = -1,
     except_steps: Collection[int] = (),
     report: Notify = log.warning,
+    steps: Sequence[int] | None = None,
 ) -> Checkpoint | None:
-    """The newest whole one after a step; damaged ones are named, set aside, and passed over."""
-    for step in committed_steps(store.sizes(f"{INFO}/")):
+    """The newest whole one after a step, of those that are committed, or of `steps`; damaged ones
+    are named, set aside, and passed over."""
+    for step in committed_steps(store.sizes(f"{INFO}/")) if steps is None else steps:
         if step <= newer_than:
             return None
         if step in except_steps:

@@ -89,8 +89,8 @@ class Tiers:
         One that only the store has is fetched, every byte verified; a damaged one there is named,
         set aside, and the one before it used. A local one is verified by whoever restores it: when
         it is quarantined, `find` again gives the next, which may be the store's copy of it. Local
-        ones that the store lacks are uploaded. Raises RunError where the store does not answer,
-        unless the run was here a moment ago and has a local one.
+        ones that the store lacks are uploaded. A store that does not answer is passed over with a
+        note where there is a local one, and raises StoreError where it is needed.
         """
         self.held.close()
         found = self._find()
@@ -120,24 +120,33 @@ class Tiers:
         newest = local[0] if local else None
         if self.remote is None:
             return newest
-        from pentad.checkpoint.fetch import fetch_newest
-        from pentad.checkpoint.s3 import Store, StoreError
+        from pentad.checkpoint.fetch import committed_steps, fetch_newest
+        from pentad.checkpoint.s3 import Store, StoreError, is_passing
 
         step = -1 if newest is None else newest.step
+        store = Store(replace(self.remote, max_attempts=2) if self.is_again else self.remote)
+        steps: list[int] = []
         fetched = None
         try:
-            remote = replace(self.remote, max_attempts=2) if self.is_again else self.remote
+            steps = committed_steps(store.sizes(f"{INFO}/"))
             fetched = fetch_newest(
-                Store(remote),
+                store,
                 self.root,
                 newer_than=step,
                 except_steps=self.fetched,
                 report=self.report,
+                steps=steps,
             )
         except StoreError as error:
-            if newest is None or not self.is_again:
+            # What is newer, or was damaged here, may be whole there.
+            lacks = [n for n in (*steps, *(n for n, _ in list_aside(self.root))) if n > step]
+            is_needed = newest is None or (lacks and not self.is_again)
+            if is_needed or not (self.is_again or is_passing(error.__cause__)):
                 raise
-            self.report(f"{error}; the run goes on from its local checkpoint of step {step + 1}")
+            self.report(
+                f"{error}; the run resumes from its local checkpoint after step {step + 1}, which "
+                "is uploaded when the store answers"
+            )
         if fetched is not None:
             self.fetched.add(fetched.step)
             with self.lock:

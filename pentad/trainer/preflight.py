@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from pentad.checkpoint.folders import find_checkpoints
 from pentad.config.derived import allocation_of, model_folder, register_models
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
@@ -35,10 +37,13 @@ from pentad.rollout.workflows import Workflow
 from pentad.runtime.rank import rank_from_environment
 from pentad.trainer.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
+from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.samplers import server_problems
 from pentad.trainer.translate import algorithm_settings, data_settings, remote_of
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +135,8 @@ def is_again() -> bool:
 
 
 def remote_problems(config: Config) -> list[Problem | str]:
-    """A store that does not answer, or not to us; checked once the keys themselves are right. A run
-    that goes on by itself does not need it: what it goes on from is here."""
+    """A store that does not answer, or not to us; checked once the keys themselves are right. One
+    that may answer later is no problem for a run with a local checkpoint: `Tiers` notes it."""
     uri = config.checkpoint.remote_uri
     if uri is None or checkpoint_rules.RULES.problems(config):
         return []
@@ -142,12 +147,14 @@ def remote_problems(config: Config) -> list[Problem | str]:
     assert remote is not None, "it has an address"
     if is_again():
         return []
-    from pentad.checkpoint.s3 import Store, StoreError
+    from pentad.checkpoint.s3 import Store, StoreError, is_passing
 
     try:
         Store(replace(remote, uri=uri, max_attempts=2)).reach()
     except StoreError as error:
-        return [f"checkpoint.remote_uri = {error}."]
+        is_away = config.recover.is_on and is_passing(error.__cause__)
+        if not (is_away and find_checkpoints(checkpoint_path(config), report=log.debug)):
+            return [f"checkpoint.remote_uri = {error}."]
     return []
 
 

@@ -159,12 +159,7 @@ class OpenRun:
         handler = RecoverHandler(
             calls=calls,
             roles={folder: saver.role for folder, saver in savers.items()},
-            tiers=Tiers(
-                self.checkpoints,
-                remote_of(self.config) if recover.is_on else None,
-                keep_last=recover.keep_last,
-                is_again=is_again(),
-            ),
+            tiers=self._tiers(),
             frequency=self.frequency(recover),
             steps_per_epoch=self.steps_per_epoch,
             is_on=recover.is_on,
@@ -180,6 +175,11 @@ class OpenRun:
         for folder, saver in savers.items():
             handler.add("saver_info", folder, saver)
         return handler
+
+    def _tiers(self) -> Tiers:
+        recover = self.config.recover
+        remote = remote_of(self.config) if recover.is_on else None
+        return Tiers(self.checkpoints, remote, keep_last=recover.keep_last, is_again=is_again())
 
     def go_back(self, handler: RecoverHandler, bounds: Bounds, step: int, sentence: str) -> str:
         """The sentence that ends the run after `step`, counted from 0; empty where a checkpoint is
@@ -278,6 +278,9 @@ class OpenRun:
         if evaluates and trained not in self.recorder.evaluated():
             return None
         log.info("the run is finished: all its %d steps are done", trained, extra=NOTICE)
+        tiers = self._tiers()
+        tiers.after_commit(trained - 1)  # the store may have been away at the end of the run
+        tiers.close(self.config.checkpoint.finish_timeout_s)
         evals = self.recorder.evaluations()
         return RunSummary(self.folder.path, models[0][0], trained, evals)
 

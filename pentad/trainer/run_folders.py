@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pentad.checkpoint.folders import find_checkpoints, list_folders
 from pentad.checkpoint.quarantine import sweep_uncommitted
@@ -23,11 +23,15 @@ from pentad.config.load import dump_config
 from pentad.config.rules.checkpoint import changed_keys, judge_changes
 from pentad.config.schema import Config
 from pentad.core.errors import FULL, Problem, RunError, UserError, may_pass
+from pentad.core.folders import INFO
 from pentad.core.lock import FolderLock
 from pentad.telemetry.log import log_to
 from pentad.telemetry.runfolder import RunFolder, open_run_folder, run_path
 from pentad.trainer.translate import remote_of
 from pentad.weights.hf import sweep
+
+if TYPE_CHECKING:
+    from pentad.checkpoint.s3 import Store
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +119,7 @@ def locked_checkpoints(config: Config, root: Path) -> Iterator[None]:
 def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
     """The run folder, ours until the end; raises UserError where it is not to be had."""
     values, root = config.model_dump(mode="json"), checkpoint_path(config)
+    store = _superseded_store(config) if fresh else None
     with ExitStack() as stack:
         stack.enter_context(locked_checkpoints(config, root))
         folder = open_run_folder(
@@ -130,14 +135,26 @@ def take_folder(config: Config, *, fresh: bool) -> Iterator[RunFolder]:
             has_checkpoint=not fresh and bool(find_checkpoints(root, report=log.info)),
         )
         stack.enter_context(closing(folder))
-        if fresh and (remote := remote_of(config)) is not None:
+        if store is not None:
             from pentad.checkpoint.fetch import give_up
-            from pentad.checkpoint.s3 import Store
 
-            give_up(Store(remote))
+            give_up(store)
         with log_to(folder.file("log.txt")):
             sweep_all(root)
         yield folder
+
+
+def _superseded_store(config: Config) -> Store | None:
+    """Whose checkpoints a fresh start gives up; StoreError, before anything is moved, where it does
+    not answer."""
+    remote = remote_of(config)
+    if remote is None:
+        return None
+    from pentad.checkpoint.s3 import Store
+
+    store = Store(remote)
+    store.sizes(f"{INFO}/")
+    return store
 
 
 def now_text() -> str:

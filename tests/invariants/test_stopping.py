@@ -182,3 +182,27 @@ def test_an_exception_that_comes_again_at_its_step_ends_the_run(task, tmp_path):
     assert "it is started again after step 2 (try 1 of recover.retries = 5" in done.stderr
     last = "the run failed: ZeroDivisionError: a defect; the try before ended at the same step in"
     assert f"{last} the same way: it is not started again" in done.stderr
+
+
+@pytest.mark.usefixtures("started_warm")
+@pytest.mark.parametrize(("name", "code"), [("EIO", 0), ("EACCES", 1)])
+def test_an_error_of_the_operating_system_that_may_pass_is_tried_again(task, tmp_path, name, code):
+    """It comes once, in the third step."""
+    raised = f'raise OSError(errno.{name}, "refused", "some/file")'
+    once = f'(not os.path.exists("{tmp_path}/once") and not open("{tmp_path}/once", "w").close())'
+    script = BROKEN.replace('raise ZeroDivisionError("a defect")', raised)
+    script = script.replace("self.num_steps == 2:", f"self.num_steps == 2 and {once}:")
+    words = [
+        *("sft", f"fileroot={tmp_path}", "user=me", f"actor.path={task / 'model'}"),
+        *("actor.init_from_scratch=true", f"train_dataset.path={task / 'sft.jsonl'}"),
+        *("train_dataset.batch_size=4", "recover.freq_steps=1", "total_train_steps=4"),
+        "saver.mode=sync",
+    ]
+    command = [sys.executable, "-c", f"import errno, os\n{script}", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "the operating system refused: " in done.stderr and "some/file" in done.stderr
+    starts = json.loads((tmp_path / "logs/me/default/trial-0/manifest.json").read_text())["starts"]
+    assert len(starts) == (2 if name == "EIO" else 1)
+    is_again = "it is started again after step 2 (try 1 of recover.retries" in done.stderr
+    assert is_again == (name == "EIO")

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pentad.checkpoint.s3 import Store
+from pentad.checkpoint import s3
+from pentad.checkpoint.fetch import committed_steps
+from pentad.checkpoint.s3 import Store, StoreError
 from pentad.checkpoint.tiers import Tiers
+from pentad.core.errors import UserError
 from pentad.core.remote import Remote
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
@@ -24,7 +27,7 @@ def sft(tmp_path, remote):
     write_model(task / "model")
     write_task(task, seed=5, num_train=8, num_sft=64, num_valid=8)
 
-    def run(machine: Path, num_steps: int, *more: str):
+    def run(machine: Path, num_steps: int, *more: str, fresh: bool = False):
         overrides = [
             *(f"fileroot={machine}", "user=me", "experiment_name=sums", "trial_name=one"),
             *(f"actor.path={task / 'model'}", "actor.init_from_scratch=true"),
@@ -33,7 +36,7 @@ def sft(tmp_path, remote):
             *(f"checkpoint.remote_uri={remote.uri}", "recover.freq_steps=2"),
             *(f"checkpoint.endpoint_url={remote.endpoint_url}", *more),
         ]
-        return run_sft(*prepare(None, overrides, "sft"), fresh=False, device="cpu")
+        return run_sft(*prepare(None, overrides, "sft"), fresh=fresh, device="cpu")
 
     return run
 
@@ -96,3 +99,53 @@ def test_records_say_what_waits_what_is_uploaded_and_what_failed(
     assert found[0] == (None, None, 0) and infra[0]["uploaded_gb"] == 0
     assert found[3] == (None, 2, 1)
     assert found[5] == (4, None, 1) and infra[5]["uploaded_gb"] > 1e-6
+
+
+def committed(remote) -> list[int]:
+    store = Store(Remote(f"{remote.uri}/me/sums/one", endpoint_url=remote.endpoint_url))
+    return committed_steps(store.sizes("recover_info/"))
+
+
+def test_what_the_end_of_a_run_could_not_upload_the_next_start_does(sft, remote, tmp_path, proxy):
+    """The store takes the probe of the start, and is away from then on."""
+    through = f"checkpoint.endpoint_url={proxy.url}"
+    more = (through, "checkpoint.finish_timeout_s=1", "saver.mode=sync")
+
+    def away(request):
+        is_write = request.method == "PUT" and "probe" not in request.target
+        return "busy" if is_write else ""
+
+    proxy.choose = away
+    first = sft(tmp_path / "one", 3, *more)
+    said = (first.records / "log.txt").read_text()
+    assert "the next start of the run uploads it" in said
+    assert committed(remote) == []
+    proxy.choose = lambda request: ""
+    again = sft(tmp_path / "one", 3, through, "saver.mode=sync")
+    assert (
+        "the run is finished: all its 3 steps are done" in (again.records / "log.txt").read_text()
+    )
+    assert committed(remote) == [2]
+    assert weights(again) == weights(first)
+
+
+def test_a_run_with_a_local_checkpoint_starts_while_the_store_is_away(
+    sft, remote, tmp_path, proxy, monkeypatch
+):
+    monkeypatch.setattr(s3, "MAX_PAUSE_S", 0.05)
+    more = (f"checkpoint.endpoint_url={proxy.url}", "checkpoint.finish_timeout_s=1")
+    proxy.choose = lambda request: "reset"
+    with pytest.raises(UserError, match="checkpoint.remote_uri = .* cannot be reached"):
+        sft(tmp_path / "one", 3, *more)  # it may have what a lost machine left
+    proxy.choose = lambda request: ""
+    sft(tmp_path / "one", 3, *more)
+    proxy.choose = lambda request: "reset"
+    summary = sft(tmp_path / "one", 5, *more)
+    assert [record["step"] for record in read_lines(summary.records / "steps.jsonl")] == [
+        *range(1, 6)
+    ]
+    said = (summary.records / "log.txt").read_text()
+    assert "the run resumes from its local checkpoint after step 3, which is uploaded" in said
+    with pytest.raises(StoreError):
+        sft(tmp_path / "one", 5, *more, fresh=True)
+    assert not list((tmp_path / "one").rglob("earlier")), "nothing is moved"

@@ -20,7 +20,7 @@ from server import free_ports
 
 from pentad.checkpoint.disk import holding
 from pentad.checkpoint.fetch import give_up, read_remote
-from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune
+from pentad.checkpoint.folders import COMMIT, damage, find_checkpoints, prune, read_checkpoint
 from pentad.checkpoint.quarantine import quarantine
 from pentad.checkpoint.s3 import Store, StoreError
 from pentad.checkpoint.tiers import Tiers
@@ -122,16 +122,18 @@ def test_an_outage_is_reported_counted_and_made_up_for(
 def test_a_run_that_goes_on_by_itself_does_not_need_the_store(
     remote, open_tiers, make_checkpoint, monkeypatch
 ):
-    """A rank that is lost while the store is away does not end the run; a start of the user's
-    asks the store, which may have a newer one."""
+    """Neither a rank that is lost while the store is away nor a start that finds it away ends a run
+    that has a local checkpoint."""
     away = replace(remote, endpoint_url=f"http://127.0.0.1:{free_ports(1)[0]}", max_attempts=2)
     checkpoint = make_checkpoint(4, size=SMALL)
-    tiers, said = open_tiers(away, is_again=True)
-    assert tiers.find() == checkpoint
-    assert "cannot be reached" in said[0]
-    assert said[0].endswith("; the run goes on from its local checkpoint of step 5")
-    with pytest.raises(StoreError, match="cannot be reached"):
-        open_tiers(away)[0].find()
+    for is_again in (True, False):
+        tiers, said = open_tiers(away, is_again=is_again)
+        assert tiers.find() == checkpoint
+        assert "cannot be reached" in said[0]
+        assert said[0].endswith(
+            "; the run resumes from its local checkpoint after step 5, which is uploaded when the "
+            "store answers"
+        )
     overrides = [
         f"checkpoint.remote_uri={away.uri}",
         f"checkpoint.endpoint_url={away.endpoint_url}",
@@ -140,6 +142,27 @@ def test_a_run_that_goes_on_by_itself_does_not_need_the_store(
     assert len(remote_problems(config)) == 1
     monkeypatch.setenv(AGAIN, "1:4")
     assert remote_problems(config) == []
+
+
+def test_a_store_that_is_away_is_asked_for_where_it_is_needed(
+    remote, proxy, open_tiers, make_checkpoint, monkeypatch
+):
+    """It has a newer checkpoint, or may have a copy of one that is damaged here; or it refuses."""
+    make_checkpoint(4, size=SMALL)
+    through = replace(remote, endpoint_url=proxy.url, max_attempts=2)
+    upload(Store(remote), make_checkpoint(5, size=SMALL))
+    newest = read_checkpoint(open_tiers(None)[0].root, 5)
+    quarantine(newest, "as a restore would")
+    for fault in ("busy", "denied"):
+        proxy.choose = lambda request, fault=fault: fault if ".distcp" in request.target else ""
+        with pytest.raises(StoreError):
+            open_tiers(through)[0].find()
+        proxy.choose = lambda request, fault=fault: fault
+        with pytest.raises(StoreError):
+            open_tiers(through)[0].find()
+    proxy.choose = lambda request: ""
+    found = open_tiers(through)[0].find()
+    assert found is not None and found.step == 5
 
 
 def test_what_is_not_uploaded_in_time_is_said_and_done_by_the_next_start(
