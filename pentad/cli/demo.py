@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from pentad.core.device import pick_device
+from pentad.core.folders import read_object
 from pentad.data.toy import write_model, write_task
 from pentad.planner.prepare import prepare
 from pentad.trainer.assemble import run_sft, run_train
@@ -17,7 +18,8 @@ from pentad.trainer.run import RunSummary
 NUM_TRAIN, NUM_SFT, NUM_VALID = 8000, 2000, 500
 
 
-def run_demo(*, seed: int, fileroot: str, device: str) -> None:
+def run_demo(*, seed: int, fileroot: str, device: str, fresh: bool = False) -> None:
+    """A demo that was interrupted is resumed; one that is complete starts anew."""
     console = Console(highlight=False, soft_wrap=True)
     chosen = pick_device(device)
     # The model is too small to share between cores, and one thread gives one result everywhere.
@@ -29,6 +31,7 @@ def run_demo(*, seed: int, fileroot: str, device: str) -> None:
     )
     write_model(root / "model")
     write_task(root, seed=seed, num_train=NUM_TRAIN, num_sft=NUM_SFT, num_valid=NUM_VALID)
+    fresh = fresh or is_complete(Path(fileroot), seed)
     common = [f"fileroot={fileroot}", f"trial_name=seed{seed}", f"seed={seed}"]
     console.print("2/3 a short warm-up by imitation, so that some answers are right by chance")
     config, notes = prepare(
@@ -36,7 +39,7 @@ def run_demo(*, seed: int, fileroot: str, device: str) -> None:
         [*common, f"actor.path={root / 'model'}", f"train_dataset.path={root / 'sft.jsonl'}"],
         "sft",
     )
-    warm = run_sft(config, notes, fresh=True, device=str(chosen))
+    warm = run_sft(config, notes, fresh=fresh, device=str(chosen))
     console.print("3/3 reinforcement learning: the reward is all it sees")
     config, notes = prepare(
         recipe("demo_grpo.yaml"),
@@ -48,8 +51,14 @@ def run_demo(*, seed: int, fileroot: str, device: str) -> None:
         ],
         "train",
     )
-    summary = run_train(config, notes, fresh=True, device=str(chosen))
+    summary = run_train(config, notes, fresh=fresh, device=str(chosen))
     console.print(closing(summary))
+
+
+def is_complete(fileroot: Path, seed: int) -> bool:
+    """Whether the last demo of this seed did all its steps."""
+    found = list((fileroot / "logs").glob(f"*/demo-grpo/seed{seed}/exit.json"))
+    return any(read_object(file).get("end") == "complete" for file in found)
 
 
 def recipe(name: str) -> Path:

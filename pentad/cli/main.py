@@ -144,11 +144,15 @@ def demo(
     seed: Annotated[int, Option(min=0, help="Of every random choice.")] = 1,
     fileroot: Annotated[str, Option(help="Folder for records and the model.")] = "runs",
     device: DeviceOption = "auto",
+    fresh: Fresh = False,
 ) -> None:
-    """Teach a tiny model to sort, here and now, in minutes."""
+    """Teach a tiny model to sort, here and now, in minutes.
+
+    One that was interrupted is resumed; one that is complete starts again.
+    """
     from pentad.cli.demo import run_demo
 
-    run_demo(seed=seed, fileroot=fileroot, device=device)
+    run_demo(seed=seed, fileroot=fileroot, device=device, fresh=fresh)
 
 
 @app.command()

@@ -33,11 +33,16 @@ ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames()]
 
 
 class MicrobatchConfig(Section):
-    n_mbs: Annotated[int, Bound(ge=1, le=1000000)] = 1
-    """Microbatches a step is cut into, at least. Raised to the number of pipeline stages."""
+    n_mbs: Annotated[int, Bound(ge=1, le=1000000)] | None = None
+    """Microbatches a step is cut into, at least. Raised to the number of pipeline stages. null: 1,
+    or on a GPU as many as its memory asks for, where there is no pipeline (a note says so)."""
     max_tokens_per_mb: Count | None = None
     """Most tokens one forward pass takes; more microbatches are made where needed. null: derived
     from the longest sequence the run can meet."""
+
+    @property
+    def fewest(self) -> int:
+        return self.n_mbs or 1
 
 
 class OptimizerConfig(Section, OptimizerKeys):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Chooses what a config leaves open, so that it fits what the config says.
 
-Only what follows from the config itself is chosen here; what depends on the machine (number of
-devices, compile on a GPU, offloading when memory is short) stays unset for the part that knows.
+What follows from the config and the number of devices is chosen here; what depends on their memory
+(microbatches, offloading) and compile on a GPU stay unset for the part that knows.
 A resolved config resolves to itself.
 """
 
@@ -16,6 +16,7 @@ from pentad.config.derived import (
     SCORERS,
     allocation_for,
     are_apart,
+    count_devices,
     frozen_models,
     parsed_allocation,
     pipeline_size,
@@ -52,14 +53,15 @@ OF_THE_TASK = (
 """Keys of a dataset that say how its rows are read. Held-out rows are read like trained ones."""
 
 
-def resolve(config: Config) -> tuple[Config, list[str]]:
-    """The config with open values chosen, and a note on each choice that has a reason."""
+def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]:
+    """The config with open values chosen, and a note on each choice that has a reason. Without
+    `samples` the command only trains."""
     draft = _Draft(config)
     _expand_homes(draft)
     config = draft.config
     _choose_user(draft)
     _choose_kl(draft)
-    _choose_allocation(draft)
+    _choose_allocation(draft, samples)
     _choose_mode(draft)
     _choose_offloading(draft)
     _choose_correction(draft)
@@ -138,7 +140,7 @@ def _choose_user(draft: _Draft) -> None:
     draft.set("user", name)
 
 
-def _choose_allocation(draft: _Draft) -> None:
+def _choose_allocation(draft: _Draft, samples: bool) -> None:
     config = draft.config
     if config.allocation_mode is not None:
         return
@@ -147,11 +149,14 @@ def _choose_allocation(draft: _Draft) -> None:
         return
     join = "|" if config.mode in (None, "colocate") else "+"
     if config.resource is None:
-        why = "no devices were asked for" if join == "|" else f"mode = {config.mode}"
-        sizes = {"actor": 1, "rollout": 1}
+        sizes, why = _shares(config, join)
     else:
         why, sizes = "from resource", config.resource.sizes()
         join = "|" if config.mode == "colocate" else "+"
+    if not samples and sizes["actor"] > 1:
+        chosen = Allocation(((Component("archon", None, (("d", sizes["actor"]),)),),))
+        draft.set("allocation_mode", str(chosen), why)
+        return
     sides = (
         Component("embedded", None, (("d", sizes["rollout"]),)),
         Component("archon", None, (("d", sizes["actor"]),)),
@@ -161,6 +166,21 @@ def _choose_allocation(draft: _Draft) -> None:
     if config.mode == "async" and config.only is None:
         own = {role: sizes.get(role, 1) for role in (*own, *frozen_models(config))}
     draft.set("allocation_mode", str(chosen.with_own(own)), why)
+
+
+def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
+    """Devices of sampling and training where no key says so: all of them, by turns or by halves."""
+    num = count_devices(config) or 1
+    if num == 1:
+        why = "there is one device" if join == "|" else f"mode = {config.mode}"
+        return {"actor": 1, "rollout": 1}, why
+    if join == "|":
+        return {"actor": num, "rollout": num}, f"all {num} devices are used, training is sharded"
+    is_async = config.mode == "async" and config.only is None
+    rest = num - len(frozen_models(config)) * is_async
+    actor = max(1, rest // 2)
+    why = f"mode = {config.mode}, and {num} devices are divided between the two"
+    return {"actor": actor, "rollout": max(1, rest - actor)}, why
 
 
 def _choose_mode(draft: _Draft) -> None:
@@ -285,6 +305,6 @@ def _choose_engine(draft: _Draft, role: str, model: ModelConfig) -> None:
     if stages is None:
         stages = default_stages_per_rank(archon.pp_schedule)
         draft.set(f"{key}.stages_per_rank", stages, schedule)
-    if model.mb_spec.n_mbs < pp * stages:
-        why = f"raised from {model.mb_spec.n_mbs} to the number of pipeline stages"
+    if model.mb_spec.fewest < pp * stages:
+        why = f"raised from {model.mb_spec.fewest} to the number of pipeline stages"
         draft.set(f"{role}.mb_spec.n_mbs", pp * stages, why)

@@ -384,7 +384,8 @@ class Config(Section):
     training on different devices."""
     allocation_mode: str | None = None
     """Layout of sampling and training, such as `sglang:d4t2+archon:d4p2t2`. null: from `resource`,
-    else `embedded:d1|archon:d1`."""
+    else `embedded:dN|archon:dN` over all N devices (N is 1 without GPUs); in mode hybrid and async
+    half of them sample."""
     parallelism: ParallelismConfig | None = None
     """The layout of training as sizes of its axes, instead of or in agreement with
     `allocation_mode`: a run that does not sample."""
@@ -444,9 +445,9 @@ class Config(Section):
     """Without progress for this long (no token drawn, no microbatch trained, a rank that does not
     run), the run ends with the same sentence; what was trained is saved if the learner answers."""
     total_train_epochs: Count = 1
-    """Passes over the training prompts."""
+    """Passes over the training prompts, where `total_train_steps` is not given."""
     total_train_steps: Count | None = None
-    """Ends the run earlier, after this many steps."""
+    """Steps of the run, over as many epochs as they take. null: those of `total_train_epochs`."""
     model_files: tuple[str, ...] = ()
     """Model files of your own, `package.module:SPEC` or `path/to/file.py:SPEC`: each makes the
     `model_type` that it is for known to the run."""

@@ -162,8 +162,7 @@ def plan_batch(config: Config, dims: ModelDims, num_rows: int | None, has_rollou
     if num_rows is not None:
         per_epoch = math.ceil(num_rows / prompts)
         total = per_epoch * config.total_train_epochs
-    if config.total_train_steps is not None:
-        total = min(total or config.total_train_steps, config.total_train_steps)
+    total = config.total_train_steps or total
     return Batch(
         prompts=prompts,
         samples=samples,
@@ -199,9 +198,9 @@ def microbatches(part: Placed, layout: Layout, batch: Batch, device: Device) -> 
     length = batch.sequence_tokens
     stages = layout.pp * part.stages_per_rank if layout.pp > 1 else 1
     budget = spec.max_tokens_per_mb or default_microbatch_tokens(length, device.kind, stages)
-    each = min(max(1, budget // length), math.ceil(rows / spec.n_mbs))
+    each = min(max(1, budget // length), math.ceil(rows / spec.fewest))
     is_padded = part.model.pad_to_maximum is True
-    number = max(math.ceil(rows / each), spec.n_mbs)
+    number = max(math.ceil(rows / each), spec.fewest)
     if layout.pp > 1 and is_interleaved(part.model.archon.pp_schedule):
         number = -(-number // layout.pp) * layout.pp
     return number, max(budget, length) if is_padded else each * length
@@ -453,7 +452,10 @@ def plan_files(config: Config, trainers: list[TrainPlan], batch: Batch) -> Files
     if batch.total_steps is not None and saver.freq_steps is not None:
         count += (batch.total_steps - 1) // saver.freq_steps
     elif saver.freq_epochs is not None:
-        count += (config.total_train_epochs - 1) // saver.freq_epochs
+        epochs = config.total_train_epochs
+        if batch.total_steps is not None and batch.steps_per_epoch is not None:
+            epochs = math.ceil(batch.total_steps / batch.steps_per_epoch)
+        count += (epochs - 1) // saver.freq_epochs
     if saver.keep_last is not None or saver.keep_best is not None:
         count = min(count, (saver.keep_last or 1) + (saver.keep_best or 0) + 1)
     found = [trainer.training for trainer in trainers if trainer.training.with_optimizer]

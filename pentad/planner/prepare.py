@@ -14,7 +14,7 @@ from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.plan import choose_device
-from pentad.planner.remedies import choose_logits, choose_offloading
+from pentad.planner.remedies import choose_logits, choose_microbatches, choose_offloading
 
 
 def prepare(
@@ -35,7 +35,8 @@ def prepare(
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
         register_models(reading.config)
-    config, notes = resolve(reading.config)
+    samples = command not in ("sft", "pretrain")
+    config, notes = resolve(reading.config, samples=samples)
     notes = [*reading.notes, *notes]
     problems: list[Problem | str] = [*reading.problems, *check(config, command, skip=reading.bad)]
     if command == "plan":
@@ -47,6 +48,8 @@ def prepare(
     is_run = command in ("train", "sft", "pretrain") and config.scheduler.type != "slurm"
     if command == "plan" or is_run:
         device = choose_device(config, gpu_memory)
+        config, said = choose_microbatches(config, device, command)
+        notes += said
         if command in ("plan", "train"):
             config, said = choose_offloading(config, device, command)
             notes += said

@@ -1,14 +1,16 @@
 """What would make a plan fit: the Archon tutorial's steps in its order, each with its figure.
 
-More microbatches, resharding after forward, more recomputation, then expert or tensor
-parallelism. Each step is tried on top of those before it, and only those that help are kept.
+More microbatches, resharding after forward, more recomputation, offloading, then expert or tensor
+parallelism: the cheapest first. Each step is planned on top of those before it. Those that do not
+help, and those that a later step makes needless, are left out; what is offered was planned as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import reduce
 from typing import Any
 
 from pentad.config.derived import (
@@ -20,6 +22,7 @@ from pentad.config.derived import (
     known_dims,
     model_folder,
     parsed_allocation,
+    part_of,
     pipeline_size,
     rows_per_step,
 )
@@ -37,6 +40,7 @@ from pentad.planner.figures import Device, RunPlan
 from pentad.planner.plan import build_plan, saves_async
 
 MAX_TP = 64
+MICROBATCHES, CRITICS = "actor.mb_spec.n_mbs", "critic.mb_spec.n_mbs"
 KEEPING_SHARE = 0.8
 """Logits are kept unasked where the plan takes at most this share of a GPU with them."""
 
@@ -51,49 +55,109 @@ class Remedy:
     num_devices: int
 
 
-def propose(plan: RunPlan) -> list[Remedy]:
-    """Steps until it fits or none is left; empty when the memory of the devices is not the lack."""
-    found: list[Remedy] = []
-    config, best = plan.config, plan.peak_bytes
-    first = (cache_steps, logit_steps, microbatch_steps)
-    for step in (*first, reshard_steps, recompute_steps, cut_steps):
-        if best <= plan.device.memory_bytes:
-            break
-        tried = _best_of(step(config, plan.dims), config, plan, best)
-        if tried is None:
-            continue
-        changes, config, remedy = tried
-        best = remedy.peak_bytes
-        found.append(remedy)
-    return found
-
-
 Changes = dict[str, Any]
 
 
-def _best_of(
-    candidates: Iterator[Changes], config: Config, plan: RunPlan, best: float
-) -> tuple[Changes, Config, Remedy] | None:
+def propose(plan: RunPlan) -> list[Remedy]:
+    """Steps until it fits or none is left, without those that the later ones make needless."""
+    found: list[Changes] = []
+    best = plan
+    for step in (*CHEAP, reshard_steps, recompute_steps, offload_steps, *AGAIN):
+        if best.fits:
+            break
+        tried = _best_of(step(best.config, plan.dims), best)
+        if tried is not None:
+            found = [*(step for step in found if not step.keys() <= tried.keys()), tried]
+            best = _planned(plan, found)
+    if best.fits:
+        found = _needed(plan, found)
+    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+
+
+def _planned(plan: RunPlan, steps: Sequence[Changes]) -> RunPlan:
+    return build_plan(_changed(plan, steps), plan.device, plan.batch.num_rows)
+
+
+def _changed(plan: RunPlan, steps: Sequence[Changes]) -> Config:
+    return reduce(with_values, steps, plan.config)
+
+
+def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
+    """The last of these steps, with what the plan needs after all of them."""
+    tried = _planned(plan, steps)
+    overrides = tuple(f"{key}={_text(value)}" for key, value in steps[-1].items())
+    return Remedy(overrides, tried.peak_bytes, tried.fits, tried.allocation.num_devices)
+
+
+def _needed(plan: RunPlan, steps: list[Changes]) -> list[Changes]:
+    """The steps without those that it fits without, the costliest tried first, and with no more
+    microbatches than it then takes."""
+    for step in reversed(steps):
+        others = [other for other in steps if other is not step]
+        if others and _is_allowed(plan, others) and _planned(plan, others).fits:
+            steps = others
+    for number, step in enumerate(steps):
+        while (count := step.get(MICROBATCHES, 1)) // 2 > plan.config.actor.mb_spec.fewest:
+            fewer = [*steps[:number], with_count(step, count // 2), *steps[number + 1 :]]
+            if not _is_allowed(plan, fewer) or not _planned(plan, fewer).fits:
+                break
+            steps, step = fewer, fewer[number]
+    return steps
+
+
+def _is_allowed(plan: RunPlan, steps: Sequence[Changes]) -> bool:
+    changed = _changed(plan, steps)
+    return not layout_problems(changed, plan.dims, count_devices(changed))
+
+
+def _best_of(candidates: Iterator[Changes], plan: RunPlan) -> Changes | None:
     """The first candidate that fits, else the one that needs least; None if none helps."""
-    winner: tuple[Changes, Config, Remedy] | None = None
+    winner, least, num_lacks = None, plan.peak_bytes, len(plan.lacks)
     for changes in candidates:
-        changed = with_values(config, changes)
-        if layout_problems(changed, plan.dims, count_devices(changed)):
+        if not _is_allowed(plan, [changes]):
             continue
-        tried = build_plan(changed, plan.device, plan.batch.num_rows)
-        if tried.peak_bytes >= 0.99 * best:
-            continue
-        remedy = Remedy(
-            tuple(f"{key}={_text(value)}" for key, value in changes.items()),
-            tried.peak_bytes,
-            tried.peak_bytes <= plan.device.memory_bytes,
-            tried.allocation.num_devices,
-        )
-        if remedy.fits:
-            return changes, changed, remedy
-        if winner is None or remedy.peak_bytes < 0.99 * winner[2].peak_bytes:
-            winner = changes, changed, remedy
+        tried = _planned(plan, [changes])
+        if tried.fits:
+            return changes
+        if tried.allocation.num_devices > plan.allocation.num_devices:
+            continue  # more devices are worth naming only where they are enough
+        if tried.peak_bytes < 0.99 * least or len(tried.lacks) < num_lacks:
+            winner, least, num_lacks = changes, tried.peak_bytes, len(tried.lacks)
     return winner
+
+
+def choose_microbatches(
+    config: Config, device: Device, command: Command
+) -> tuple[Config, list[str]]:
+    """`n_mbs` where it was left open: 1 where that fits or no number does, else the fewest that fit
+    a GPU with room to spare, first beside the sampler, then without it."""
+    if config.actor.mb_spec.n_mbs is not None:
+        return config, []
+    plain = with_values(config, with_count({}, 1, config))
+    if not _is_chosen_for(config, device, command):
+        return plain, []
+    is_open = config.mode == "colocate" and config.offload_rollout is None
+    found: list[tuple[Changes, RunPlan]] = []
+    for leaves in [False, True] if is_open else [config.offload_rollout]:
+        beside = with_values(plain, {"offload_rollout": leaves})
+        whole = build_plan(beside, device)
+        if whole.fits:
+            return plain, []
+        steps = microbatch_steps(beside, whole.dims)
+        found += [(step, build_plan(with_values(beside, step), device)) for step in steps]
+    fitting = [(step, plan) for step, plan in found if plan.fits]
+    for step, _ in [*((s, p) for s, p in fitting if not p.is_tight), *fitting][:1]:
+        need, have = whole.peak_bytes / GIB, device.memory_bytes / GIB
+        why = f"in one piece a step needs {need:.1f} GiB, and the GPU has {have:.1f}"
+        return with_values(plain, step), [f"{MICROBATCHES} = {step[MICROBATCHES]}: {why}"]
+    return plain, []
+
+
+def with_count(changes: Changes, count: int, config: Config | None = None) -> Changes:
+    """With so many microbatches of the actor, and of a critic of the config or of the changes."""
+    has_critic = CRITICS in changes or (config and config.algorithm.facts.needs_critic)
+    counts = {MICROBATCHES: count, CRITICS: count} if has_critic else {MICROBATCHES: count}
+    return {**changes, **counts}
 
 
 def choose_offloading(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
@@ -132,7 +196,7 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
         return config, []
     if config.elastic.enabled and (fewest := fit_world(changed, config.elastic.min_ranks)):
         cut = build_plan(with_values(fewest.config, largest), device)
-        plan = max(plan, cut, key=attrgetter("peak_bytes"))
+        plan = max(plan, cut, key=operator.attrgetter("peak_bytes"))
     if plan.peak_bytes > KEEPING_SHARE * device.memory_bytes:
         return config, []
     need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
@@ -188,10 +252,14 @@ def microbatch_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """n_mbs doubled until a microbatch is a single sequence."""
     calls = config.updates_per_batch * config.num_iters_per_train_update
     rows = rows_per_step(config) // calls // component_of(config, "actor").size("d")
-    count = config.actor.mb_spec.n_mbs
+    count = config.actor.mb_spec.fewest
     while count < rows:
         count *= 2
-        yield {"actor.mb_spec.n_mbs": count}
+        yield with_count({}, count, config)
+
+
+CHEAP = (cache_steps, logit_steps, microbatch_steps)
+"""What costs time alone, the least first."""
 
 
 def reshard_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
@@ -213,6 +281,14 @@ def recompute_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
         yield {**switch, "actor.archon.ac_mode": "full"}
 
 
+def offload_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
+    """Training leaves the GPU while the embedded sampler works there."""
+    rollout = part_of(config, "rollout")
+    is_near = config.mode == "colocate" and rollout and rollout.backend == "embedded"
+    if is_near and not config.offload_train:
+        yield {"offload_train": True, "offload_rollout": True}
+
+
 def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     """More ep (mixtures) or tp at the same number of devices, then with more of them."""
     actor = component_of(config, "actor")
@@ -224,6 +300,10 @@ def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
         if per_node is not None and needed > nodes * per_node:
             changes["cluster.n_nodes"] = -(-needed // per_node)
         yield changes
+
+
+AGAIN = (microbatch_steps, cut_steps)
+"""More microbatches may help once the sampler and training take turns."""
 
 
 def wider(actor: Component, dims: ModelDims, *, grow: bool) -> list[Component]:

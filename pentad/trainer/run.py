@@ -318,8 +318,7 @@ def open_run(
     """Takes the run folder, opens log, sinks and screen, and closes them in any case."""
     size, layout = config.train_dataset.batch_size, layout_of(config, "actor")
     steps_per_epoch = data.steps_per_epoch(size)
-    num_steps = steps_per_epoch * config.total_train_epochs
-    num_steps = min(num_steps, config.total_train_steps or num_steps)
+    num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
     checkpoints, telemetry = checkpoint_path(config), config.telemetry
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
@@ -328,7 +327,7 @@ def open_run(
         stack.enter_context(noted_end(folder, checkpoints))
         stack.enter_context(stop_early(partial(standing, config)))
         warnings = [*unread(config, command), *data.run_warnings(size)]
-        log_start(config, [*notes, data.summary()], warnings, num_steps)
+        log_start(config, [*notes, data.summary()], warnings, steps_per_epoch)
         recorder = open_recorder(config, folder, title, num_steps)
         stack.callback(recorder.close)
         steps = StepRecorder(
@@ -378,7 +377,7 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
 
 
 def log_start(
-    config: Config, notes: Sequence[str], warnings: Sequence[str], num_steps: int
+    config: Config, notes: Sequence[str], warnings: Sequence[str], steps_per_epoch: int
 ) -> None:
     for note in notes:
         log.info("%s", note)
@@ -386,13 +385,12 @@ def log_start(
         log.warning("%s", warning)
     if armed := check_armed():
         log.warning("%s", armed)
-    if num_steps < (config.total_train_steps or 0):
-        log.warning(
-            "total_train_steps = %d: the run ends after %d, which is total_train_epochs = %d; "
-            "raise that for more",
-            config.total_train_steps,
-            num_steps,
-            config.total_train_epochs,
+    asked, by_epochs = config.total_train_steps, steps_per_epoch * config.total_train_epochs
+    if asked is not None and asked > by_epochs:
+        log.info(
+            "total_train_steps = %d: it overrides total_train_epochs = %d, which is %d steps",
+            *(asked, config.total_train_epochs, by_epochs),
+            extra=NOTICE,
         )
     if not (is_saved_within(config) or config.recover.is_on):
         log.info(

@@ -79,6 +79,7 @@ def engine_settings(
         compute_dtype=compute_dtype(model, device),
         temperature=temperature,
         max_tokens_per_mb=budget,
+        n_mbs=model.mb_spec.fewest,
         max_row_tokens=max_row_tokens,
         balance_data=balance_data,
         pad_to_maximum=model.pad_to_maximum is True,

@@ -77,10 +77,10 @@ def test_a_run_needs_no_screen(lab, monkeypatch, stdout):
     assert len(read_lines(lab.train().records / "steps.jsonl")) == 3
 
 
-def test_a_run_shorter_than_asked_for_says_so(lab, capsys):
-    lab.train("total_train_steps=17", trial="short")
+def test_steps_that_are_given_override_epochs(lab, capsys):
+    assert lab.train("total_train_steps=17", trial="short").num_steps == 17
     (log,) = lab.fileroot.rglob("short/log.txt")
-    said = "total_train_steps = 17: the run ends after 16, which is total_train_epochs = 1"
+    said = "total_train_steps = 17: it overrides total_train_epochs = 1, which is 16 steps"
     assert said in log.read_text() and said in capsys.readouterr().err
     assert log.read_text().rstrip().endswith("the run is complete")
 

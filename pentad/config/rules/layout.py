@@ -280,7 +280,7 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
 @TRAINING.add()
 def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
     schedule, pp = part.model.archon.pp_schedule, part.component.size("p")
-    count = part.model.mb_spec.n_mbs
+    count = part.model.mb_spec.fewest
     if pp == 1 or not is_interleaved(schedule) or count < pp * part.stages_per_rank:
         return
     if not takes_microbatches(schedule, pp, count):
@@ -330,7 +330,7 @@ def component_notes(part: Placed) -> Iterator[str]:
         repeats = tp * cp // part.dims.num_kv_heads
         yield f"{component}: each kv head is held {repeats} times (t*c = {tp * cp})"
     rows = rows_per_step(config) // config.updates_per_batch
-    needed = component.size("d") * part.model.mb_spec.n_mbs
+    needed = component.size("d") * part.model.mb_spec.fewest
     if rows < needed:
         yield (
             f"{component}: a step has {rows} samples for d * n_mbs = {needed} microbatches, "

@@ -1,0 +1,39 @@
+"""`pentad demo` after an interrupt continues the run, as the interrupted one promised."""
+
+import json
+
+import pytest
+
+from pentad.cli import demo
+from pentad.trainer.run import RunSummary
+
+
+@pytest.mark.parametrize(
+    ("end", "given", "fresh"),
+    [
+        (None, False, False),
+        ("stopped", False, False),
+        ("failed", False, False),
+        ("complete", False, True),
+        ("stopped", True, True),
+    ],
+)
+def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch, end, given, fresh):
+    records = tmp_path / "logs" / "me" / "demo-grpo" / "seed1"
+    records.mkdir(parents=True)
+    if end:
+        (records / "exit.json").write_text(json.dumps({"end": end}))
+    seen = []
+
+    def run(config, notes, *, fresh, device):
+        seen.append((config.experiment_name, fresh))
+        evals = [{"accuracy": 0.1, "num_prompts": 1}]
+        return RunSummary(records, tmp_path / "demo" / "model", 1, evals)
+
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "demo" / "model" / "model.safetensors").touch()  # what the first part would save
+    monkeypatch.setattr(demo, "run_sft", run)
+    monkeypatch.setattr(demo, "run_train", run)
+    demo.run_demo(seed=1, fileroot=str(tmp_path), device="cpu", fresh=given)
+    assert seen == [("demo-sft", fresh), ("demo-grpo", fresh)]
+    assert demo.is_complete(tmp_path, 2) is False, "each seed has a run of its own"
