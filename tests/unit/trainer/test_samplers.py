@@ -72,7 +72,7 @@ def refusal(make, *overrides):
     [
         (
             ["rollout.server.python=x"],
-            "rollout.server: allocation_mode = embedded:d1|archon:d1 samples without a server",
+            "rollout.server: allocation_mode = embedded:d8|archon:d8 samples without a server",
         ),
         (
             ["allocation_mode=vllm:d2+archon:d1", "rollout.server.addresses=[http://a:1]"],
