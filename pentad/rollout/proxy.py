@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,6 +100,8 @@ class Episode:
         )
         self.transcripts: list[Transcript] = []
         self.finishes: list[FinishReason] = []
+        self.turns: list[list[tuple[str, str]]] = []
+        """By transcript: role and words of all that was said from its first answer on."""
         self.texts: list[str] = []
         self.known: dict[bytes, tuple[list[int], int | None]] = {}
         """Digests of conversations so far, ending in an answer -> their ids, and the stop id at
@@ -208,7 +210,7 @@ class Episode:
         ids, conversation = parsed.ids, parsed.conversation
         for generation, text, choice in zip(generations, texts, body["choices"], strict=True):
             self.texts.append(text)
-            self._keep(ids, generation)
+            self._keep(parsed, generation, text)
             if conversation is not None:
                 answer = settled(with_calls(choice["message"]))
                 said = replace(conversation, messages=[*conversation.messages, answer])
@@ -216,19 +218,37 @@ class Episode:
                 ending = ending if generation.finish == "stop" else None
                 self.known[beginnings(said)[-1]] = ([*ids, *generation.ids], ending)
 
-    def _keep(self, ids: list[int], generation: Generation) -> None:
-        """As the next turn of the longest sequence that `ids` goes on from, or a new sequence."""
+    def _keep(self, parsed: ParsedRequest, generation: Generation, text: str) -> None:
+        """As the next turn of the longest sequence that the request continues, or a new one."""
+        ids = parsed.ids
         at = self._continued(ids)
         if at is not None:
             transcript = self.transcripts[at]
-            transcript.add_given(ids[len(transcript.ids) :])
+            given = ids[len(transcript.ids) :]
+            transcript.add_given(given)
+            self.turns[at] += self._said(parsed.conversation, given)
         else:
             at = len(self.transcripts)
             transcript = Transcript(ids)
             self.transcripts.append(transcript)
             self.finishes.append(generation.finish)
+            self.turns.append([])
         transcript.add_sampled(generation)
         self.finishes[at] = generation.finish
+        self.turns[at].append(("assistant", text))
+
+    def _said(
+        self, conversation: Conversation | None, given: list[int]
+    ) -> Iterator[tuple[str, str]]:
+        """What the program said since the last answer: its messages, or the text it added."""
+        if conversation is None:
+            yield "user", self.tokenizer.decode(given)
+            return
+        roles = [message["role"] for message in conversation.messages]
+        start = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
+        for message in conversation.messages[start:]:
+            content = message.get("content", "")
+            yield message["role"], content if isinstance(content, str) else json.dumps(content)
 
     def _continued(self, ids: list[int]) -> int | None:
         """The longest sequence that `ids` goes on from."""
@@ -239,8 +259,11 @@ class Episode:
         """One a sequence. All have the text of the whole episode, which is what is judged."""
         text = "\n".join(self.texts)
         samples = []
-        for transcript, finish in zip(self.transcripts, self.finishes, strict=True):
+        kept = zip(self.transcripts, self.finishes, self.turns, strict=True)
+        for transcript, finish, turns in kept:
             sample = transcript.finished(finish, text)
+            if len(turns) > 1:  # one answer is in the text
+                sample.turns = tuple(turns)
             prompt = transcript.ids[: transcript.mask.index(True)]
             sample.given_text = self.tokenizer.decode(prompt, keep_special=True)
             samples.append(sample)

@@ -59,6 +59,7 @@ class Recorder:
         *,
         samples_per_step: int = 4,
         seed: int = 0,
+        answer_key: str = "answer",
         find_alarms: FindAlarms | None = None,
     ) -> None:
         self.folder = folder
@@ -66,6 +67,7 @@ class Recorder:
         self.sinks = sinks
         self.samples_per_step = samples_per_step
         self.seed = seed
+        self.answer_key = answer_key
         self.find_alarms = find_alarms
         self.failures: dict[str, int] = {}
         """What could not be done, and how often."""
@@ -193,7 +195,9 @@ class Recorder:
         return [s for s in self.sinks if s.can_redraw or step not in self._drawn[kind]]
 
     def _write_samples(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        picks = pick_samples(groups, self.samples_per_step, step=step, seed=self.seed)
+        picks = pick_samples(
+            groups, self.samples_per_step, step=step, seed=self.seed, answer_key=self.answer_key
+        )
         lines = [plain_json(pick) for pick in picks]
         for line in lines:
             self._samples.append(line)

@@ -1,12 +1,13 @@
 """Which samples of a step people get to see, and how one is written down in samples.jsonl.
 
     {"step": 3, "pick": "best", "gid": 17, "index": 2, "epoch": 0, "attempt": 0,
-     "question": "52341>", "prompt": "52341>", "text": "12345", "turns": [], "reward": 1.0,
-     "reward_parts": {"correct": 1.0}, "finish": "stop", "num_sampled": 6, "min_version": 2,
-     "max_version": 2, "ids": [...], "trained_spans": [[6, 12]]}
+     "question": "52341>", "prompt": "52341>", "expected": "12345", "text": "12345", "turns": [],
+     "reward": 1.0, "reward_parts": {"correct": 1.0}, "finish": "stop", "num_sampled": 6,
+     "min_version": 2, "max_version": 2, "ids": [...], "trained_spans": [[6, 12]]}
 
 `question` is the last message of the user, without a chat template. `turns` are the roles and words
 of a conversation after it, those of the environment included; empty where there is one answer.
+`expected` is the answer of the row (`train_dataset.answer_key`), null where it has none.
 `prompt` is the text before the first sampled token: that of the dataset, or what an agent program
 asked in its own words. `ids` are all token ids, prompt included; `trained_spans` are the half-open
 ranges of them that the policy sampled.
@@ -18,6 +19,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pentad.core.errors import one_line
 from pentad.core.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
 
     from pentad.core.types import Group, Prompt
 
+MAX_EXPECTED = 2000
+"""Characters of an expected answer; the tests of a program can be long."""
+
 
 def pick_samples(
-    groups: Sequence[Group], num: int, *, step: int, seed: int = 0
+    groups: Sequence[Group], num: int, *, step: int, seed: int = 0, answer_key: str = "answer"
 ) -> list[dict[str, Any]]:
     """The best, the worst, then random others, `num` in all; the same for the same seed and step.
     Samples without a reward can be drawn but are neither best nor worst."""
@@ -45,10 +50,10 @@ def pick_samples(
     chosen = random.Random(derive_seed(seed, "samples", step))
     for place in chosen.sample(others, min(max(0, num - len(picks)), len(others))):
         picks[place] = "random"
-    return [_line(groups[g], i, step, pick) for (g, i), pick in picks.items()]
+    return [_line(groups[g], i, step, pick, answer_key) for (g, i), pick in picks.items()]
 
 
-def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
+def _line(group: Group, index: int, step: int, pick: str, answer_key: str) -> dict[str, Any]:
     sample, prompt = group.samples[index], group.prompt
     versions = sample.versions[sample.mask].tolist()
     return {
@@ -60,6 +65,7 @@ def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
         "attempt": group.attempt,
         "question": question_of(prompt),
         "prompt": prompt.text if sample.given_text is None else sample.given_text,
+        "expected": _expected(prompt, answer_key),
         "text": sample.text,
         "turns": [list(turn) for turn in sample.turns],
         "reward": sample.reward,
@@ -73,6 +79,12 @@ def _line(group: Group, index: int, step: int, pick: str) -> dict[str, Any]:
     }
 
 
+def _expected(prompt: Prompt, answer_key: str) -> str | None:
+    """The answer of the dataset's row, if it has one."""
+    answer = prompt.fields.get(answer_key)
+    return None if answer is None else one_line(str(answer), MAX_EXPECTED)
+
+
 def question_of(prompt: Prompt) -> str:
     """What the user asks, for people."""
     texts = [message.get("content") for message in prompt.messages if message["role"] == "user"]
@@ -83,6 +95,19 @@ def transcript_of(line: Mapping[str, Any]) -> str:
     """All that was said after the question, the environment's words in brackets."""
     turns = line.get("turns") or [["assistant", line["text"]]]
     return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
+
+
+def cells_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table of samples shows of one, by column."""
+    given = line.get("reward_parts") or {}
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in given.items())
+    return {
+        "question": line["question"],
+        "answer": transcript_of(line),
+        "expected": line.get("expected") or "",
+        "reward": line["reward"],
+        "reward_parts": parts,
+    }
 
 
 def _spans(mask: np.ndarray) -> list[list[int]]:

@@ -6,6 +6,7 @@ picture of a running, a finished and a crashed run is the same. Readable at 80 c
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ SPARK_WIDTH = 40
 SAMPLE_WIDTH = 74
 SAMPLE_LINES = 3
 """One of the question, two of the answer."""
+MAX_TURNS = 5
+"""Lines of a conversation."""
 HEADER_EVERY = 25
 """Plain lines between two headers."""
 ETA_STEPS = 20
@@ -202,20 +205,28 @@ def _cell(record: Record, column: Column) -> str:
 
 
 def _sample_panel(sample: Record, style: str) -> Panel:
+    lines = sample_lines(sample)
     return Panel(
-        Text("\n".join(sample_lines(sample))),
+        Text("\n".join(lines)),
         title=f"{sample['pick']} of step {sample['step']}, reward {_reward(sample)}",
         title_align="left",
         border_style=style,
-        height=SAMPLE_LINES + 2,
+        height=max(SAMPLE_LINES, len(lines)) + 2,
     )
 
 
 def sample_lines(sample: Record) -> list[str]:
-    """Question and answer on few lines, the middle of long ones left out."""
+    """Question and answer on few lines, the middle of long ones left out; of a conversation a line
+    a turn."""
+    question = one_line(sample.get("question", sample["prompt"]), SAMPLE_WIDTH)
+    if turns := sample.get("turns"):
+        said = [one_line(f"{role}: {text}", SAMPLE_WIDTH) for role, text in turns]
+        if len(said) > MAX_TURNS:
+            said = [*said[: MAX_TURNS - 2], f"... {len(said) - MAX_TURNS + 1} more", said[-1]]
+        return [question, *said]
     answer = one_line(transcript_of(sample), SAMPLE_WIDTH * (SAMPLE_LINES - 1))
     pieces = [answer[i : i + SAMPLE_WIDTH] for i in range(0, len(answer), SAMPLE_WIDTH)]
-    return [one_line(sample.get("question", sample["prompt"]), SAMPLE_WIDTH), *pieces]
+    return [question, *pieces]
 
 
 def _reward(sample: Record) -> str:
@@ -324,6 +335,8 @@ class PlainScreen(Screen):
         self.stream = stream
         self.columns: list[Column] = []
         self.lines = 0
+        self.early: list[Record] = []
+        """Evaluations of weights whose step is not recorded yet."""
         self._say(f"{picture.title}: {picture.total_steps} steps")
 
     def step(self, record: Record) -> None:
@@ -338,12 +351,22 @@ class PlainScreen(Screen):
         self.lines += 1
         cells = " ".join(_cell(record, column).rjust(column.width) for column in columns)
         self._say(f"{record['step']:>{width}} {cells} {clock(picture.eta_s()):>7}")
+        self._say_evaluations(record["step"])
 
     def evaluation(self, record: Record) -> None:
+        """After the line of the step whose weights it is about."""
         self.picture.evals.append(record)
-        self._say(f"held out: {eval_text(record)}")
+        self.early.append(record)
+        self._say_evaluations(self.picture.records[-1]["step"] if self.picture.records else 0)
+
+    def _say_evaluations(self, step: float) -> None:
+        due = [record for record in self.early if record["version"] <= step]
+        self.early = [record for record in self.early if record["version"] > step]
+        for record in due:
+            self._say(f"held out: {eval_text(record)}")
 
     def close(self) -> None:
+        self._say_evaluations(math.inf)
         for sample in (self.picture.best, self.picture.worst):
             if sample is not None:
                 self._say(f"{sample['pick']} of step {sample['step']}, reward {_reward(sample)}:")

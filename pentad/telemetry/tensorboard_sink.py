@@ -14,7 +14,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from pentad.telemetry.samples import transcript_of
+from pentad.telemetry.samples import cells_of
 
 FLUSH_S = 10
 
@@ -57,6 +57,10 @@ class TensorBoardSink:
 
 def as_markdown(line: Mapping[str, Any]) -> str:
     """A sample under its pick and reward; indented, so that its own marks are shown as they are."""
-    said = f"{line['question']}\n\n{transcript_of(line)}"
+    cells = cells_of(line)
+    said = f"{cells['question']}\n\n{cells['answer']}"
+    if cells["expected"]:
+        said += f"\n\nexpected: {cells['expected']}"
     shown = "\n".join(f"    {row}" for row in said.splitlines())
-    return f"**{line['pick']}, reward {line['reward']}**\n\n{shown}"
+    parts = f" ({cells['reward_parts']})" if cells["reward_parts"] else ""
+    return f"**{line['pick']}, reward {line['reward']}{parts}**\n\n{shown}"

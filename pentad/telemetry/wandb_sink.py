@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from pentad.telemetry.samples import transcript_of
+from pentad.telemetry.samples import cells_of
 
 
 class WandbSink:
@@ -44,13 +44,9 @@ class WandbSink:
 
     def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """A table a step; the page of the run steps through them."""
-        table = wandb.Table(
-            columns=["step", "pick", "question", "answer", "reward"],
-            data=[
-                [step, line["pick"], line["question"], transcript_of(line), line["reward"]]
-                for line in lines
-            ],
-        )
+        rows = [(step, line["pick"], *cells_of(line).values()) for line in lines]
+        columns = ["step", "pick", *cells_of(lines[0])]
+        table = wandb.Table(columns=columns, data=[list(row) for row in rows])
         self.run.log({"samples": table, "step": step})
 
     def close(self) -> None:

@@ -368,6 +368,7 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
         sinks,
         samples_per_step=telemetry.samples_per_step,
         seed=config.seed,
+        answer_key=config.train_dataset.answer_key,
         find_alarms=partial(
             find_alarms,
             correction=config.algorithm.correction or "none",

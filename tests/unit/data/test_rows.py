@@ -188,7 +188,7 @@ def test_without_pyarrow_the_remedy_is_named(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "parquet files need pyarrow; pip install pentad[parquet]." in done.stdout
+    assert "parquet files need pyarrow; pip install 'pentad[parquet]'." in done.stdout
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000])

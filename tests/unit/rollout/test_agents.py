@@ -88,6 +88,10 @@ def test_a_conversation_is_one_sequence_of_exactly_the_sampled_ids(lab):
     np.testing.assert_array_equal(sample.mask, mask)
     assert (sample.versions[sample.mask] == 3).all() and (sample.rollout_logprobs[mask] < 0).all()
     assert sample.text == "abc\nban\nz" and sample.finish == "stop"
+    assert sample.turns == (
+        *(("assistant", "abc"), ("user", "more")),
+        *(("assistant", "ban"), ("user", "and?"), ("assistant", "z")),
+    )
     assert sample.reward == 8.0 and sample.reward_parts == {"said": 7.0, "known": 1.0}
     assert {r.params.temperature for r in lab.sampler.requests} == {0.9}
     assert len({r.seeds for r in lab.sampler.requests}) == 3
@@ -105,6 +109,7 @@ def test_a_plain_program_runs_in_a_thread(lab):
     given = lab.tokenizer.encode("what?", add_special_tokens=False)
     np.testing.assert_array_equal(sample.ids, [*given, *lab.ids("ab")])
     assert sample.reward == 1.0 and sample.finish == "length"
+    assert sample.turns == (), "one answer is in the text"
 
 
 def test_a_rewritten_history_begins_a_sequence_of_its_own(lab):

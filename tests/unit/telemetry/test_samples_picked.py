@@ -42,6 +42,7 @@ def test_best_and_worst_come_first_then_others():
         "attempt": 2,
         "question": "prompt 4",
         "prompt": "prompt 4",
+        "expected": None,
         "text": "answer 0.9",
         "turns": [],
         "reward": 0.9,

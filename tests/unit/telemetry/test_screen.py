@@ -22,6 +22,7 @@ from pentad.telemetry.screen import (
     draw,
     number,
     open_screen,
+    sample_lines,
     sparkline,
 )
 
@@ -240,3 +241,29 @@ def test_small_parts():
     assert sparkline([0, 1, 2, 7], ascii_only=True) == "_.-@"
     assert len(sparkline(list(range(1000)))) == 40
     assert sparkline([2.0, 2.0]) == chr(0x2581) * 2, "a flat curve is flat"
+
+
+def test_plain_lines_have_a_step_before_the_figure_of_its_weights():
+    out = io.StringIO()
+    screen = PlainScreen(Picture("run", 4), out)
+    screen.evaluation({"version": 0, "accuracy": 0.1})
+    screen.step({"step": 1, "loss": 1.0})
+    screen.evaluation({"version": 2, "accuracy": 0.2})  # it is ready before the record of step 2
+    screen.step({"step": 2, "loss": 1.0})
+    screen.evaluation({"version": 2, "accuracy": 0.3})
+    screen.evaluation({"version": 4, "accuracy": 0.4})
+    screen.close()
+    shown = [line.split() for line in out.getvalue().splitlines()[1:]]
+    order = [words[-1].strip(")") if words[0] == "held" else words[0] for words in shown]
+    assert [word for word in order if word != "step"] == ["0", "1", "2", "2", "2", "4"]
+    assert [words[0] for words in shown if words[0] != "step"][2:4] == ["2", "held"]
+
+
+def test_turns_of_a_conversation_have_a_line_each():
+    turns = [["assistant", "50"], ["user", "too\nhigh"], ["assistant", "42"]]
+    sample = {"question": "6*7?", "prompt": "6*7?", "text": "50\n42", "turns": turns}
+    assert sample_lines(sample) == ["6*7?", "assistant: 50", "user: too\\nhigh", "assistant: 42"]
+    many = [["assistant", str(number)] for number in range(20)]
+    shown = sample_lines(sample | {"turns": many})
+    assert shown[1:4] == ["assistant: 0", "assistant: 1", "assistant: 2"]
+    assert shown[4:] == ["... 16 more", "assistant: 19"]

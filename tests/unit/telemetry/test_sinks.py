@@ -187,11 +187,14 @@ def test_wandb_gets_a_table_of_what_was_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.delitem(sys.modules, "pentad.telemetry.wandb_sink", raising=False)
     (sink,) = build_sinks(tmp_path, wandb=WandbSettings(project="p"))
-    line = {"pick": "best", "question": "6*7?", "text": "42", "turns": [], "reward": 1.0}
+    turns = [["assistant", "50"], ["user", "too high"], ["assistant", "42"]]
+    line = {"pick": "best", "question": "6*7?", "text": "50\n42", "turns": turns, "reward": 1.5}
+    line |= {"expected": "42", "reward_parts": {"right": 1.0, "short": 0.5}}
     sink.write_samples(3, [line])
     sink.close()
     monkeypatch.delitem(sys.modules, "pentad.telemetry.wandb_sink")
-    row = {"step": 3, "pick": "best", "question": "6*7?", "answer": "42", "reward": 1.0}
+    row = {"step": 3, "pick": "best", "question": "6*7?", "reward": 1.5, "expected": "42"}
+    row |= {"answer": "50\n[user: too high]\n42", "reward_parts": "right 1, short 0.5"}
     assert logged == [{"samples": [row], "step": 3}]
 
 
@@ -208,8 +211,8 @@ def test_a_missing_library_is_a_sentence_at_the_start(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "telemetry.tensorboard = true: tensorboard is not installed; "
-        "pip install pentad[tensorboard].",
-        "telemetry.wandb.project = p: wandb is not installed; pip install pentad[wandb].",
+        "pip install 'pentad[tensorboard]'.",
+        "telemetry.wandb.project = p: wandb is not installed; pip install 'pentad[wandb]'.",
     ]
 
 
