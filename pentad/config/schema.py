@@ -29,6 +29,7 @@ from pentad.core.settings import (
     NonNegativeInt,
     Positive,
 )
+from pentad.core.sizes import CacheDtype
 
 AxisSize = Annotated[int, Bound(ge=1, le=65536)]
 """Ranks along one axis of a layout."""
@@ -231,6 +232,10 @@ class RolloutConfig(Section):
     256 and at most 1024; what does not fit the key-value cache waits."""
     kv_cache_gb: Annotated[float, Bound(gt=0, le=1e6)] | None = None
     """Memory of the key-value cache. null: derived from what is free."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """Format of the key-value cache. auto: as the model computes. int8 (embedded sampler) and fp8:
+    half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
+    then differ by more than the rounding of 16 bits (docs/serving.md has the figures)."""
     on_update: Literal["continue", "reprefill"] = "continue"
     """What new weights do to answers under way: they go on with the cache of the old weights, or
     their cache is computed anew."""

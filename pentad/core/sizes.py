@@ -102,9 +102,15 @@ def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) ->
     return max(longest, MICROBATCH_TOKENS[device] // num_stages)
 
 
-def kv_token_bytes(dims: ModelDims, weight_bytes: int) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * weight_bytes
+CacheDtype = Literal["auto", "bf16", "int8", "fp8"]
+EIGHT_BIT_CACHES = ("int8", "fp8")
+
+
+def kv_token_bytes(dims: ModelDims, weight_bytes: int, cache_dtype: CacheDtype = "auto") -> int:
+    """Keys and values of one token in all layers; in 8 bits a head has a float32 scale."""
+    is_small = cache_dtype in EIGHT_BIT_CACHES
+    head_bytes = dims.head_dim + 4 if is_small else dims.head_dim * weight_bytes
+    return 2 * dims.num_layers * dims.num_kv_heads * head_bytes
 
 
 def state_bytes(num_params: float, param_bytes: int, num_tags: int) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pentad.core.dims import ModelDims
 from pentad.models.moe import Routes
+from pentad.ops.pages import LARGEST, Pages
 
 
 class KVCache:
@@ -32,11 +33,17 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """In one of `EIGHT_BITS` it has scales, too."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (dims.num_layers, num_blocks, block_size, dims.num_kv_heads, dims.head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if dtype in LARGEST:
+            self.k_scale = torch.ones(shape[:-1], device=device)
+            self.v_scale = torch.ones(shape[:-1], device=device)
         self.routes: Tensor | None = None
         """[blocks, places, mixture layers, k]: the experts that the token of each place was sent
         to; beside its keys and values, so that whoever shares them shares it."""
@@ -58,14 +65,16 @@ class KVCache:
         found: np.ndarray = self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
         return found
 
-    def write(self, layer: int, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Places count over all blocks: block * block_size + offset."""
-        self.k[layer].flatten(0, 1).index_copy_(0, places_T, k_TKd)
-        self.v[layer].flatten(0, 1).index_copy_(0, places_T, v_TKd)
+    def layer(self, index: int) -> Pages:
+        if self.k_scale is None or self.v_scale is None:
+            return Pages(self.k[index], self.v[index])
+        return Pages(self.k[index], self.v[index], self.k_scale[index], self.v_scale[index])
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        self.k[:, targets] = self.k[:, sources]
-        self.v[:, targets] = self.v[:, sources]
+        for held in (self.k, self.v, self.k_scale, self.v_scale):
+            if held is not None:
+                bits = held.view(torch.uint8) if held.dtype in LARGEST else held
+                bits[:, targets] = bits[:, sources]
         if self.routes is not None:
             self.routes[targets] = self.routes[sources]
 
@@ -110,15 +119,13 @@ class Bucket:
             self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
         return self.masks[window]
 
-    def attend(self, q_THd: Tensor, k_BbKd: Tensor, v_BbKd: Tensor, mask: Tensor) -> Tensor:
+    def attend(self, q_THd: Tensor, pages: Pages, mask: Tensor) -> Tensor:
         """Outputs of the bucket's real queries, in the order of `token_P`."""
-        num_kv_heads, width = k_BbKd.shape[-2:]
+        num_kv_heads, width = pages.k_BbKd.shape[-2:]
         num_heads = q_THd.shape[1]
         keys, values = (
-            x.index_select(0, self.blocks)
-            .view(self.num, self.num_places, num_kv_heads, width)
-            .transpose(1, 2)
-            for x in (k_BbKd, v_BbKd)
+            x.view(self.num, self.num_places, num_kv_heads, width).transpose(1, 2)
+            for x in pages.read(self.blocks, q_THd.dtype)
         )
         if self.length == 1:  # the query heads of one key-value head take the place of queries
             q = q_THd.reshape(self.num, num_kv_heads, num_heads // num_kv_heads, width)
@@ -174,19 +181,19 @@ class PagedAttend:
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
     ) -> Tensor:
-        self.cache.write(layer, self.places_T, k_TKd, v_TKd)
+        self.cache.layer(layer).write(self.places_T, k_TKd, v_TKd)
         return self.attend(layer, q_THd, window)
 
     def attend(self, layer: int, q_THd: Tensor, window: int | None) -> Tensor:
         """The second half: all keys and values are in the cache."""
-        k_BbKd, v_BbKd = self.cache.k[layer], self.cache.v[layer]
+        pages = self.cache.layer(layer)
         if len(self.buckets) == 1 and self.buckets[0].real_T is None:
             (bucket,) = self.buckets  # its queries are all tokens in order
-            return bucket.attend(q_THd, k_BbKd, v_BbKd, bucket.mask(window, q_THd.dtype))
+            return bucket.attend(q_THd, pages, bucket.mask(window, q_THd.dtype))
         o_THd = torch.empty_like(q_THd)
         for bucket in self.buckets:
             q_PHd = q_THd.index_select(0, bucket.token_P)
-            out = bucket.attend(q_PHd, k_BbKd, v_BbKd, bucket.mask(window, q_THd.dtype))
+            out = bucket.attend(q_PHd, pages, bucket.mask(window, q_THd.dtype))
             tokens = bucket.token_P
             if bucket.real_T is not None:
                 tokens = tokens.index_select(0, bucket.real_T)

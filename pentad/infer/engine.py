@@ -327,7 +327,7 @@ def count_blocks(
 ) -> int:
     """Blocks of the pool, the scratch block included."""
     weight, size = model.head_weight, settings.block_size
-    bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize)
+    bytes_each = size * kv_token_bytes(model.dims, weight.dtype.itemsize, settings.kv_cache_dtype)
     if settings.kv_cache_tokens is not None:
         usable = settings.kv_cache_tokens // size
     elif settings.kv_cache_bytes is not None:

@@ -60,9 +60,9 @@ class DecodeAttend:
     def __call__(
         self, layer: int, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, window: int | None = None
     ) -> Tensor:
-        k_BbKd, v_BbKd = self.cache.k[layer], self.cache.v[layer]
-        store(k_BbKd.flatten(0, 1), v_BbKd.flatten(0, 1), self.places_S, k_SKd, v_SKd)
-        return paged_decode(q_SHd, k_BbKd, v_BbKd, self.blocks, self.width, self.lengths_S, window)
+        pages = self.cache.layer(layer)
+        store(pages, self.places_S, k_SKd, v_SKd)
+        return paged_decode(q_SHd, pages, self.blocks, self.width, self.lengths_S, window)
 
 
 class StrictDecode:
@@ -82,8 +82,9 @@ class StrictDecode:
     def __call__(
         self, layer: int, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, window: int | None = None
     ) -> Tensor:
-        k_PKd, v_PKd = self.cache.k[layer].flatten(0, 1), self.cache.v[layer].flatten(0, 1)
-        store(k_PKd, v_PKd, self.places_S, k_SKd.contiguous(), v_SKd.contiguous())
+        pages = self.cache.layer(layer)
+        store(pages, self.places_S, k_SKd.contiguous(), v_SKd.contiguous())
+        k_PKd, v_PKd = pages.k_BbKd.flatten(0, 1), pages.v_BbKd.flatten(0, 1)
         return attend(q_SHd.contiguous(), k_PKd, v_PKd, self.tiles, window)
 
 

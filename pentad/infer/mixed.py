@@ -20,7 +20,8 @@ from pentad.ops.paged_decode import paged_decode
 class MixedAttend:
     """The attention core of one such step."""
 
-    def __init__(self, cache: KVCache, rows: StepRows) -> None:
+    def __init__(self, cache: KVCache, rows: StepRows, dtype: torch.dtype) -> None:
+        """`dtype` is that of the queries."""
         self.cache = cache
         self.places_T = rows.places_T
         starts, counts, blocks = rows.starts, rows.counts, rows.blocks
@@ -38,7 +39,7 @@ class MixedAttend:
             self.fresh = build_attend(
                 counts[is_fresh].tolist(),
                 device=cache.k.device,
-                dtype=cache.k.dtype,
+                dtype=dtype,
                 head_dim=cache.k.shape[-1],
             )
         self.later: PagedAttend | None = None
@@ -56,17 +57,14 @@ class MixedAttend:
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
     ) -> Tensor:
-        cache = self.cache
-        k_BbKd, v_BbKd = cache.k[layer], cache.v[layer]
-        store(k_BbKd.flatten(0, 1), v_BbKd.flatten(0, 1), self.places_T, k_TKd, v_TKd)
+        pages = self.cache.layer(layer)
+        store(pages, self.places_T, k_TKd, v_TKd)
         if self.fresh is not None and len(self.fresh_T) == len(q_THd):
             return self.fresh(layer, q_THd, k_TKd, v_TKd.contiguous(), window=window)
         o_THd = torch.empty_like(q_THd)
         if len(self.single_T):
             q_SHd = q_THd.index_select(0, self.single_T)
-            out = paged_decode(
-                q_SHd, k_BbKd, v_BbKd, self.blocks, self.width, self.lengths_S, window
-            )
+            out = paged_decode(q_SHd, pages, self.blocks, self.width, self.lengths_S, window)
             o_THd.index_copy_(0, self.single_T, out)
         if self.fresh is not None:
             q, k, v = (x.index_select(0, self.fresh_T) for x in (q_THd, k_TKd, v_TKd))

@@ -25,6 +25,7 @@ from pentad.models.decoder import Decoder
 from pentad.models.moe import Experts, Routes
 from pentad.models.strict import apply_strict
 from pentad.ops.experts import can_group
+from pentad.ops.pages import EIGHT_BITS
 
 if TYPE_CHECKING:
     from pentad.infer.graphs import GraphDecoder, Launched
@@ -91,7 +92,7 @@ class Runner:
             self.num_blocks,
             self.settings.block_size,
             device=self.device,
-            dtype=self.dtype,
+            dtype=EIGHT_BITS.get(self.settings.kv_cache_dtype, self.dtype),
         )
         if self.settings.record_routes:
             self.cache.keep_routes(self.model.dims)
@@ -214,7 +215,7 @@ class Runner:
         if self.has_kernels:
             from pentad.infer.mixed import MixedAttend
 
-            return MixedAttend(self.cache, rows)
+            return MixedAttend(self.cache, rows, self.dtype)
         return PagedAttend(self.cache, rows)
 
     def draw(self, rows: np.ndarray, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:

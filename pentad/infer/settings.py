@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pentad.core.errors import Problem, UserError
-from pentad.core.sizes import BLOCK_TOKENS, MIN_TEMPERATURE
+from pentad.core.sizes import BLOCK_TOKENS, EIGHT_BIT_CACHES, MIN_TEMPERATURE, CacheDtype
 from pentad.core.types import Request, SamplingParams
 
 
@@ -33,6 +33,10 @@ class SamplerSettings:
     tokens, but at most 1 GiB on a CPU and half of the free memory on a GPU."""
     kv_cache_tokens: int | None = None
     """The same limit in tokens; give one of the two."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """Keys and values as the model computes them, or in 8 bits with a scale for each token and
+    head: half of the memory and of what decoding reads, and log-probs that differ from the
+    trainer's by more than rounding of 16 bits."""
     on_update: Literal["continue", "reprefill"] = "continue"
     """What new weights do to sequences under way: they go on with keys and values of the old
     weights, or all their tokens are run again through the new ones."""
@@ -85,6 +89,10 @@ class SamplerSettings:
                     "give one of the two",
                 )
             )
+        if self.strict and self.kv_cache_dtype in EIGHT_BIT_CACHES:
+            where = f"sampler.kv_cache_dtype = {self.kv_cache_dtype}"
+            rule = "strict = true: a cache in 8 bits gives other log-probs than training"
+            problems.append(Problem(where, rule, "leave one of them out"))
         if problems:
             raise UserError(problems)
 

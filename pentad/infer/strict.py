@@ -44,7 +44,7 @@ class StrictAttend:
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None = None
     ) -> Tensor:
         cache = self.cache
-        cache.write(layer, self.places_T, k_TKd, v_TKd)
+        cache.layer(layer).write(self.places_T, k_TKd, v_TKd)
         k_PKd, v_PKd = cache.k[layer].flatten(0, 1), cache.v[layer].flatten(0, 1)
         if not q_THd.is_cuda:
             return invariant.attend_spans(q_THd, k_PKd, v_PKd, self.spans, window)

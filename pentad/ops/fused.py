@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.ops.pages import Pages
+
 
 def reference_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     wide = x_TD.float()
@@ -293,29 +295,28 @@ def _silu_mul(
     tl.store(out_ptr + row * WIDTH + f, out, mask=mask)
 
 
-def reference_store(
-    k_NKd: Tensor, v_NKd: Tensor, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor
-) -> None:
-    k_NKd.index_copy_(0, places_T, k_TKd)
-    v_NKd.index_copy_(0, places_T, v_TKd)
-
-
-def store(k_NKd: Tensor, v_NKd: Tensor, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-    """Writes keys and values of T tokens to their places among N, in one kernel. A token's heads
-    are contiguous, the distance of tokens is free."""
-    width = k_TKd.shape[1] * k_TKd.shape[2]
-    assert k_NKd.is_contiguous() and v_NKd.is_contiguous()
+def store(pages: Pages, places_T: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
+    """`Pages.write` as one kernel. A token's heads are contiguous, the distance of tokens is
+    free."""
+    num_heads, width = k_TKd.shape[1:]
+    assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
     assert has_dense_rows(k_TKd) and has_dense_rows(v_TKd)
     _store[(k_TKd.shape[0],)](
-        k_NKd,
-        v_NKd,
+        pages.k_BbKd,
+        pages.v_BbKd,
+        pages.k_scale_BbK,
+        pages.v_scale_BbK,
         places_T,
         k_TKd,
         v_TKd,
         k_TKd.stride(0),
         v_TKd.stride(0),
+        NUM_HEADS=num_heads,
         WIDTH=width,
+        WIDE_HEADS=triton.next_power_of_2(num_heads),
         WIDE=triton.next_power_of_2(width),
+        LARGEST=pages.largest,
+        ROUNDS=pages.k_BbKd.dtype == torch.int8,
         num_warps=4,
     )
 
@@ -324,19 +325,46 @@ def store(k_NKd: Tensor, v_NKd: Tensor, places_T: Tensor, k_TKd: Tensor, v_TKd: 
 def _store(
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     places_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    WIDE_HEADS: tl.constexpr,
     WIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(places_ptr + token).to(tl.int64)
+    head = tl.arange(0, WIDE_HEADS)
     d = tl.arange(0, WIDE)
-    mask = d < WIDTH
-    k = tl.load(k_ptr + token * k_stride + d, mask=mask, other=0.0)
-    v = tl.load(v_ptr + token * v_stride + d, mask=mask, other=0.0)
-    tl.store(k_cache_ptr + place * WIDTH + d, k, mask=mask)
-    tl.store(v_cache_ptr + place * WIDTH + d, v, mask=mask)
+    mask = (head < NUM_HEADS)[:, None] & (d < WIDTH)[None, :]
+    at = head[:, None] * WIDTH + d[None, :]
+    k = tl.load(k_ptr + token * k_stride + at, mask=mask, other=0.0)
+    v = tl.load(v_ptr + token * v_stride + at, mask=mask, other=0.0)
+    if LARGEST is not None:
+        k, k_scale = _quantise(k, LARGEST, ROUNDS)
+        v, v_scale = _quantise(v, LARGEST, ROUNDS)
+        tl.store(k_scale_ptr + place * NUM_HEADS + head, k_scale, mask=head < NUM_HEADS)
+        tl.store(v_scale_ptr + place * NUM_HEADS + head, v_scale, mask=head < NUM_HEADS)
+    to = place * NUM_HEADS * WIDTH + at
+    tl.store(k_cache_ptr + to, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_cache_ptr + to, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantise(
+    x: tl.tensor, LARGEST: tl.constexpr, ROUNDS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    wide = x.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    scale = tl.where(largest > 0, largest * (1.0 / LARGEST), 1.0)
+    scaled = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
+    if ROUNDS:  # numbers beside 1.5 * 2**23 are whole
+        scaled = (scaled + 12582912.0) - 12582912.0
+    return scaled, scale

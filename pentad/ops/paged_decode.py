@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over a paged key-value cache: Triton kernel, reference.
+"""Attention of one new token per sequence over a paged key-value cache: Triton kernels, reference.
 
 Shape letters: S sequences, H query heads, K key-value heads, d head width, B blocks of b places.
 
@@ -6,6 +6,10 @@ One program takes one sequence and one key-value head, so keys and values are re
 query heads that share them. Where there are few programs the places of a sequence are split
 among several, and a second kernel merges them. Lengths, block table and its width are read from
 device memory: a captured graph follows them.
+
+Tensor cores take numbers of 8 bits in an order that memory does not have. So a cache in 8 bits is
+read as numbers of 16 bits, two neighbours of a head in each, and taken apart in registers: the
+products are made of the even and of the odd places of a head.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.ops.pages import Pages
 from pentad.ops.spans import NO_WINDOW
 
-PLACES = 64
-"""Places a program loads at a time."""
-NUM_WARPS, NUM_STAGES = 4, 2
-"""Two stages: their memory lets three programs share a multiprocessor."""
+TILE = {"places": 32, "warps": 2, "stages": 2}
+EIGHT_BIT_TILE = {"places": 64, "warps": 2, "stages": 2}
+"""Places that a program loads at a time, its warps, and loads under way: the quickest of those that
+`benchmarks/kv_cache_gpu.py tiles` tries on an H200."""
 MIN_PROGRAMS = 512
 """Splits are added until there are about this many programs: a few on every multiprocessor."""
 MAX_SPLITS = 16
@@ -30,21 +35,21 @@ MIN_DOT = 16
 
 def reference_decode(
     q_SHd: Tensor,
-    k_BbKd: Tensor,
-    v_BbKd: Tensor,
+    pages: Pages,
     blocks_SB: Tensor,
     lengths_S: Tensor,
     window: int | None = None,
 ) -> Tensor:
     """What the kernel computes, sequence by sequence."""
-    group = q_SHd.shape[1] // k_BbKd.shape[2]
+    block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
+    group = q_SHd.shape[1] // num_kv_heads
     out = torch.empty_like(q_SHd)
     for s, length in enumerate(lengths_S.tolist()):
-        blocks = blocks_SB[s, : -(-length // k_BbKd.shape[1])].long()
+        blocks = blocks_SB[s, : -(-length // block_size)].long()
         first = 0 if window is None else max(0, length - window)
         k, v = (
-            x[blocks].flatten(0, 1)[first:length].repeat_interleave(group, 1).float()
-            for x in (k_BbKd, v_BbKd)
+            x.flatten(0, 1)[first:length].repeat_interleave(group, 1).float()
+            for x in pages.read(blocks, torch.float32)
         )
         scores = torch.einsum("hd,phd->hp", q_SHd[s].float(), k) * q_SHd.shape[-1] ** -0.5
         out[s] = torch.einsum("hp,phd->hd", scores.softmax(-1), v).to(q_SHd.dtype)
@@ -53,8 +58,7 @@ def reference_decode(
 
 def paged_decode(
     q_SHd: Tensor,
-    k_BbKd: Tensor,
-    v_BbKd: Tensor,
+    pages: Pages,
     blocks: Tensor,
     width: Tensor,
     lengths_S: Tensor,
@@ -62,8 +66,9 @@ def paged_decode(
 ) -> Tensor:
     """Row s of the table is `blocks[s * width : (s + 1) * width]`; `width` has one element."""
     num_seqs, num_heads, head_dim = q_SHd.shape
-    block_size, num_kv_heads = k_BbKd.shape[1:3]
-    assert q_SHd.is_contiguous() and k_BbKd.is_contiguous() and v_BbKd.is_contiguous()
+    block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
+    assert q_SHd.is_contiguous()
+    assert pages.k_BbKd.is_contiguous() and pages.v_BbKd.is_contiguous()
     splits = num_splits(num_seqs * num_kv_heads)
     out_SHd = torch.empty_like(q_SHd)
     shape = (num_seqs, num_heads, splits)
@@ -71,10 +76,15 @@ def paged_decode(
     part_acc = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_SHd.device)
     part_max = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
     part_sum = torch.empty(shape, dtype=torch.float32, device=q_SHd.device)
-    _attend[(num_seqs, num_kv_heads, splits)](
+    k_BbKd, v_BbKd, is_small = pages.k_BbKd, pages.v_BbKd, pages.largest is not None
+    if is_small:
+        k_BbKd, v_BbKd = k_BbKd.view(torch.int16), v_BbKd.view(torch.int16)
+    kernel = _attend_8 if is_small else _attend
+    kernel[(num_seqs, num_kv_heads, splits)](
         q_SHd,
         k_BbKd,
         v_BbKd,
+        *((pages.k_scale_BbK, pages.v_scale_BbK) if is_small else ()),
         out_SHd,
         part_acc,
         part_max,
@@ -87,14 +97,11 @@ def paged_decode(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        WIDE_DIM=max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        WIDE_DIM=max(MIN_DOT, triton.next_power_of_2(k_BbKd.shape[-1])),
         WIDE_GROUP=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_SIZE=block_size,
-        PLACES=PLACES,
         SPLITS=splits,
-        PRECISION="ieee" if q_SHd.dtype == torch.float32 else "tf32",
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        **tile_of(pages, q_SHd),
     )
     if splits > 1:
         _merge[(num_seqs, num_heads)](
@@ -109,6 +116,18 @@ def paged_decode(
             num_warps=1,
         )
     return out_SHd
+
+
+def tile_of(pages: Pages, q_SHd: Tensor) -> dict[str, object]:
+    """What a program loads at a time, and how it multiplies."""
+    precision = "ieee" if q_SHd.dtype == torch.float32 else "tf32"
+    tile, own = TILE, {}
+    if pages.largest is not None:
+        tile = EIGHT_BIT_TILE
+        own["IS_INT"] = pages.k_BbKd.dtype == torch.int8
+        own["HAS_PAIRS"] = q_SHd.dtype == torch.bfloat16 and q_SHd.is_cuda
+    size = {"PLACES": tile["places"], "num_warps": tile["warps"], "num_stages": tile["stages"]}
+    return {**size, **own, "PRECISION": precision}
 
 
 def num_splits(num_programs: int) -> int:
@@ -188,6 +207,155 @@ def _attend(
     else:
         part = (row * NUM_HEADS + head) * SPLITS + split
         tl.store(part_acc_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
+        tl.store(part_max_ptr + part, top, mask=g < GROUP)
+        tl.store(part_sum_ptr + part, total, mask=g < GROUP)
+
+
+INT8_PAIRS = tl.constexpr("""{
+.reg .b32 low, base, high;
+lop3.b32 low, $2, 0x007f007f, 0x43004300, 0xEA;
+lop3.b32 base, $2, 0x00800080, 0x43004300, 0xEA;
+sub.bf16x2 $0, low, base;
+shr.u32 high, $2, 8;
+lop3.b32 low, high, 0x007f007f, 0x43004300, 0xEA;
+lop3.b32 base, high, 0x00800080, 0x43004300, 0xEA;
+sub.bf16x2 $1, low, base;
+}""")
+"""0x4300 is 128 in bf16, whose seven bits count by ones: 128 + the low seven bits of a number, less
+128, or less 256 where it is negative."""
+FP8_PAIRS = tl.constexpr("""{
+.reg .b32 bits, sign, power;
+mov.b32 power, 0x7b807b80;
+and.b32 bits, $2, 0x007f007f;
+shl.b32 bits, bits, 4;
+and.b32 sign, $2, 0x00800080;
+shl.b32 sign, sign, 8;
+or.b32 bits, bits, sign;
+mul.bf16x2 $0, bits, power;
+and.b32 bits, $2, 0x7f007f00;
+shr.u32 bits, bits, 4;
+lop3.b32 bits, $2, 0x80008000, bits, 0xEA;
+mul.bf16x2 $1, bits, power;
+}""")
+"""Exponent and mantissa where bf16 has the last of its own: the number times 2**-120."""
+
+
+@triton.jit
+def _halves(
+    pairs: tl.tensor, dtype: tl.constexpr, IS_INT: tl.constexpr, HAS_PAIRS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The numbers in the low and in the high bytes."""
+    if HAS_PAIRS:
+        return tl.inline_asm_elementwise(
+            INT8_PAIRS if IS_INT else FP8_PAIRS,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    bits = pairs.to(tl.int32)
+    low, high = bits & 0xFF, (bits >> 8) & 0xFF
+    return _number(low, IS_INT).to(dtype), _number(high, IS_INT).to(dtype)
+
+
+@triton.jit
+def _number(byte: tl.tensor, IS_INT: tl.constexpr) -> tl.tensor:
+    if IS_INT:
+        return ((byte ^ 0x80) - 0x80).to(tl.float32)
+    bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+
+
+@triton.jit
+def _attend_8(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    part_acc_ptr: tl.tensor,
+    part_max_ptr: tl.tensor,
+    part_sum_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    width_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDE_DIM: tl.constexpr,
+    WIDE_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IS_INT: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    width = tl.load(width_ptr).to(tl.int32)
+
+    first = tl.maximum(length - window, 0)
+    each = tl.cdiv(tl.cdiv(length - first, SPLITS), PLACES) * PLACES
+    start = first + split * each
+    end = tl.minimum(start + each, length)
+
+    g = tl.arange(0, WIDE_GROUP)
+    h = tl.arange(0, WIDE_DIM)
+    head = kv_head * GROUP + g
+    q_mask = (g < GROUP)[:, None] & (h < HALF)[None, :]
+    q_at = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + 2 * h[None, :]
+    q_even = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
+    q_odd = tl.load(q_ptr + q_at + 1, mask=q_mask, other=0.0)
+
+    top = tl.full([WIDE_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([WIDE_GROUP], tl.float32)
+    acc_even = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
+    acc_odd = tl.zeros([WIDE_GROUP, WIDE_DIM], tl.float32)
+    for begin in range(start, end, PLACES):
+        place = begin + tl.arange(0, PLACES)
+        is_in = place < end
+        block = tl.load(blocks_ptr + row * width + place // BLOCK_SIZE, mask=is_in, other=0)
+        at = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+        mask = is_in[:, None] & (h < HALF)[None, :]
+        k = tl.load(k_ptr + (at * HALF)[:, None] + h[None, :], mask=mask, other=0)
+        v = tl.load(v_ptr + (at * HALF)[:, None] + h[None, :], mask=mask, other=0)
+        k_scale = tl.load(k_scale_ptr + at, mask=is_in, other=0.0)
+        v_scale = tl.load(v_scale_ptr + at, mask=is_in, other=0.0)
+        k_even, k_odd = _halves(k, q_even.dtype, IS_INT, HAS_PAIRS)
+        scores = tl.dot(q_even, tl.trans(k_even), input_precision=PRECISION)
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=PRECISION)
+        scores = scores * (scale * k_scale)[None, :]
+        scores = tl.where(is_in[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp(top - new_top)
+        weights = tl.exp(scores - new_top[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        scaled = (weights * v_scale[None, :]).to(q_even.dtype)
+        v_even, v_odd = _halves(v, q_even.dtype, IS_INT, HAS_PAIRS)
+        acc_even = acc_even * shrink[:, None]
+        acc_odd = acc_odd * shrink[:, None]
+        acc_even += tl.dot(scaled, v_even, input_precision=PRECISION)
+        acc_odd += tl.dot(scaled, v_odd, input_precision=PRECISION)
+        top = new_top
+
+    if SPLITS == 1:
+        out_type = out_ptr.dtype.element_ty
+        tl.store(out_ptr + q_at, (acc_even / total[:, None]).to(out_type), mask=q_mask)
+        tl.store(out_ptr + q_at + 1, (acc_odd / total[:, None]).to(out_type), mask=q_mask)
+    else:
+        part = (row * NUM_HEADS + head) * SPLITS + split
+        part_at = part[:, None] * HEAD_DIM + 2 * h[None, :]
+        tl.store(part_acc_ptr + part_at, acc_even, mask=q_mask)
+        tl.store(part_acc_ptr + part_at + 1, acc_odd, mask=q_mask)
         tl.store(part_max_ptr + part, top, mask=g < GROUP)
         tl.store(part_sum_ptr + part, total, mask=g < GROUP)
 

@@ -436,6 +436,7 @@ class Sampling:
     tp: int = 1
     pp: int = 1
     weight_bytes: int = 2
+    cache_dtype: sizes.CacheDtype = "auto"
     sequence_tokens: int
     """Prompt and answer at their longest."""
     num_sequences: int
@@ -459,7 +460,7 @@ def sampler_weights(sampling: Sampling) -> float:
 
 def kv_token_bytes(sampling: Sampling) -> float:
     """Keys and values of one token on one device; kv heads are repeated beyond their number."""
-    whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes)
+    whole = sizes.kv_token_bytes(sampling.dims, sampling.weight_bytes, sampling.cache_dtype)
     return whole / (min(sampling.tp, sampling.dims.num_kv_heads) * sampling.pp)
 
 

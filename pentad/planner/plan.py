@@ -275,6 +275,7 @@ def plan_sampler(
         tp=component.size("t"),
         pp=component.size("p"),
         weight_bytes=compute_bytes(config.actor, device.kind),
+        cache_dtype=config.rollout.kv_cache_dtype,
         sequence_tokens=batch.sequence_tokens,
         num_sequences=min(running, math.ceil(batch.samples / replicas)),
         max_running=running,

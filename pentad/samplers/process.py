@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 import pentad
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.sizes import CacheDtype
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.report import tail
 from pentad.samplers.http import Wire
@@ -41,6 +42,7 @@ class ServerSettings:
     max_running: int
     max_batch_tokens: int | None
     kv_cache_bytes: int | None
+    kv_cache_dtype: CacheDtype
     on_update: Literal["continue", "reprefill"]
     device: str
     """cpu or cuda."""

@@ -411,8 +411,10 @@ def flags(settings: ServerSettings, port: int) -> list[str]:
     if settings.kv_cache_bytes is not None:
         held = settings.kv_cache_bytes * settings.tensor_parallel * settings.pipeline_parallel
         words["--max-total-tokens"] = held // kv_token_bytes(
-            settings.dims, DTYPE_BYTES[settings.dtype]
+            settings.dims, DTYPE_BYTES[settings.dtype], settings.kv_cache_dtype
         )
+    if settings.kv_cache_dtype == "fp8":
+        words["--kv-cache-dtype"] = "fp8_e4m3"
     if settings.memory_share is not None:
         words["--mem-fraction-static"] = settings.memory_share
     # Its warm-up asks for a text, which says nothing of weights to come, and ends a server whose

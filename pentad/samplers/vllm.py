@@ -396,6 +396,8 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
         words["--gpu-memory-utilization"] = settings.memory_share
     if settings.kv_cache_bytes is not None and settings.device == "cuda":
         words["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
+    if settings.kv_cache_dtype == "fp8":
+        words["--kv-cache-dtype"] = "fp8"
     switches = ["--enable-prefix-caching"]
     if version >= TELLS_VERSIONS:
         switches.append("--enable-scale-out")

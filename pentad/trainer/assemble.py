@@ -260,7 +260,9 @@ class Assembly:
                 temperature=self.params.temperature,
                 weights_digest=snapshot.digest.hex(),
                 tolerance=tolerance_of(
-                    compute_dtype(self.config.actor, self.device), strict=self.config.strict
+                    compute_dtype(self.config.actor, self.device),
+                    strict=self.config.strict,
+                    cache_dtype=self.config.rollout.kv_cache_dtype,
                 ),
                 seed=self.config.seed,
             )

@@ -20,6 +20,7 @@ import numpy as np
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.roles import Sampler
 from pentad.core.seeds import derive_seed
+from pentad.core.sizes import EIGHT_BIT_CACHES, CacheDtype
 from pentad.core.types import Request, SamplingParams
 from pentad.rl.bounds import Bounds, gap_of
 from pentad.trainer.learner_thread import Calls, LearnerThread
@@ -43,10 +44,13 @@ BFLOAT16 = Tolerance(2.0, 0.1)
 """bf16 has 8 bits of mantissa: single unlikely tokens differ by tenths, the mean by hundredths."""
 
 
-def tolerance_of(compute_dtype: str, *, strict: bool = False) -> Tolerance:
+def tolerance_of(
+    compute_dtype: str, *, strict: bool = False, cache_dtype: CacheDtype = "auto"
+) -> Tolerance:
     if strict:
         return Tolerance(0.0, 0.0)
-    return FLOAT32 if compute_dtype in ("float32", "float64") else BFLOAT16
+    is_wide = compute_dtype in ("float32", "float64") and cache_dtype not in EIGHT_BIT_CACHES
+    return FLOAT32 if is_wide else BFLOAT16
 
 
 @dataclass(frozen=True, slots=True)

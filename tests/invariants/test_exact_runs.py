@@ -70,3 +70,11 @@ def test_a_strict_run_has_no_gap_at_all(lab, task, mixture, kind):
 def test_what_strict_cannot_keep_is_refused(lab, override, sentence):
     with pytest.raises(UserError, match=sentence):
         lab.train("strict=true", override)
+
+
+def test_a_run_with_a_cache_of_eight_bits_reports_its_gap(lab):
+    found = {}
+    for form in ("auto", "int8"):
+        summary = lab.train(f"rollout.kv_cache_dtype={form}")
+        found[form] = max(record["rl"]["logprob_diff_max"] for record in steps_of(summary))
+    assert found["auto"] < 1e-4 < found["int8"] < 1.0

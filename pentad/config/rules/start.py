@@ -26,7 +26,14 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation
 from pentad.core.machine import GIB, free_disk, host_memory, installed, num_cores
-from pentad.core.sizes import BLOCK_TOKENS, PROCESS_BYTES, DeviceKind, export_bytes, kv_token_bytes
+from pentad.core.sizes import (
+    BLOCK_TOKENS,
+    EIGHT_BIT_CACHES,
+    PROCESS_BYTES,
+    DeviceKind,
+    export_bytes,
+    kv_token_bytes,
+)
 
 RANKS_PER_CORE = 16
 """A rank takes 5 s of a core to start; so many take over a minute and then crawl."""
@@ -165,13 +172,19 @@ def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pro
 
 
 def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Problem]:
-    """The embedded sampler's cache holds the longest sequence, if its size is given."""
+    """The sampler has the format of its cache; where the size of an embedded one's is given, it
+    holds the longest sequence."""
     rollout, size_gb = part_of(config, "rollout"), config.rollout.kv_cache_gb
-    if size_gb is None or not rollout or rollout.backend != "embedded":
+    if not rollout:
+        return []
+    if problems := cache_format_problems(config, rollout.backend, kind):
+        return problems
+    if size_gb is None or rollout.backend != "embedded":
         return []
     prompt = config.train_dataset.max_length or 1  # a prompt has at least one token
     longest = longest_sample(config, prompt, dims.max_position)
-    block_bytes = BLOCK_TOKENS * kv_token_bytes(dims, compute_bytes(config.actor, kind))
+    number_bytes = compute_bytes(config.actor, kind)
+    block_bytes = BLOCK_TOKENS * kv_token_bytes(dims, number_bytes, config.rollout.kv_cache_dtype)
     num_blocks = size_gb * GIB // block_bytes - 1  # one is for scratch
     needed = -(-longest // BLOCK_TOKENS)
     if num_blocks >= needed:
@@ -180,3 +193,21 @@ def cache_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pr
     rule = f"holds {tokens} tokens, and prompt and answer may have {longest}"
     least_gb = 1.01 * (needed + 1) * block_bytes / GIB  # three digits are off by less
     return [Problem(f"rollout.kv_cache_gb = {size_gb:g}", rule, f"give at least {least_gb:.3g}")]
+
+
+def cache_format_problems(config: Config, backend: str, kind: DeviceKind) -> list[Problem]:
+    form, is_server = config.rollout.kv_cache_dtype, backend != "embedded"
+    where = f"rollout.kv_cache_dtype = {form}"
+    if form == "bf16" and compute_bytes(config.actor, kind) != 2:
+        rule = "the model computes in float32 here, and its cache holds what it computes"
+        return [Problem(where, rule, "leave it at auto, or set actor.dtype = bfloat16")]
+    if form not in EIGHT_BIT_CACHES:
+        return []
+    if config.strict:
+        rule = "strict = true: a cache in 8 bits gives other log-probs than training"
+        return [Problem(where, rule, "leave one of them out")]
+    if is_server and form == "int8":
+        return [Problem(where, f"{backend} has no such cache", "use fp8, or the embedded sampler")]
+    if is_server and kind == "cpu":
+        return [Problem(where, f"{backend} has no such cache on a CPU", "leave it at auto")]
+    return []

@@ -1,6 +1,7 @@
 """What a start refuses is said by `plan` too, in the same words, where it plans for here."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from pentad.config.rules.start import (
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.machine import GIB
+from pentad.core.sizes import kv_token_bytes
 from pentad.models.families import is_known, known_families, no_such_family
 from pentad.planner import plan
 from pentad.planner.prepare import prepare
@@ -208,6 +210,37 @@ def test_a_cache_that_is_too_small_is_refused_under_its_own_key(no_gpu):
     # On a GPU numbers have half the bytes.
     half = f"rollout.kv_cache_gb={3 * block_gb!r}"
     assert cache_problems(config_of(half, "gconfig.max_new_tokens=79"), TINY, "cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("form", "keys", "kind", "rule"),
+    [
+        ("int8", (), "cpu", None),
+        ("fp8", (), "cuda", None),
+        ("bf16", (), "cuda", None),
+        ("bf16", (), "cpu", "computes in float32"),
+        ("bf16", ("actor.dtype=bfloat16",), "cpu", None),
+        ("int8", ("strict=true",), "cuda", "strict = true"),
+        ("int8", ("allocation_mode=vllm:d1+archon:d1",), "cuda", "vllm has no such cache"),
+        ("fp8", ("allocation_mode=vllm:d1+archon:d1",), "cuda", None),
+        ("fp8", ("allocation_mode=sglang:d1+archon:d1",), "cpu", "no such cache on a CPU"),
+    ],
+)
+def test_the_sampler_has_the_format_of_its_cache(no_gpu, form, keys, kind, rule):
+    config = config_of(f"rollout.kv_cache_dtype={form}", *keys)
+    found = cache_problems(config, TINY, kind)
+    assert [problem.where for problem in found] == [f"rollout.kv_cache_dtype = {form}"] * bool(rule)
+    assert not rule or rule in found[0].rule
+
+
+def test_a_cache_of_eight_bits_holds_more(no_gpu):
+    wide = replace(TINY, head_dim=8)
+    assert kv_token_bytes(wide, 4) == 2 * 2 * 8 * 4  # 2 layers, keys and values
+    assert kv_token_bytes(wide, 4, "int8") == 2 * 2 * (8 + 4)  # and a scale
+    size = f"rollout.kv_cache_gb={4 * 16 * kv_token_bytes(wide, 4) / GIB!r}"
+    keys = (size, "gconfig.max_new_tokens=79")
+    assert cache_problems(config_of(*keys), wide, "cpu") != []
+    assert cache_problems(config_of(*keys, "rollout.kv_cache_dtype=int8"), wide, "cpu") == []
 
 
 def test_a_run_has_room_for_the_model_it_saves(monkeypatch):
