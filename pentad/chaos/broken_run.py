@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pentad.chaos.spares import make_spares
 from pentad.chaos.workloads import Workload
@@ -39,6 +39,10 @@ CONTEXT.set_forkserver_preload(
 )
 """Runs and their ranks are forked from a process that has imported everything: most of a short run
 would be imports."""
+SHARED = re.compile(r"/dev/shm/pentad-[^/]+|.*(?=/owner(\.lock)?$)")
+"""Folders that the run removes at its end, in names of open files."""
+Restart = Literal["ranks", "samplers", "samplers, perhaps"]
+"""What a fault has restarted by itself; perhaps: the run may end before."""
 GROUPS = 4
 """Groups of ranks that are ready in a run, for as many losses; others are started."""
 
@@ -72,9 +76,10 @@ class ChaosRun:
     """(start, open files) of the scheduler, at the end of each step."""
     num_starts: int = 0
     shared: set[Path] = field(default_factory=set)
-    """Folders in shared memory that the scheduler has had."""
-    killed: set[Path] = field(default_factory=set)
-    """Those of them whose owner was killed: the next start removes them."""
+    """Folders that the scheduler has had in shared memory: samples and weights on their way. A
+    scheduler that is killed leaves them, and the next start removes them."""
+    restarts: frozenset[Restart] = frozenset()
+    """What the scenario has restarted within a start of the run."""
 
     # What it leaves
 
@@ -198,7 +203,6 @@ class ChaosRun:
         """SIGKILL of the scheduler alone; what it started has to end by itself."""
         assert self.process is not None
         self.look()
-        self.killed |= self.shared
         self.process.kill()
         self.process.join()
         self.struck_at, self.process = time.monotonic(), None
@@ -238,11 +242,10 @@ class ChaosRun:
 
     def look(self) -> None:
         assert self.process is not None
-        with suppress(OSError):
-            found = [str(link.readlink()) for link in Path(f"/proc/{self.pid}/fd").iterdir()]
-            self.shared |= {Path(name).parent for name in found if name.endswith("/owner.lock")}
-            if self.count_lines():
-                self.handles.append((self.num_starts, len(found)))
+        found = open_files(self.pid)
+        self.shared |= {Path(one[0]) for name in found if (one := SHARED.match(name))}
+        if self.count_lines() and found:
+            self.handles.append((self.num_starts, len(found)))
 
     def count_lines(self) -> bool:
         """Whether a step was recorded since it was last asked."""
@@ -268,6 +271,16 @@ def run_command(words: list[str], environment: dict[str, str], log: str, num_spa
     sys.orig_argv[:] = [sys.executable, "-m", "pentad.cli.main", *words]
     make_spares(num_spares)
     load("pentad.cli.main:main")()
+
+
+def open_files(pid: int) -> list[str]:
+    """Names of the files that a process has open; none of one that has ended."""
+    found = []
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.append(str(link.readlink()))
+    return found
 
 
 def processes_of(mark: str) -> dict[int, str]:

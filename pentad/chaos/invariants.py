@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def check_whole(trial: ChaosRun, whole: ChaosRun | None) -> None:
 def check_leaks(trial: ChaosRun, whole: ChaosRun | None) -> None:
     """No process, no folder in shared memory, and no more open files than before."""
     trial.wait_gone()
-    left = [str(path) for path in trial.shared - trial.killed if path.exists()]
+    left = sorted(str(path) for path in trial.shared if path.exists())
     require(not left, f"folders that are left: {left}")
     for start in {start for start, _ in trial.handles}:
         counts = [count for number, count in trial.handles if number == start]
@@ -125,6 +126,21 @@ def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
         require(right, f"step {line['step']}: {sent} tokens at experts, not {wanted}")
 
 
+def check_restarts(trial: ChaosRun, whole: ChaosRun | None) -> None:
+    """What the fault hit was restarted by itself, and nothing else."""
+    lives = len(json.loads((trial.records / "manifest.json").read_text())["starts"])
+    number = f"{lives} groups of ranks in {trial.num_starts} starts of the run"
+    if "ranks" in trial.restarts:
+        require(lives > trial.num_starts, f"{number}: the ranks were not started again")
+    else:
+        require(lives == trial.num_starts, f"{number}: ranks were started again")
+    served = re.findall(r"(\S+) serves again", trial.said)
+    if "samplers" in trial.restarts:
+        require(served, "no sampler serves again")
+    elif "samplers, perhaps" not in trial.restarts:
+        require(not served, f"samplers were started again: {sorted(set(served))}")
+
+
 CHECKS: dict[str, Invariant] = {
     "once": check_once,
     "monotone": check_monotone,
@@ -134,8 +150,9 @@ CHECKS: dict[str, Invariant] = {
     "whole": check_whole,
     "leaks": check_leaks,
     "tokens": check_tokens,
+    "restarts": check_restarts,
 }
-ALWAYS = ("once", "monotone", "whole", "leaks", "tokens")
+ALWAYS = ("once", "monotone", "whole", "leaks", "tokens", "restarts")
 
 
 def newest_state(trial: ChaosRun) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pentad.chaos.broken_run import ChaosRun, require
+from pentad.chaos.broken_run import ChaosRun, Restart, require
 from pentad.chaos.invariants import check_groups, newest_state
 from pentad.chaos.workloads import WorkloadKind
 from pentad.checkpoint.folders import list_steps
@@ -34,6 +34,8 @@ class Scenario:
     """Whether the run must end bit for bit as if nothing had happened."""
     is_near: bool = False
     """Whether losses must be those of that run but for rounding: the number of ranks changes."""
+    restarts: frozenset[Restart] = frozenset()
+    """What is restarted within a start of the run; nothing else may be."""
     is_soaked: bool = False
     """Whether it is one of the faults that a soak draws from."""
 
@@ -391,38 +393,79 @@ def spoiled(name: str, what: str, change: Callable[[ChaosRun], Path], sentence: 
     return Scenario(name, act, RECOVERED, "any", is_soaked=True)
 
 
+RANKS: frozenset[Restart] = frozenset({"ranks"})
+SAMPLERS: frozenset[Restart] = frozenset({"samplers"})
+
 OF_RANKS = (
     *(
-        Scenario(f"kill-{at}", partial(kill_rank, at=at), RECOVERED, is_soaked=True)
+        Scenario(f"kill-{at}", partial(kill_rank, at=at), RECOVERED, restarts=RANKS, is_soaked=True)
         for at in ("forward", "backward", "all-reduce", "optimizer")
     ),
-    Scenario("kill-rank-0", partial(kill_rank, at="backward", rank=0), RECOVERED),
-    Scenario("kill-two", kill_two, RECOVERED, is_soaked=True),
-    Scenario("kill-in-recovery", kill_in_recovery, RECOVERED, is_soaked=True),
-    Scenario("stop-rank", stop_rank, RECOVERED),
+    Scenario("kill-rank-0", partial(kill_rank, at="backward", rank=0), RECOVERED, restarts=RANKS),
+    Scenario("kill-two", kill_two, RECOVERED, restarts=RANKS, is_soaked=True),
+    Scenario("kill-in-recovery", kill_in_recovery, RECOVERED, restarts=RANKS, is_soaked=True),
+    Scenario("stop-rank", stop_rank, RECOVERED, restarts=RANKS),
     Scenario("slow-rank", slow_rank, WENT_ON),
     *(
-        Scenario(name, partial(shrink, grows=grows), RECOVERED, is_equal=False, is_near=True)
+        Scenario(
+            name,
+            partial(shrink, grows=grows),
+            RECOVERED,
+            is_equal=False,
+            is_near=True,
+            restarts=RANKS,
+        )
         for name, grows in (("shrink", False), ("shrink-and-grow", True))
     ),
     Scenario("nan-gradient", no_number, WENT_ON, is_equal=False),
-    Scenario("poison-batch", poison, STOPPED, is_equal=False),
-    Scenario("crash-loop", crash_loop, STOPPED, is_equal=False),
+    Scenario("poison-batch", poison, STOPPED, is_equal=False, restarts=RANKS),
+    Scenario("crash-loop", crash_loop, STOPPED, is_equal=False, restarts=RANKS),
     Scenario("sigterm", preempt, RECOVERED, is_soaked=True),
     Scenario("kill-scheduler", kill_scheduler, RECOVERED, is_soaked=True),
     Scenario("two-schedulers", two_schedulers, WENT_ON),
     Scenario("stale-writer", stale_writer, RECOVERED, is_soaked=True),
 )
 OF_ROLLOUT = (
-    Scenario("kill-sampler", partial(kill_sampler, at="generate"), RECOVERED, "rl", is_soaked=True),
-    Scenario("kill-one-of-two-samplers", kill_one_of_two, RECOVERED, "rl", is_equal=False),
-    Scenario("kill-all-samplers", kill_samplers, RECOVERED, "rl", is_equal=False),
-    Scenario("cut-weight-sync", partial(kill_sampler, at="install"), RECOVERED, "rl"),
-    Scenario("kill-learner", partial(kill_rank, at="backward"), RECOVERED, "rl", is_soaked=True),
+    Scenario(
+        "kill-sampler",
+        partial(kill_sampler, at="generate"),
+        RECOVERED,
+        "rl",
+        restarts=SAMPLERS,
+        is_soaked=True,
+    ),
+    Scenario(
+        "kill-one-of-two-samplers",
+        kill_one_of_two,
+        RECOVERED,
+        "rl",
+        is_equal=False,
+        restarts=frozenset({"samplers, perhaps"}),
+    ),
+    Scenario(
+        "kill-all-samplers", kill_samplers, RECOVERED, "rl", is_equal=False, restarts=SAMPLERS
+    ),
+    Scenario(
+        "cut-weight-sync",
+        partial(kill_sampler, at="install"),
+        RECOVERED,
+        "rl",
+        restarts=SAMPLERS,
+    ),
+    Scenario(
+        "kill-learner",
+        partial(kill_rank, at="backward"),
+        RECOVERED,
+        "rl",
+        restarts=RANKS,
+        is_soaked=True,
+    ),
     Scenario(
         "kill-scheduler-rl", partial(kill_scheduler, at="backward"), RECOVERED, "rl", is_soaked=True
     ),
-    Scenario("shrink-and-grow-rl", shrink_and_grow, RECOVERED, "rl", is_equal=False),
+    Scenario(
+        "shrink-and-grow-rl", shrink_and_grow, RECOVERED, "rl", is_equal=False, restarts=RANKS
+    ),
     Scenario("reward-hang", partial(fail_reward, how="hang"), WENT_ON, "rl", is_equal=False),
     Scenario("reward-crash", partial(fail_reward, how="crash"), WENT_ON, "rl", is_equal=False),
 )

@@ -39,7 +39,7 @@ class Suite:
         workload = self.workloads[scenario.kind]
         name = f"{scenario.name}-{number}" if number else scenario.name
         draw = random.Random(f"{self.seed} {scenario.name} {number}")
-        trial = ChaosRun(workload, self.folder, name, draw)
+        trial = ChaosRun(workload, self.folder, name, draw, restarts=scenario.restarts)
         held: list[str] = []
         begun = time.monotonic()
         try:

@@ -16,7 +16,7 @@ from pentad.core.own_files import open_own
 OWNER = "owner.lock"
 """Held by the owner; the lock goes with its process, however that ends."""
 YOUNG_S = 10.0
-"""A folder is made a moment before its lock is taken."""
+"""A folder gets its name once its lock is taken; one whose owner was killed before is older."""
 CLEANING_S = 60.0
 
 
@@ -25,10 +25,11 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A folder of our own in `parent` (None: the temporary folder); those that dead owners left are
     removed."""
     sweep(prefix, parent)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+    lock = os.open(made / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = made.rename(made.with_name(made.name[1:]))
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
     finally:
         (folder / OWNER).unlink(missing_ok=True)
@@ -37,9 +38,11 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(prefix: str, parent: Path | None = None) -> None:
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
+    place = parent or Path(tempfile.gettempdir())
+    for folder in (*place.glob(f"{prefix}*"), *place.glob(f".{prefix}*")):
         try:
-            if time.time() - folder.lstat().st_mtime < YOUNG_S:
+            is_unnamed = folder.name.startswith(".")
+            if is_unnamed and time.time() - folder.lstat().st_mtime < YOUNG_S:
                 continue
             lock = open_own(folder / OWNER, os.O_RDWR)
         except OSError:  # removed just now, or none of ours

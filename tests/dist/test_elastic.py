@@ -136,6 +136,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("fault", FAULTS)
 def test_slots_that_fail_at_one_step_are_retired_and_the_others_finish(
     texts, tmp_path, monkeypatch, fault
@@ -156,6 +157,7 @@ def test_slots_that_fail_at_one_step_are_retired_and_the_others_finish(
     assert json.loads((met.records / "exit.json").read_text())["end"] == "complete"
 
 
+@pytest.mark.chaos
 def test_code_that_raises_on_every_slot_ends_the_run_and_gives_slots_back(
     texts, tmp_path, monkeypatch
 ):

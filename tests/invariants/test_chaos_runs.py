@@ -16,6 +16,8 @@ from pentad.chaos.workloads import STEPS, Workload
 from pentad.cli import chaos
 from pentad.cli import main as cli
 
+pytestmark = pytest.mark.chaos
+
 
 def run(*words):
     return CliRunner().invoke(cli.app, ["chaos", *words])
@@ -35,7 +37,7 @@ def broken(tmp_path_factory):
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_as_if_nothing_had_happened(broken):
     output, folder = broken
     assert "2 of 2 hold, seed 3" in output
-    assert output.count("once monotone whole leaks tokens equal") == 2
+    assert output.count("once monotone whole leaks tokens restarts equal") == 2
     assert list(folder.rglob("flipped-bit/recover_info/globalstep*.damaged"))
 
 
@@ -45,7 +47,8 @@ def opened(folder, name, tmp_path):
         place = Path(kind) / "me" / "default" / name
         shutil.copytree(folder / place, tmp_path / place)
     load = Workload("copy", "pretrain", (), STEPS, 1, 4, 2)
-    return ChaosRun(load, tmp_path, name, random.Random(0))
+    num_starts = 2 if name == "flipped-bit" else 1
+    return ChaosRun(load, tmp_path, name, random.Random(0), num_starts=num_starts)
 
 
 def spoil_once(trial):
@@ -88,7 +91,20 @@ def spoil_tokens(trial):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("check", ["once", "monotone", "equal", "near", "whole", "leaks", "tokens"])
+def spoil_restarts(trial):
+    trial.num_starts -= 1
+
+
+def test_a_half_written_export_is_seen(broken, tmp_path):
+    trial = opened(broken[1], "flipped-bit", tmp_path)
+    (trial.checkpoints / "default" / ".epoch0epochstep1globalstep1.writing-7").mkdir()
+    with pytest.raises(Broken, match="half-made files: .*writing-7"):
+        invariants.CHECKS["whole"](trial, None)
+
+
+@pytest.mark.parametrize(
+    "check", ["once", "monotone", "equal", "near", "whole", "leaks", "tokens", "restarts"]
+)
 def test_each_check_holds_and_can_fail(broken, tmp_path, check):
     _, folder = broken
     trial = opened(folder, "flipped-bit", tmp_path)

@@ -25,10 +25,21 @@ with scratch_folder("pentad-test-") as folder:
 def own_place(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def test_a_folder_that_never_got_its_name_is_removed_when_it_is_old(tmp_path, monkeypatch):
+    unnamed = tmp_path / ".pentad-test-x"
+    unnamed.mkdir()
+    (unnamed / scratch.OWNER).touch()
+    with scratch_folder("pentad-test-"):
+        assert unnamed.exists(), "its owner may be about to lock it"
     monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
+    with scratch_folder("pentad-test-"):
+        assert not unnamed.exists()
 
 
 def test_what_a_killed_program_left_is_removed_and_what_lives_stays(tmp_path):
+    """At once, however young it is: a run that is killed is started again within seconds."""
     others = [
         subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
