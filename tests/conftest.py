@@ -70,7 +70,13 @@ def ray_cluster():
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
         for left in (1, 0):  # its processes have 30 s to start, which a busy machine may not give
             try:
-                ray.init(address="local", num_cpus=8, object_store_memory=100 << 20, **options)
+                ray.init(
+                    address="local",
+                    num_cpus=8,
+                    num_gpus=4,
+                    object_store_memory=100 << 20,
+                    **options,
+                )
                 break
             except Exception:
                 ray.shutdown()

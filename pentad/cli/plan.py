@@ -1,4 +1,4 @@
-"""Prints a plan: who stands where, memory by phase, batch, files, and what would make it fit."""
+"""Prints a plan: placement, memory by phase, batch, files, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from rich.text import Text
 
 from pentad.cli.output import make_console, make_table
 from pentad.config.derived import (
-    allocation_of,
-    as_run,
     component_of,
     count_devices,
     samples,
     task_of,
 )
-from pentad.config.processes import RunProcess, run_processes
 from pentad.config.rules.elastic import fit_world
-from pentad.config.rules.layout import layout_notes
+from pentad.config.rules.layout import idle_devices, layout_notes
 from pentad.config.rules.model import uncounted
-from pentad.config.rules.modes import machine_problems
+from pentad.config.rules.modes import placement_problems
 from pentad.config.rules.start import unbuilt_problems
 from pentad.config.rules.unused_keys import unread
+from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config, DatasetConfig
+from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.errors import Problem, UserError
 from pentad.core.layout import Component
 from pentad.core.machine import GIB, host_memory
@@ -90,6 +89,11 @@ def left_with(config: Config, world: int) -> tuple[Config, str]:
         raise UserError(Problem(where, rule, "the axes that cannot shrink are p, t and c"))
     batch = config.train_dataset.batch_size
     same = f"the global batch ({batch}) and the order of data stay"
+    if world > actor.world:
+        rule = f"{actor} has {actor.world} ranks: --world says how many of them are left"
+        raise UserError(
+            Problem(where, rule, f"give at most {actor.world}, or make the axes larger")
+        )
     if not fitted.why:
         return config, f"{where}: {actor} has its {actor.world} ranks, nothing changes"
     least, note = config.elastic.min_ranks, f"{where}: {fitted.why}; {same}"
@@ -103,17 +107,20 @@ def left_with(config: Config, world: int) -> tuple[Config, str]:
 def refusals(config: Config) -> list[str]:
     """What can be planned and is not built."""
     problems = unbuilt_problems(config, samples=samples(config))
-    problems += machine_problems(config) if config.scheduler.type == "ray" else []
+    problems += [*placement_problems(config), *idle_devices(config)]
     return [f"a run refuses it today: {problem}" for problem in problems]
 
 
 def show_places(config: Config, notes: list[str], as_json: bool) -> None:
-    """Who stands where, of a run whose memory is not known."""
-    allocation = as_run(config, allocation_of(config), count_devices(config))
+    """The placement of a run whose memory is not known."""
+    found = topology(config)
+    allocation = found.allocation
     rows = [(c.role, str(c), list(allocation.devices(c))) for c in allocation]
     if as_json:
         parts = [dict(zip(("role", "component", "devices"), row, strict=True)) for row in rows]
-        print(json.dumps({"components": parts, "memory": None, "notes": notes}, indent=2))
+        processes = [asdict(one) for one in found.processes]
+        known = {"components": parts, "processes": processes, "memory": None, "notes": notes}
+        print(json.dumps(known, indent=2))
         return
     print(f"{config.actor.path}: {allocation.num_devices} devices, {config.allocation_mode}")
     for role, component, devices in rows:
@@ -151,10 +158,6 @@ def billions(count: float) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
-def side_of(component: Component) -> str:
-    return "rollout" if component.is_inference else "train"
-
-
 class Page:
     """One plan on paper."""
 
@@ -165,15 +168,12 @@ class Page:
 
     def show(self) -> None:
         self.heading_line()
-        self.places()
-        self.processes()
-        only = self.plan.config.only
-        trainers = self.plan.trainers if only != "rollout" else ()
-        for trainer in trainers:
+        self.placement()
+        for trainer in self.plan.trainers:
             self.ranks(trainer)
-        for trainer in trainers:
+        for trainer in self.plan.trainers:
             self.memory(trainer)
-        for sampler in self.plan.samplers if only != "train" else ():
+        for sampler in self.plan.samplers:
             self.say(describe_sampler(sampler))
         self.batch()
         files = self.plan.files
@@ -208,40 +208,35 @@ class Page:
         memory = gib(plan.device.memory_bytes)
         self.say(f"{plan.device.word} memory {memory} GiB ({plan.device.source})")
 
-    def places(self) -> None:
-        plan = self.plan
-        limit, count = count_devices(plan.config), plan.allocation.num_devices
-        one, many = (
-            ("device", "devices") if plan.device.kind == "cuda" else ("process", "processes")
-        )
-        total = f" of {limit}" if limit else ""
-        shown = one if count == 1 and not limit else many
-        mode = plan.config.mode or "training only"
-        self.section(f"Who stands where: {count}{total} {shown}, mode {mode}")
-        only = plan.config.only
-        shown_parts = [one for one in plan.allocation if only in (None, side_of(one))]
-        self.table((many, "role", "component", "cut"), map(self.place, shown_parts))
+    def placement(self) -> None:
+        """One table: the processes that a run starts, and their GPUs."""
+        plan, placed = self.plan, topology_of(self.plan)
+        limit, count = placed.facts.num_devices, plan.allocation.num_devices
+        processes = counted(len(placed.processes), "process", "processes")
+        if plan.device.kind == "cuda":
+            used = f"{count} of {limit} GPUs" if limit else counted(count, "GPU", "GPUs")
+            processes = f"{used} in {processes}"
+        self.section(f"Placement: {processes}, mode {plan.config.mode or 'training only'}")
+        rows = process_rows(placed.processes)
+        columns = ("process", "runs", "machine", "GPUs", "shared with", "started by")
+        shown = [n for n in range(len(columns)) if n not in (3, 4) or any(row[n] for row in rows)]
+        self.table([columns[n] for n in shown], [[row[n] for n in shown] for row in rows])
+        for component in plan.allocation:
+            self.say(self.describe_part(component))
 
-    def processes(self) -> None:
-        found = run_processes(self.plan.config, self.plan.device.kind)
-        self.section(f"Processes: {len(found)}")
-        rows = process_rows(found)
-        columns = ("process", "runs", "machine", "GPUs", "started by")
-        used = [n for n in range(len(columns)) if n != 3 or any(row[3] for row in rows)]
-        self.table([columns[n] for n in used], [[row[n] for n in used] for row in rows])
-
-    def place(self, component: Component) -> tuple[str, str, str, str]:
+    def describe_part(self, component: Component) -> str:
+        """A component and how it is cut over its devices."""
         plan, role = self.plan, component.role
         if role == "actor" and any(t.role == "critic" for t in plan.trainers):
             role += "" if plan.allocation.find("critic") else " and critic"
         if component.is_inference:
             number = component.size("d")
-            cut = f"{number} replica{'s' * (number > 1)} of {component.world // number}"
+            cut = f"{counted(number, 'replica', 'replicas')} of {component.world // number}"
         else:
             model = plan.config.critic if role == "critic" else plan.config.actor
             layout = component.layout(model.archon.dp_replicate)
             cut = f"{layout}, efsdp={layout.efsdp}"
-        return span(list(plan.allocation.devices(component))), role, str(component), cut
+        return f"{role} ({component}): {cut}"
 
     def ranks(self, trainer: TrainPlan) -> None:
         layout, dims = trainer.training.layout, trainer.training.dims
@@ -326,25 +321,53 @@ class Page:
             self.say("That is not enough: use more devices, a smaller model or shorter answers.")
 
 
-def process_rows(processes: list[RunProcess]) -> list[tuple[str, str, str, str, str]]:
-    """Name, roles, machine, GPUs, starter; ranks that differ in their number alone are one row."""
+def process_rows(processes: Sequence[RunProcess]) -> list[tuple[str, str, str, str, str, str]]:
+    """Name, roles, machine, GPUs, sharers, starter; processes that differ in their numbers alone
+    are one row."""
 
     def likeness(one: RunProcess) -> tuple[object, ...]:
         words = tuple(role.split()[0] for role in one.runs)
-        return one.name.rpartition("-")[0], words, one.node, one.started_by, one.shares_with
+        sharers = sorted({name.rpartition("-")[0] for name in one.shares_with})
+        at = "bundle" if one.bundle is not None else one.node
+        return one.name.rpartition("-")[0], words, at, one.started_by, sharers, len(one.devices)
 
     rows = []
-    for key, group in itertools.groupby(processes, likeness):
+    for _, group in itertools.groupby(processes, likeness):
         alike = list(group)
-        name, runs = alike[0].name, ", ".join(alike[0].runs)
+        first, last = alike[0], alike[-1]
+        name, runs = first.name, ", ".join(first.runs)
         if len(alike) > 1:
-            name += f" to {alike[-1].name}"
-            runs = ", ".join(str(word) for word in key[1])  # type: ignore[attr-defined]
-        node = "any" if alike[0].node is None else str(alike[0].node)
-        gpus = span(sorted({device for one in alike for device in one.devices}))
-        shared = f", shared with {', '.join(key[4])}" if key[4] else ""  # type: ignore[arg-type]
-        rows.append((name, runs, node, f"{gpus}{shared}" if gpus else "", alike[0].started_by))
+            name += f" to {last.name}"
+            runs = ", ".join(role.split()[0] for role in first.runs)
+        sharers = list(dict.fromkeys(name for one in alike for name in one.shares_with))
+        if len(sharers) > 2:
+            sharers = [f"{sharers[0]} to {sharers[-1]}"]
+        rows.append(
+            (name, runs, machine_of(alike), gpus_of(alike), ", ".join(sharers), first.started_by)
+        )
     return rows
+
+
+def machine_of(alike: Sequence[RunProcess]) -> str:
+    if alike[0].bundle is not None:
+        numbers = sorted({one.bundle for one in alike if one.bundle is not None})
+        return f"bundle{'s' * (len(numbers) > 1)} {span(numbers)}"
+    return "any" if alike[0].node is None else str(alike[0].node)
+
+
+def gpus_of(alike: Sequence[RunProcess]) -> str:
+    """By their numbers; on Ray, which chooses, how many."""
+    if alike[0].bundle is not None and alike[0].num_gpus:
+        return f"{alike[0].num_gpus} each" if len(alike) > 1 else str(alike[0].num_gpus)
+    return span(sorted({device for one in alike for device in one.devices}))
+
+
+def counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def topology_of(plan: RunPlan) -> Topology:
+    return topology(plan.config, facts_of(plan.config, plan.device.kind))
 
 
 def describe_sampler(sampler: SamplePlan) -> str:
@@ -380,7 +403,7 @@ def as_dict(plan: RunPlan, remedies: list[Remedy]) -> dict[str, Any]:
         "model": {"path": plan.config.actor.path, **model},
         "device": picked(plan.device, "kind memory_bytes source"),
         "allocation": allocation,
-        "processes": [asdict(one) for one in run_processes(plan.config, plan.device.kind)],
+        "processes": [asdict(one) for one in topology_of(plan).processes],
         "trainers": [
             {
                 **placed(trainer),

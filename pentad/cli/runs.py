@@ -99,10 +99,10 @@ def show_summary(summary: RunSummary) -> None:
 
 def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> None:
     """The config is written beside the script, so that what runs is what was asked for now."""
-    from pentad.config.derived import component_of
     from pentad.config.load import dump_config
     from pentad.config.resolve import replaced
     from pentad.config.rules.start import unbuilt_problems
+    from pentad.config.topology import topology
     from pentad.core.errors import UserError
     from pentad.runtime.slurm import SlurmJob, submit, write_script
 
@@ -113,12 +113,17 @@ def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> N
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "config.yaml"
     recipe.write_text(dump_config(replaced(config, ["scheduler", "type"], "local")))
+    cluster, placed = config.cluster, topology(config)
     job = SlurmJob(
         name=f"{config.experiment_name}-{config.trial_name}",
         folder=folder,
-        num_nodes=config.cluster.n_nodes,
-        ranks_per_node=component_of(config, "actor").world // config.cluster.n_nodes,
-        gpus_per_node=config.cluster.n_gpus_per_node,
+        num_nodes=cluster.n_nodes,
+        num_train_nodes=placed.num_train_nodes,
+        ranks_per_node=len(placed.learners) // placed.num_train_nodes,
+        agent_nodes=tuple(sorted({one.node for one in placed.elsewhere if one.node})),
+        gpus_per_node=cluster.n_gpus_per_node,
+        cpus_per_node=cluster.n_cpus_per_node,
+        memory_gb_per_node=cluster.memory_gb_per_node,
         command=(command, str(recipe)),
         first_only=("--fresh",) if fresh else (),
         work_folder=Path.cwd(),

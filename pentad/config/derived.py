@@ -15,7 +15,7 @@ from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.folders import read_object
 from pentad.core.layout import Allocation, Component, Layout, parse_allocation
 from pentad.core.machine import GpuQueryError, find_gpus
-from pentad.core.sizes import DTYPE_BYTES, DeviceKind, HandoffKind
+from pentad.core.sizes import DTYPE_BYTES, DeviceKind
 from pentad.data.rows import STREAMS, SUFFIXES
 from pentad.models.families import planned_dims, public_configs, public_models, register
 
@@ -155,25 +155,6 @@ def frozen_models(config: Config) -> tuple[str, ...]:
     return tuple(role for role in SCORERS if needed[role])
 
 
-def scorers(config: Config) -> tuple[str, ...]:
-    """Those of them that score on devices of their own; the others are weight tags of the actor.
-    Where one side runs alone, all are."""
-    allocation = parsed_allocation(config)
-    if config.mode != "async" or config.only is not None or allocation is None:
-        return ()
-    return tuple(role for role in frozen_models(config) if allocation.stands_alone(role))
-
-
-def are_apart(config: Config) -> bool | None:
-    """Whether rollout and training have devices of their own; None where one is missing."""
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    actor = allocation and allocation.find("actor")
-    if not (allocation and rollout and actor):
-        return None
-    return not allocation.shares_devices(rollout, actor)
-
-
 def count_devices(config: Config) -> int | None:
     """Devices of the cluster; None on a machine without GPUs, where processes share the cores."""
     per_node = config.cluster.n_gpus_per_node
@@ -185,53 +166,9 @@ def count_devices(config: Config) -> int | None:
     return config.cluster.n_nodes * per_node or None
 
 
-def is_one_process(config: Config, num_devices: int | None) -> bool:
-    """Whether scheduler, trainer and sampler are threads of one process; `num_devices` is what
-    the machines have, None without GPUs."""
-    if config.scheduler.processes != "auto":
-        return config.scheduler.processes == "one"
-    allocation = parsed_allocation(config)
-    rollout = allocation and allocation.find("rollout")
-    if not (allocation and rollout and allocation.find("actor")) or rollout.backend != "embedded":
-        return False
-    if any(part.world > 1 for part in allocation) or config.cluster.n_nodes > 1:
-        return False
-    if config.scheduler.type == "ray" or config.cluster.share_gpus:
-        return False
-    return not are_apart(config) or num_devices is None or num_devices < 2
-
-
 def layout_of(config: Config, role: str) -> Layout:
     model = config.critic if role == "critic" else config.actor
     return component_of(config, role).layout(model.archon.dp_replicate)
-
-
-def is_learner_apart(config: Config, num_devices: int | None) -> bool:
-    """Whether the ranks that train are processes beside the scheduler's, where nobody else has
-    started them."""
-    rollout = part_of(config, "rollout")
-    actor = part_of(config, "actor")
-    is_placed = config.scheduler.type == "ray" or config.scheduler.processes == "separate"
-    if (actor and actor.world > 1) or is_placed:
-        return True
-    is_embedded = rollout is not None and rollout.backend == "embedded"
-    return is_embedded and not is_one_process(config, num_devices)
-
-
-def as_run(config: Config, allocation: Allocation, num_devices: int | None) -> Allocation:
-    """Where components stand in a run: an embedded sampler that + joins to the actor is on the
-    actor's devices all the same where both are one process, or where they may share GPUs and
-    there are not enough (+ then lets the two overlap in time). So are scorers in the last case."""
-    rollout = allocation.find("rollout")
-    if rollout is None or rollout.backend != "embedded":
-        return allocation
-    lacks = num_devices is not None and allocation.num_devices > num_devices
-    shares = config.cluster.share_gpus and lacks
-    roles = ("rollout", *scorers(config)) if shares else ("rollout",)
-    if shares or is_one_process(config, num_devices):
-        for role in roles:
-            allocation = allocation.joined(role, "actor")
-    return allocation
 
 
 def num_running(config: Config) -> int:
@@ -295,21 +232,6 @@ def compute_bytes(model: ModelConfig, kind: DeviceKind) -> int:
     return DTYPE_BYTES[model.dtype]
 
 
-def handoff_kind(config: Config, kind: DeviceKind, num_devices: int | None) -> HandoffKind:
-    """How weights leave the learner, where there is room for it: within the process, through a
-    GPU that the sampler uses too, a file in shared memory, or files that all machines see."""
-    allocation = allocation_of(config)
-    rollout, actor = allocation.find("rollout"), allocation.find("actor")
-    if rollout is None or actor is None or not is_learner_apart(config, num_devices):
-        return "none"
-    if config.scheduler.type == "ray" or config.cluster.n_nodes > 1:
-        return "file"
-    is_one = actor.world == rollout.world == 1 and rollout.backend == "embedded"
-    shares = as_run(config, allocation, num_devices).shares_devices(rollout, actor)
-    is_short = bool(config.offload_train) or config.actor.archon.offload_params
-    return "ipc" if kind == "cuda" and is_one and shares and not is_short else "shm"
-
-
 def snapshot_on_host(config: Config, kind: DeviceKind) -> bool:
     """Whether weights that are published within the process lie in host memory: those that leave
     the GPU before samplers wake."""
@@ -327,20 +249,3 @@ def is_saved_within(config: Config) -> bool:
     """Whether models are saved before the end, too."""
     saver = config.saver
     return any((saver.freq_epochs, saver.freq_steps, saver.freq_secs))
-
-
-def has_storage_units(config: Config) -> bool:
-    """Whether groups lie in processes of their own on a Ray cluster."""
-    if config.store == "auto":
-        return config.scheduler.type == "ray" and config.num_data_storage_units > 1
-    return config.store in ("ray", "transfer_queue")
-
-
-def store_kind(config: Config, *, is_alone: bool, is_spread: bool) -> str:
-    """Where the groups of a run lie; `is_alone`: it trains in the process that has the ledger,
-    `is_spread`: on several machines of a Ray cluster."""
-    if config.store != "auto":
-        return config.store
-    if has_storage_units(config) or is_spread:
-        return "ray"
-    return "memory" if is_alone else "files"

@@ -15,7 +15,6 @@ from typing import Any
 from pentad.config.derived import (
     SCORERS,
     allocation_for,
-    are_apart,
     count_devices,
     frozen_models,
     parsed_allocation,
@@ -186,7 +185,8 @@ def _shares(config: Config, join: str) -> tuple[dict[str, int], str]:
 def _choose_mode(draft: _Draft) -> None:
     if draft.config.mode is not None:
         return
-    apart, allocation = are_apart(draft.config), parsed_allocation(draft.config)
+    allocation = parsed_allocation(draft.config)
+    apart = allocation and allocation.are_apart
     alone = [role for role in SCORERS if allocation and allocation.stands_alone(role)]
     if apart and alone:
         draft.set("mode", "async", f"{' and '.join(alone)} scores on devices of its own")

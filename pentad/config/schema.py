@@ -57,9 +57,16 @@ class ClusterConfig(Section):
     """Machines the run may use."""
     n_gpus_per_node: Count | None = None
     """Devices on each machine. null: as many as are found (one on a machine without a GPU)."""
+    n_cpus_per_node: Count | None = None
+    """CPU cores that a Slurm job asks for on each machine. null: all of them, and no other job
+    beside it (--exclusive)."""
+    memory_gb_per_node: Positive | None = None
+    """Host memory in GiB that a Slurm job asks for on each machine. null: all of it."""
     share_gpus: bool = False
     """Lets rollout and training that + gives devices of their own share them, each in its own
     process, where there are not enough for both: hybrid and async on one GPU."""
+    allow_idle: bool = False
+    """Lets a layout leave half of the devices of a cluster of a given size idle, or more."""
 
 
 class SchedulerConfig(Section):

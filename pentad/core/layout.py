@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from pentad.core.errors import Problem, UserError
 
@@ -216,6 +217,17 @@ class Allocation:
     def shares_devices(self, first: Component, second: Component) -> bool:
         return any(first in group and second in group for group in self.groups)
 
+    @property
+    def are_apart(self) -> bool | None:
+        """Whether rollout and training have devices of their own; None where one is missing."""
+        rollout, actor = self.find("rollout"), self.find("actor")
+        return None if not (rollout and actor) else not self.shares_devices(rollout, actor)
+
+    def ordered(self, *roles: str) -> Allocation:
+        """With the groups of these roles first."""
+        first = [g for role in roles for g in self.groups if any(p.role == role for p in g)]
+        return Allocation(tuple(dict.fromkeys([*first, *self.groups])))
+
     def stands_alone(self, role: str) -> bool:
         """Whether the role has devices of its own, apart from those that train and sample."""
         part, others = self.find(role), [self.find("actor"), self.find("rollout")]
@@ -251,6 +263,7 @@ def divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
+@lru_cache(maxsize=256)
 def parse_allocation(text: str, where: str = "allocation_mode") -> Allocation:
     """Reads an allocation string; raises UserError with an AllocationProblem for each fault."""
     parser = _Parser(text, where)

@@ -79,7 +79,7 @@ class Training:
     snapshot_on_host: bool = False
     """Whether what travels within the process lies in host memory."""
     handoff: HandoffKind = "none"
-    """How weights leave the learner (`config.derived.handoff_kind`)."""
+    """How weights leave the learner (`config.topology`)."""
     keeps_newest: bool = False
     """Whether the newest stay where they lie, for samplers that are started again."""
 

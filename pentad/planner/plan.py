@@ -8,14 +8,10 @@ from __future__ import annotations
 import math
 
 from pentad.config.derived import (
-    allocation_of,
-    as_run,
     checkpoint_root,
     compute_bytes,
-    count_devices,
     dims_of,
     frozen_models,
-    handoff_kind,
     is_saved_within,
     model_folder,
     num_running,
@@ -27,6 +23,7 @@ from pentad.config.derived import (
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import Config
+from pentad.config.topology import facts_of, topology
 from pentad.core.dims import ModelDims
 from pentad.core.fit import is_interleaved
 from pentad.core.layout import Allocation, Layout
@@ -89,7 +86,7 @@ def build_plan(
     """The plan of a config that passed all checks; `num_rows` of its dataset, if known. The run's
     own processes have `in_use_bytes` of the host's memory already. Weights go through a GPU that
     learner and sampler share where there is room for them."""
-    handoff = handoff_kind(config, device.kind, count_devices(config))
+    handoff = topology(config, facts_of(config, device.kind)).handoff
     plan = _build(config, device, num_rows, in_use_bytes, handoff)
     if handoff == "ipc" and plan.peak_bytes > device.memory_bytes:
         return _build(config, device, num_rows, in_use_bytes, "shm")
@@ -100,8 +97,10 @@ def _build(
     config: Config, device: Device, num_rows: int | None, in_use_bytes: float, handoff: HandoffKind
 ) -> RunPlan:
     dims = dims_of(model_folder(config))
-    allocation = as_run(config, allocation_of(config), count_devices(config))
-    batch = plan_batch(config, dims, num_rows, allocation.find("rollout") is not None)
+    placed = topology(config, facts_of(config, device.kind))
+    allocation = placed.allocation
+    has_rollout = placed.written.find("rollout") is not None
+    batch = plan_batch(config, dims, num_rows, has_rollout)
     found = placed_components(config, allocation, dims)
     trainers = [
         plan_trainer(part, allocation, batch, device, handoff)

@@ -15,7 +15,6 @@ from typing import Any
 
 from pentad.config.derived import (
     allocation_of,
-    as_run,
     component_of,
     count_devices,
     dims_of,
@@ -32,6 +31,7 @@ from pentad.config.rules.layout import layout_problems, placed_components
 from pentad.config.rules.model import uncounted
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config
+from pentad.config.topology import find_topology
 from pentad.core.dims import ModelDims
 from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component, Dims
@@ -296,7 +296,8 @@ def cut_steps(config: Config, dims: ModelDims) -> Iterator[Changes]:
     for component in [*wider(actor, dims, grow=False), *wider(actor, dims, grow=True)]:
         allocation = _with_actor(config, component)
         changes: Changes = {"allocation_mode": str(allocation)}
-        needed = as_run(config, allocation, count_devices(config)).num_devices
+        placed = find_topology(with_values(config, changes))
+        needed = placed.allocation.num_devices if placed else 0  # a rule refuses it
         if per_node is not None and needed > nodes * per_node:
             changes["cluster.n_nodes"] = -(-needed // per_node)
         yield changes

@@ -17,6 +17,7 @@ import numpy as np
 
 from pentad.core.errors import (
     DataFailure,
+    FlawedAnswer,
     InfraFailure,
     Interrupted,
     Problem,
@@ -97,7 +98,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, list[dict[str, 
 # Errors.
 
 PLAIN: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (RunError, Transient, Interrupted, InfraFailure)
+    kind.__name__: kind for kind in (RunError, Transient, Interrupted, InfraFailure, FlawedAnswer)
 }
 
 

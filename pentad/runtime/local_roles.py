@@ -25,9 +25,17 @@ OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 class LocalProcess(RoleProcess):
     """One role process of this machine, and the port it was given."""
 
-    def __init__(self, spec: RoleSpec, token: str, standbys: StandbyPool | None = None) -> None:
-        """In the main thread: the process ends with the thread that started it."""
+    def __init__(
+        self,
+        spec: RoleSpec,
+        token: str,
+        standbys: StandbyPool | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Listens at `host`. In the main thread: the process ends with the thread that started
+        it."""
         super().__init__(spec, token)
+        self.host = host
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         job = job_of(spec, token, standing_in=own_environment(spec))
         taken = standbys.take(job) if standbys is not None else None
@@ -40,7 +48,7 @@ class LocalProcess(RoleProcess):
 
     def _start(self, spec: RoleSpec) -> None:
         with (
-            socket.create_server(("127.0.0.1", 0)) as listening,
+            socket.create_server((self.host, 0)) as listening,
             tempfile.TemporaryFile("w+") as job,
             spec.log.open("ab") as log,
         ):

@@ -14,9 +14,11 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from pentad.core.bundles import Bundle
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.machine import RAY_SETTINGS, find_gpus, installed, num_cores, process_kept
 from pentad.runtime.environment import visible_devices
@@ -58,8 +61,8 @@ TRIES = 2
 """To start a cluster: Ray gives its processes 30 s, which a busy machine may not."""
 OWN = "local"
 """What RAY_ADDRESS is where a cluster is to be started all the same."""
-Bundles = Mapping[str, Mapping[str, float]]
-"""What each role takes, by its name: {"rollout-0": {"CPU": 1, "GPU": 1}}."""
+Bundles = Sequence[Bundle]
+"""Every role that will be started is a member of one of them."""
 
 
 class RoleActor:
@@ -148,6 +151,10 @@ def wait_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
+def _own_gpus() -> list[str]:
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
 def _send_signal(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):  # it has ended meanwhile
         os.kill(pid, number)
@@ -168,13 +175,18 @@ class RayRuntime:
         `joined_cluster` takes besides. Raises UserError where the cluster is too small or lacks
         something; what others hold is waited for, and said."""
         self.token = secrets.token_hex(32)
-        self.names = list(bundles)
+        self.bundles = list(bundles)
+        self.place = {name: i for i, one in enumerate(self.bundles) for name in one.members}
+        """The bundle of each role."""
+        self.gpus_seen: dict[int, tuple[str, list[str]]] = {}
+        """The node of a bundle and the names of its GPUs, as found there."""
+        self.looking = threading.Lock()
         self.processes: list[RayProcess] = []
         with ExitStack() as stack:
             self.cluster = stack.enter_context(joined_cluster(bundles, held, **cluster))
             self.is_spread = sum(node["Alive"] for node in ray.nodes()) > 1
             check_gpus(held)
-            self.group = _reserve(list(bundles.values()))
+            self.group = _reserve([one.resources for one in self.bundles])
             stack.callback(self._release)
             self.check_nodes(folders or {})
             self.leaving = stack.pop_all()
@@ -186,10 +198,12 @@ class RayRuntime:
         return process
 
     def _start(self, spec: RoleSpec) -> RayProcess:
-        taken = self._bundle(spec.name)
+        bundle = self.bundles[self.place[spec.name]]
+        environment = {**spec.environment, **self._visible(spec.name)}
+        spec = replace(spec, environment=environment)
         actor = ray.remote(RoleActor).options(
-            num_cpus=taken.get("CPU", 0),
-            num_gpus=taken.get("GPU", 0),
+            num_cpus=bundle.cpus / len(bundle.members),
+            num_gpus=bundle.gpu_share(spec.name),
             max_restarts=0,
             scheduling_strategy=self._at(spec.name),
         )
@@ -209,7 +223,7 @@ class RayRuntime:
 
         def find() -> bool:
             table = placement_group_table(self.group)
-            node = table["bundles_to_node_id"].get(self.names.index(name))
+            node = table["bundles_to_node_id"].get(self.place[name])
             return node in {one["NodeID"] for one in ray.nodes() if one["Alive"]}
 
         try:
@@ -253,7 +267,7 @@ class RayRuntime:
             name: task.options(num_cpus=0, scheduling_strategy=self._at(name)).remote(
                 package, dict(folders)
             )
-            for name in self.names
+            for name in self.place
         }
         nodes = {name: ray.get(answer, timeout=READY_S) for name, answer in asked.items()}
         first = {node["host"]: name for name, node in reversed(nodes.items())}
@@ -265,12 +279,26 @@ class RayRuntime:
         if problems:
             raise UserError(problems)
 
-    def _bundle(self, name: str) -> dict[str, float]:
-        return dict(self.group.bundle_specs[self.names.index(name)])
+    def _visible(self, name: str) -> dict[str, str]:
+        """Which GPUs the role sees, where Ray would choose: of a bundle with several of them that
+        roles share, it would give the same one to two ranks that train."""
+        index = self.place[name]
+        bundle = self.bundles[index]
+        if bundle.gpus < 2 or len(bundle.members) == 1:
+            return {}
+        with self.looking:  # before anything is started in it
+            node = placement_group_table(self.group)["bundles_to_node_id"].get(index, "")
+            if self.gpus_seen.get(index, ("",))[0] != node:
+                asked = ray.remote(_own_gpus).options(
+                    num_cpus=0, num_gpus=bundle.gpus, scheduling_strategy=self._at(name)
+                )
+                self.gpus_seen[index] = node, ray.get(asked.remote(), timeout=READY_S)
+        ids = self.gpus_seen[index][1]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(ids[gpu] for gpu in bundle.members[name])}
 
     def _at(self, name: str) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=self.names.index(name)
+            self.group, placement_group_bundle_index=self.place[name]
         )
 
 
@@ -359,7 +387,7 @@ def start_cluster(
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(
             [gpu for gpu in range(len(find_gpus())) if gpu not in held]
         )
-    wanted = math.ceil(sum(taken.get("CPU", 0) for taken in bundles.values())) + spare_cpus
+    wanted = math.ceil(sum(one.cpus for one in bundles)) + spare_cpus
     num_cpus = max(num_cores(), wanted)
     for left in reversed(range(TRIES)):
         try:

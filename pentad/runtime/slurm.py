@@ -1,7 +1,8 @@
 """Slurm: the submission script of a run, its check, and its hand-over to sbatch.
 
-On one node the script runs the command as it is; on several, `torchrun` on each of them with the
-rendezvous on the first. Shortly before the time limit the run is asked to stop and the job queued
+On one node the script runs the command as it is; on several, `torchrun` on each of those that train
+with the rendezvous on the first, and an agent (`runtime.nodes`) on each that has samplers and is
+not the first. Shortly before the time limit the run is asked to stop and the job queued
 again, and it goes on from its last checkpoint; so it does after the loss of a node.
 """
 
@@ -29,9 +30,17 @@ class SlurmJob:
     folder: Path
     """Of the script and of what the job prints; seen by all nodes."""
     num_nodes: int
+    num_train_nodes: int
+    """The first of them, with as many ranks each."""
     ranks_per_node: int
+    agent_nodes: tuple[int, ...] = ()
+    """Nodes beside the first on which the run starts samplers."""
     gpus_per_node: int | None
     """Asked of Slurm; None: none are."""
+    cpus_per_node: int | None = None
+    """None: all of the node, which is the job's alone."""
+    memory_gb_per_node: float | None = None
+    """None: all of the node."""
     command: tuple[str, ...]
     """Words after `python -m pentad.cli.main`."""
     first_only: tuple[str, ...] = ()
@@ -46,6 +55,8 @@ def script_of(job: SlurmJob) -> str:
         f"#SBATCH --nodes={job.num_nodes}",
         "#SBATCH --ntasks-per-node=1",
         *([f"#SBATCH --gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        f"#SBATCH --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else EXCLUSIVE,
+        f"#SBATCH --mem={memory_of(job)}",
         f"#SBATCH --output={shlex.quote(str(job.folder / 'slurm-%j.log'))}",
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
@@ -56,7 +67,24 @@ def script_of(job: SlurmJob) -> str:
         work_folder=shlex.quote(str(job.work_folder)),
         first_only=" ".join(map(shlex.quote, job.first_only)),
         launch=shlex.quote(launch_of(job)),
+        agents=agents_of(job),
+        num_train_nodes=job.num_train_nodes,
     )
+
+
+def memory_of(job: SlurmJob) -> str:
+    """As sbatch takes it; 0 is all of the node."""
+    size = job.memory_gb_per_node
+    return "0" if size is None else f"{int(size * 1024)}M"
+
+
+def agents_of(job: SlurmJob) -> str:
+    """The steps that start samplers on other nodes, beside the ranks there."""
+    if not job.agent_nodes:
+        return ""
+    agent = shlex.join([sys.executable, "-m", "pentad.runtime.nodes"])
+    folder = shlex.quote(str(job.folder / "nodes"))
+    return AGENTS.format(agent=agent, folder=folder, nodes=" ".join(map(str, job.agent_nodes)))
 
 
 def launch_of(job: SlurmJob) -> str:
@@ -66,10 +94,21 @@ def launch_of(job: SlurmJob) -> str:
         return f'exec {shlex.join([sys.executable, *command])} "$@"'
     rendezvous = '--node-rank "$SLURM_NODEID" --master-addr "$FIRST_NODE" --master-port "$PORT"'
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    sizes = [f"--nnodes={job.num_nodes}", f"--nproc-per-node={job.ranks_per_node}"]
+    sizes = [f"--nnodes={job.num_train_nodes}", f"--nproc-per-node={job.ranks_per_node}"]
     return f'exec {shlex.join(torchrun + sizes)} {rendezvous} {shlex.join(command)} "$@"'
 
 
+EXCLUSIVE = "#SBATCH --exclusive"
+AGENTS = """\
+# Samplers on other nodes are started by an agent there, which knows the run by this token.
+PENTAD_NODES={folder}/$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+PENTAD_NODES_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export PENTAD_NODES PENTAD_NODES_TOKEN
+for node in {nodes}; do
+    srun --overlap --nodes=1 --ntasks=1 --relative="$node" {agent} "$node" &
+    agents="$agents $!"
+done
+"""
 TEMPLATE = """\
 #!/usr/bin/env bash
 {header}
@@ -81,6 +120,8 @@ cd {work_folder}
 FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PORT=$((20000 + SLURM_JOB_ID % 20000))
 export FIRST_NODE PORT
+# srun gives a step one core, unless it is told: sbatch's number is not passed on.
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-${{SLURM_CPUS_ON_NODE:-1}}}}"
 # The interface between the nodes, where the one that is found is wrong:
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
@@ -92,7 +133,9 @@ ask_to_stop=0
 before_the_limit() {{ ask_to_stop=1; kill -TERM "$step"; }}
 trap before_the_limit USR1
 
-srun --kill-on-bad-exit=1 bash -c {launch} pentad "$@" &
+agents=""
+{agents}srun --kill-on-bad-exit=1 --nodes={num_train_nodes} --ntasks={num_train_nodes} \\
+    bash -c {launch} pentad "$@" &
 step=$!
 wait "$step"
 code=$?
@@ -100,6 +143,7 @@ while kill -0 "$step" 2>/dev/null; do  # a signal ended the wait, not the run
     wait "$step"
     code=$?
 done
+[ -n "$agents" ] && kill -TERM $agents 2>/dev/null
 if [ "$ask_to_stop" = 1 ] && [ "$code" -ne 0 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

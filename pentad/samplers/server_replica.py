@@ -103,10 +103,10 @@ class ServerRemote:
         if self.version < 0 and not await asyncio.to_thread(offer.is_whole):
             return await self._without_weights("was started again and has no weights yet")
         try:
-            receipt = await self.sampler.install(offer.version, offer.weights)
+            receipt = await self.install(offer.version, offer.weights)
+        except InfraFailure:
+            raise
         except RunError as error:
-            if await self._has_ended():
-                raise InfraFailure(str(error)) from error
             if await asyncio.to_thread(offer.is_whole):
                 raise
             return await self._without_weights(f"took weights while they changed ({error})")
@@ -115,6 +115,15 @@ class ServerRemote:
         self.settling = asyncio.create_task(self.kept.settle(offer))
         self.settling.add_done_callback(_log_failure)
         return receipt
+
+    async def install(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Installed:
+        """Raises InfraFailure where the server has ended meanwhile."""
+        try:
+            return await self.sampler.install(version, weights)
+        except RunError as error:
+            if await self._has_ended():
+                raise InfraFailure(str(error)) from error
+            raise
 
     async def _without_weights(self, why: str) -> Installed:
         """It serves nothing until the next install, which is tried as if it were the first."""

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
-from pentad.config.derived import scorers, snapshot_on_host
+from pentad.config.derived import snapshot_on_host
 from pentad.config.schema import Config
+from pentad.config.topology import scorers
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.sizes import RunSize
 from pentad.data.ledger import Ledger

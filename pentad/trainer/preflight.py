@@ -16,7 +16,7 @@ from pentad.config.derived import allocation_of, model_folder, register_models
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.model import frozen_paths, stop_ids_are_words
-from pentad.config.rules.modes import machine_problems
+from pentad.config.rules.modes import machine_problems, placement_problems
 from pentad.config.rules.start import (
     cache_problems,
     device_problems,
@@ -34,6 +34,7 @@ from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
 from pentad.rollout.executor import load_workflow
 from pentad.rollout.workflows import Workflow
+from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
 from pentad.trainer.learners import check_start, trained_dims
 from pentad.trainer.reward_trial import check_reward
@@ -120,6 +121,8 @@ def start_problems(config: Config, device: torch.device, *, samples: bool) -> li
     problems: list[Problem | str] = [*unbuilt_problems(config, samples=samples)]
     if rank_from_environment() is None:
         problems += machine_problems(config)
+    elif NODES not in os.environ:
+        problems += placement_problems(config)
     problems += device_problems(config, kind_of(device), samples=samples)
     problems += remote_problems(config)
     return problems + (server_problems(config, device) if samples else [])

@@ -18,19 +18,16 @@ from typing import Any
 import torch
 
 from pentad.config.derived import (
-    are_apart,
     component_of,
-    count_devices,
-    is_learner_apart,
     known_dims,
     parsed_allocation,
     register_models,
-    scorers,
 )
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.rules.elastic import fit_world
 from pentad.config.rules.start import cache_problems, process_problems, unbuilt_problems
 from pentad.config.schema import Config
+from pentad.config.topology import facts_of, topology
 from pentad.core.device import pick_device, unsettle
 from pentad.core.errors import Problem, RunError, Transient, UserError
 from pentad.core.specs import load
@@ -96,7 +93,7 @@ def run_over_ranks(
     if own is not None and world > 1:
         return run_under_torchrun(run, make_service, config, notes, fresh, device, own)
     place = pick_device(device)
-    if own is None and is_learner_apart(config, count_devices(config)):
+    if own is None and topology(config, facts_of(config, kind_of(place))).is_learner_apart:
         return run_beside_group(run, make_service, check, config, notes, fresh, device)
     with RankCalls(make_service(config, Rank(), place)) as calls, Crew() as crew:
         return run(calls, config, notes, fresh, crew)
@@ -347,7 +344,9 @@ def rank_problems(config: Config, world: int, device: torch.device) -> list[Prob
     cluster says what it has."""
     if config.scheduler.type == "ray":
         return []
-    if device.type == "cuda" and config.elastic.enabled and (are_apart(config) or scorers(config)):
+    placed = topology(config, facts_of(config, kind_of(device)))
+    apart = placed.samplers if placed.written.are_apart else []
+    if device.type == "cuda" and config.elastic.enabled and (apart or placed.scorers):
         rule = "samplers and scorers on GPUs of their own are counted after those that train"
         remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
         return [Problem("elastic.enabled = true", rule, remedy)]

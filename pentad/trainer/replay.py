@@ -28,10 +28,10 @@ from pentad.config.derived import (
     layout_of,
     parsed_allocation,
     register_models,
-    scorers,
 )
 from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.schema import Config
+from pentad.config.topology import scorers
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.lock import FolderLock

@@ -13,7 +13,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from pentad.config.derived import component_of, store_kind
+from pentad.config.derived import component_of
+from pentad.config.topology import facts_of, topology
 from pentad.core.machine import gpu_memory_used
 from pentad.core.roles import Sampler
 from pentad.data.file_blobs import make_blobs
@@ -27,9 +28,9 @@ from pentad.sync.publisher import Publisher, Snapshot
 from pentad.trainer.crew import Crew
 from pentad.trainer.learner_thread import Calls, LearnerThread
 from pentad.trainer.placement import Placement, Turnstile
-from pentad.trainer.preflight import Checked
+from pentad.trainer.preflight import Checked, kind_of
 from pentad.trainer.run import OpenRun
-from pentad.trainer.samplers import SamplerOpener, ray_options, ray_places
+from pentad.trainer.samplers import SamplerOpener, ray_options
 from pentad.trainer.service import LearnerService
 
 
@@ -131,8 +132,7 @@ async def _open_samplers(
     folder = run.folder.file("servers/")
     opener = SamplerOpener(config, checked.dims, checked.tokenizer, device, folder, stack)
     if calls.is_apart or component_of(config, "actor").world > 1:
-        is_ray = config.scheduler.type == "ray"
-        is_spread = crew.is_spread if calls.is_apart else is_ray
+        is_spread = crew.is_spread if calls.is_apart else facts_of(config).is_spread
         crew.handoff = opener.open_handoff(is_spread=is_spread or not is_one_machine())
         _serve(crew.handoff, calls)
     return await opener.open(crew.handoff, crew.runtime)
@@ -153,7 +153,9 @@ def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -
     """In memory only where the learner is this process alone."""
     config, service = run.config, own_service(calls)
     is_alone = service is not None and service.rank.world == 1
-    kind = store_kind(config, is_alone=is_alone, is_spread=crew.is_spread)
+    device = kind_of(calls.device)
+    placed = topology(config, facts_of(config, device, is_spread=crew.is_spread))
+    kind = "memory" if is_alone and config.store == "auto" else placed.store
     if kind == "memory" and service is not None:
         service.store = MemoryStore()
         return service.store
@@ -163,8 +165,9 @@ def open_group_store(run: OpenRun, checked: Checked, calls: Calls, crew: Crew) -
     else:
         from pentad.runtime.ray_roles import joined_cluster
 
-        places = ray_places(config, calls.device, is_apart=calls.is_apart)
-        run.stack.enter_context(joined_cluster(**places, **ray_options(config)))
+        held = () if calls.is_apart else placed.held_gpus
+        bundles = placed.bundles(has_learners=calls.is_apart)
+        run.stack.enter_context(joined_cluster(bundles, held, **ray_options(config)))
         blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
     store = BlobStore(blobs, checked.stream.prompt)
     run.stack.callback(store.close)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,22 +17,18 @@ from typing import Any
 import torch
 
 from pentad.config.derived import (
-    allocation_of,
-    as_run,
     component_of,
-    count_devices,
-    handoff_kind,
-    is_one_process,
     model_folder,
-    scorers,
 )
+from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
+from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import Sampler
 from pentad.core.settings import into
-from pentad.core.sizes import COLOCATED_SHARE, DeviceKind
+from pentad.core.sizes import COLOCATED_SHARE
 from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -40,9 +37,10 @@ from pentad.planner.plan import choose_device
 from pentad.planner.remedies import shares_by_gpu
 from pentad.runtime.environment import DETERMINISTIC
 from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.nodes import NodeRuntime
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.runtime.scratch import scratch_folder
-from pentad.samplers import remote, server_key, sglang, vllm
+from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
 from pentad.samplers.process import ServerSettings, check_installed, server_python
 from pentad.samplers.remote import HostedSettings, RemoteSampler
 from pentad.samplers.replica import ReplicaSampler
@@ -56,7 +54,8 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
-START = {"vllm": vllm.start, "sglang": sglang.start}
+PLACED = ("ray", "srun")
+"""Starters of servers on other machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,20 @@ class SamplerOpener:
     log_folder: Path
     stack: AsyncExitStack
 
+    @property
+    def placed(self) -> Topology:
+        return topology_on(self.config, self.device)
+
     async def open(
         self, handoff: Handoff | None = None, runtime: Runtime | None = None
     ) -> dict[str, Sampler]:
         """By name. `handoff`: how weights come from a learner elsewhere; `runtime`: that of the
         learner, which starts them too."""
-        config = self.config
-        if component_of(config, "rollout").backend != "embedded":
+        config, placed = self.config, self.placed
+        is_embedded = component_of(config, "rollout").backend == "embedded"
+        if not is_embedded and all(one.started_by not in PLACED for one in placed.samplers):
             return await self._open_servers()
-        if is_one_process(config, count_devices(config)):
+        if placed.is_one_process:
             sampler = embedded_sampler(config, self.dims, self.tokenizer, self.device)
             self.stack.push_async_callback(sampler.close)
             return {"embedded": sampler}
@@ -87,7 +91,11 @@ class SamplerOpener:
             runtime = open_runtime(config, self.device, is_apart=False)
             self.stack.push_async_callback(runtime.close)
         handoff = handoff or self.open_handoff(is_spread=runtime.is_spread)
-        return await self._open_embedded(handoff, runtime)
+        specs = self._embedded_specs() if is_embedded else self._server_specs()
+        samplers = await self._open_processes(specs, handoff, runtime)
+        if not is_embedded:
+            check_capabilities(config, samplers)
+        return samplers
 
     def open_handoff(self, *, is_spread: bool) -> Handoff:
         """Where weights lie between processes: in memory, or in a folder that all machines see."""
@@ -96,8 +104,7 @@ class SamplerOpener:
         place = self.log_folder if is_spread else shared_memory()
         folder = self.stack.enter_context(scratch_folder("pentad-weights-", place))
         kind: Kind = "file" if is_spread else "shm"
-        on: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
-        if not is_spread and handoff_kind(config, on, count_devices(config)) == "ipc":
+        if not is_spread and self.placed.handoff == "ipc":
             fits, why = shares_by_gpu(config, choose_device(config))
             kind = "ipc" if fits else "shm"
             log.info("weights reach the sampler by %s: %s", kind, why)
@@ -108,7 +115,7 @@ class SamplerOpener:
         config, component = self.config, component_of(self.config, "rollout")
         count, backend = component.size("d"), component.backend
         settings = [server_settings(config, self.dims, self.device, i) for i in range(count)]
-        names = [f"{backend}-{index}" for index in range(count)]
+        names = [one.name for one in self.placed.samplers]
         if addresses := config.rollout.server.addresses:
             made: dict[str, Sampler] = {}
             for name, address, wanted in zip(names, addresses, settings, strict=True):
@@ -127,52 +134,72 @@ class SamplerOpener:
                     for name, wanted in zip(names, settings, strict=True)
                 ]
             )
-        problems = [
-            problem
-            for name, sampler in made.items()
-            for problem in capability_problems(config, name, sampler.capabilities)
-        ]
-        if problems:
-            raise UserError(problems)
+        check_capabilities(config, made)
         return made
 
     async def _start_server(
         self, name: str, wanted: ServerSettings, kept: KeptWeights, generation: int
     ) -> ServerRemote:
-        start = START[component_of(self.config, "rollout").backend]
+        start = hosted_server.START[component_of(self.config, "rollout").backend]
         return ServerRemote(await start(wanted, name, self.log_folder / f"{name}.log"), kept)
 
-    async def _open_embedded(self, handoff: Handoff, runtime: Runtime) -> dict[str, Sampler]:
-        """As processes, each with its GPU, or with its cores where it decodes while others
-        train."""
-        config = self.config
-        num = component_of(config, "rollout").size("d")
-        devices = server_devices(config) if self.device.type == "cuda" else ()
-        is_ray, on_policy = config.scheduler.type == "ray", config.max_staleness == 0
-        cores = [()] * num if devices or on_policy or is_ray else core_shares(num)
-        specs = [
-            RoleSpec(
-                name=f"rollout-{index}",
-                target=remote.TARGET,
-                payload=asdict(self._hosted(len(cores[index]))),
-                log=self.log_folder / f"rollout-{index}.log",
-                num_gpus=1 if devices else 0,
-                devices=devices[index : index + 1],
-                cores=cores[index],
-                environment=DETERMINISTIC if is_deterministic(config) else {},
-            )
-            for index in range(num)
+    def _embedded_specs(self) -> list[RoleSpec]:
+        """Each with its GPU, or with its cores where it decodes while others train."""
+        environment = DETERMINISTIC if is_deterministic(self.config) else {}
+        return [
+            self._spec(one, remote.TARGET, asdict(self._hosted(len(one.cores))), environment)
+            for one in self.placed.samplers
         ]
+
+    def _server_specs(self) -> list[RoleSpec]:
+        """Processes that start a server each, on the machine that has its GPUs."""
+        config, backend = self.config, component_of(self.config, "rollout").backend
+        return [
+            self._spec(
+                one,
+                hosted_server.TARGET,
+                hosted_server.payload_of(
+                    one.name,
+                    backend,
+                    server_settings(config, self.dims, self.device, index),
+                    self.log_folder.absolute() / f"{one.name}.log",
+                ),
+            )
+            for index, one in enumerate(self.placed.samplers)
+        ]
+
+    def _spec(
+        self,
+        one: RunProcess,
+        target: str,
+        payload: dict[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ) -> RoleSpec:
+        return RoleSpec(
+            name=one.name,
+            target=target,
+            payload=payload,
+            log=self.log_folder / f"{one.name}.log",
+            num_gpus=one.num_gpus,
+            devices=one.devices,
+            cores=one.cores,
+            environment=environment or {},
+        )
+
+    async def _open_processes(
+        self, specs: list[RoleSpec], handoff: Handoff, runtime: Runtime
+    ) -> dict[str, Sampler]:
+        config = self.config
 
         async def start(spec: RoleSpec, generation: int) -> RemoteSampler:
             process = await runtime.start(replace(spec, generation=generation))
             return await RemoteSampler.open(process, handoff)
 
-        limit = config.rollout.restarts
+        limit, is_exact = config.rollout.restarts, config.max_staleness == 0
         return await self._open_all(
             [
                 ReplicaSampler(
-                    spec.name, partial(start, spec), handoff, max_restarts=limit, is_exact=on_policy
+                    spec.name, partial(start, spec), handoff, max_restarts=limit, is_exact=is_exact
                 )
                 for spec in specs
             ]
@@ -208,14 +235,16 @@ class SamplerOpener:
 def open_runtime(config: Config, device: torch.device, *, is_apart: bool) -> Runtime:
     """What starts the processes of a run. On Ray it has a place for each, on nodes that have what
     they read; `is_apart`: the learners are among them."""
+    placed = topology_on(config, device)
     if config.scheduler.type != "ray":
-        return LocalRuntime()
+        places = {one.name: one.node or 0 for one in placed.samplers}
+        return NodeRuntime(places) if placed.elsewhere else LocalRuntime()
     from pentad.runtime.ray_roles import RayRuntime
 
     path = config.actor.path
     folders = {"actor.path": str(Path(path).resolve())} if path else {}
-    places = ray_places(config, device, is_apart=is_apart)
-    return RayRuntime(**places, folders=folders, **ray_options(config))
+    held = () if is_apart else placed.held_gpus
+    return RayRuntime(placed.bundles(has_learners=is_apart), folders, held, **ray_options(config))
 
 
 def ray_options(config: Config) -> dict[str, Any]:
@@ -226,39 +255,13 @@ def ray_options(config: Config) -> dict[str, Any]:
     return {"spare_cpus": spare, "log_file": folder / "ray.log"}
 
 
-def ray_places(config: Config, device: torch.device, *, is_apart: bool) -> dict[str, Any]:
-    """What is requested of Ray: `bundles` by role, and `held`, the GPUs of this machine that it
-    leaves to processes that it does not place: torchrun's ranks."""
-    allocation, actor = allocation_of(config), component_of(config, "actor")
-    if config.only == "train":
-        allocation = allocation.without("rollout")
-    rollout, has_gpus = allocation.find("rollout"), device.type == "cuda"
-    names = [f"learner-{rank}" for rank in range(actor.world if is_apart else 0)]
-    is_shared = False
-    if rollout is not None and rollout.backend == "embedded":
-        names += [f"rollout-{index}" for index in range(rollout.size("d"))]
-        is_shared = is_apart and allocation.shares_devices(rollout, actor)
-    shares = dict.fromkeys(names, 0.5 if is_shared else 1.0)
-    for role in scorers(config) if is_apart else ():
-        shares |= {f"{role}-{rank}": 1.0 for rank in range(component_of(config, role).world)}
-    bundles = {
-        name: {"CPU": 1.0, "GPU": share} if has_gpus else {"CPU": 1.0}
-        for name, share in shares.items()
-    }
-    held = tuple(range(actor.world)) if has_gpus and not is_apart else ()
-    return {"bundles": bundles, "held": held}
+def topology_on(config: Config, device: torch.device) -> Topology:
+    """On a device of this machine."""
+    return topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
 
 
 def is_deterministic(config: Config) -> bool:
     return config.actor.archon.use_deterministic_algorithms
-
-
-def core_shares(num: int) -> list[tuple[int, ...]]:
-    """The cores of each replica; the first share is left to the trainer. Empty where there are
-    not enough for all."""
-    cores = sorted(os.sched_getaffinity(0))
-    size = len(cores) // (num + 1)
-    return [tuple(cores[size * (i + 1) : size * (i + 2)]) for i in range(num)]
 
 
 def shared_memory() -> Path:
@@ -282,9 +285,7 @@ def server_settings(
     """Of the `index`-th replica."""
     component, server = component_of(config, "rollout"), config.rollout.server
     tensor, pipeline = component.size("t"), component.size("p")
-    devices = server_devices(config) if device.type == "cuda" else ()
-    size = tensor * pipeline
-    shares = allocation_of(config).shares_devices(component, component_of(config, "actor"))
+    placed = topology_on(config, device)
     return into(
         ServerSettings,
         sampler_settings(config, dims),
@@ -293,7 +294,7 @@ def server_settings(
         dims=dims,
         dtype=compute_dtype(config.actor, device),
         device=device.type,
-        devices=devices[index * size : (index + 1) * size],
+        devices=placed.samplers[index].devices,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         arguments=server.args,
@@ -302,17 +303,8 @@ def server_settings(
         key=os.environ.get(server_key.VARIABLE),
         can_sleep=bool(config.offload_rollout),
         weight_deltas=config.rollout.weight_deltas,
-        memory_share=server.gpu_memory_share or (COLOCATED_SHARE if shares else None),
+        memory_share=server.gpu_memory_share or (COLOCATED_SHARE if placed.shares_gpus else None),
     )
-
-
-def server_devices(config: Config) -> tuple[int, ...]:
-    """Training has the first GPUs; samplers the same ones or those after them."""
-    allocation = as_run(config, allocation_of(config), count_devices(config))
-    component, actor = component_of(config, "rollout"), component_of(config, "actor")
-    if allocation.shares_devices(component, actor):
-        return tuple(n % actor.world for n in range(component.world))
-    return tuple(range(actor.world, actor.world + component.world))
 
 
 # What is checked before anything starts.
@@ -324,7 +316,11 @@ def server_problems(config: Config, device: torch.device) -> list[Problem | str]
     if backend == "embedded" or server.addresses:
         return []
     problems: list[Problem | str] = []
-    needed, found = max(server_devices(config)) + 1, torch.cuda.device_count()
+    here = [one for one in topology_on(config, device).samplers if one.node == 0]
+    if not here:  # other machines have them
+        return []
+    needed = max((gpu for one in here for gpu in one.devices), default=-1) + 1
+    found = torch.cuda.device_count()
     if device.type == "cuda" and needed > found:
         where = f"allocation_mode = {config.allocation_mode}"
         problems.append(Problem(where, f"needs {needed} GPUs on this machine, which has {found}"))
@@ -333,6 +329,17 @@ def server_problems(config: Config, device: torch.device) -> list[Problem | str]
     except UserError as error:
         problems += error.problems
     return problems
+
+
+def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
+    """UserError with what the run asks of its samplers that they cannot do."""
+    problems = [
+        problem
+        for name, sampler in samplers.items()
+        for problem in capability_problems(config, name, sampler.capabilities)
+    ]
+    if problems:
+        raise UserError(problems)
 
 
 def capability_problems(

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
-from pentad.config.derived import component_of, register_models, scorers
-from pentad.config.processes import scorer_devices
+from pentad.config.derived import component_of, register_models
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
+from pentad.config.topology import facts_of, scorers, topology
 from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
 from pentad.core.types import Group, Prompt, Row
 from pentad.data.store import GroupStore, MissingGroups, open_store
@@ -63,14 +63,18 @@ async def open_scorers(
     if not scorers(config):
         return found
     is_placed = runtime is not None  # it says which GPUs they get
-    devices = scorer_devices(config) if device.type == "cuda" and not is_placed else {}
+    placed = topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
+    devices = {
+        role: tuple(gpu for one in placed.scorer(role) for gpu in one.devices)
+        for role in (() if is_placed else placed.scorers)
+    }
     steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
     if store.address["kind"] != "memory":
         steps["open_store"] = {"address": store.address}
     opening: list[Coroutine[Any, Any, None]] = []
     for role in scorers(config):
         if log_folder is None:
-            own = torch.device("cuda", devices[role][0]) if devices else device
+            own = torch.device("cuda", devices[role][0]) if devices.get(role) else device
             found[role] = thread = scorer_thread(config, role, own, store, stack)
             opening.append(prepare(thread, steps))
         else:

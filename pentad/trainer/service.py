@@ -18,8 +18,8 @@ from pentad.checkpoint.job import ExportJob
 from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import HostMemory, StateSaver, save_learner
 from pentad.checkpoint.writer import Pending, Writer
-from pentad.config.derived import scorers
 from pentad.config.schema import Config
+from pentad.config.topology import scorers
 from pentad.core.device import settle, unsettle
 from pentad.core.errors import RunError, UserError
 from pentad.core.faults import hit

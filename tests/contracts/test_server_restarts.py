@@ -98,6 +98,32 @@ def test_a_server_that_dies_is_started_again_with_the_newest_weights(
     assert not [pid for pid in servers() if output_of(pid).is_relative_to(tmp_path)]
 
 
+@pytest.mark.ray
+def test_ray_places_a_server_and_one_that_dies_is_started_again(task, tmp_path):
+    """The process that Ray started ends with its server; its next one pulls the newest weights."""
+    pytest.importorskip("ray")
+    given = ["scheduler.type=ray", "allocation_mode=sglang:d1+archon:d1", "total_train_steps=3"]
+    with subprocess.Popen(
+        command(task, tmp_path, *given),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        folder = wait_for(lambda: next((tmp_path / "logs").glob("*/*/*"), None), run)
+        steps = folder / "steps.jsonl"
+        wait_for(lambda: steps.exists() and any("step" in r for r in read_lines(steps)), run)
+        (server,) = [one for one in servers() if output_of(one).is_relative_to(tmp_path)]
+        assert f"\nPPid:\t{run.pid}\n" not in status(server)
+        os.kill(server, signal.SIGKILL)
+        told, _ = run.communicate(timeout=500)
+    assert run.returncode == 0, told
+    records = [r for r in read_lines(steps) if "step" in r]
+    assert [r["step"] for r in records] == [1, 2, 3]
+    log = (folder / "log.txt").read_text()
+    assert "sglang-0 is lost" in log and "sglang-0 serves again" in log, log
+    assert not [pid for pid in servers() if output_of(pid).is_relative_to(tmp_path)]
+
+
 def test_a_server_that_never_stays_ends_the_run_with_a_sentence(task, tmp_path):
     env = write_environment(tmp_path / "env")
     broken = env / "site" / "sglang" / "launch_server.py"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_cases import settings_of
+from sglang_stand_in import write_environment
 from typer.testing import CliRunner
 
 from pentad.cli.main import app
@@ -20,8 +21,19 @@ SRUN = """#!/usr/bin/env bash
 # Every node's command on this machine; a TERM goes on to all of them, as srun does it.
 pids=""
 trap 'kill -TERM $pids 2>/dev/null' TERM
-[ "$1" = --kill-on-bad-exit=1 ] && shift
-for node in $(seq 0 $((STUB_NODES - 1))); do SLURM_NODEID=$node "$@" & pids="$pids $!"; done
+nodes=$STUB_NODES first=0
+while [ "${1#--}" != "$1" ]; do
+    case "$1" in
+        --nodes=*) nodes=${1#--nodes=} ;;
+        --relative=*) first=${1#--relative=} ;;
+        --kill-on-bad-exit=1 | --overlap | --ntasks=*) ;;
+        *) echo "srun: unknown option $1" >&2; exit 1 ;;
+    esac
+    shift
+done
+echo "step of $nodes nodes from $first on, $SRUN_CPUS_PER_TASK cores a task" >> "$STUB_STEPS"
+export SLURMD_NODENAME=127.0.0.1
+for node in $(seq 0 $((nodes - 1))); do SLURM_NODEID=$node "$@" & pids="$pids $!"; done
 code=0
 for pid in $pids; do
     wait $pid; one=$?
@@ -63,6 +75,7 @@ def start_job(folder, script, num_nodes, **more):
     put(folder, "scontrol", SCONTROL)
     own = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()), **more}
     own |= {"STUB_NODES": str(num_nodes), "STUB_REQUEUED": str(folder / "requeued")}
+    own |= {"STUB_STEPS": str(folder / "steps"), "SLURM_CPUS_ON_NODE": "48"}
     return subprocess.Popen(
         ["bash", str(script)],
         env={**os.environ, **own},
@@ -90,6 +103,53 @@ def test_a_job_is_written_submitted_and_trains_on_two_nodes(task, tmp_path, comm
     assert job.returncode == 0, said
     assert said.count("2 steps done. Records: ") == 1
     assert len(read_lines(tmp_path / "logs/me/default/slurm/steps.jsonl")) == 2
+
+
+def test_a_server_runs_on_the_node_that_has_its_gpus(task, tmp_path, commands):
+    """Two nodes with a GPU each: the first trains, an agent starts the server on the second."""
+    put(commands, "sbatch", "#!/bin/sh\necho Submitted batch job 19\n")
+    write_environment(task / "env", "0.5.17")
+    words = settings_of(task, tmp_path, "train", "far", "total_train_steps=2")
+    words += ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "scheduler.type=slurm"]
+    words += ["allocation_mode=sglang:d1+archon:d1", f"rollout.server.python={task / 'env'}"]
+    shown = CliRunner().invoke(app, ["train", *words])
+    assert shown.exit_code == 0, shown.output
+    script = tmp_path / "slurm" / "me-default-far" / "submit.sh"
+    text = script.read_text()
+    assert "--nnodes=1 --nproc-per-node=1" in text and "for node in 1; do" in text
+    job = start_job(commands, script, 2)
+    said, _ = job.communicate(timeout=500)
+    assert job.returncode == 0, said
+    assert "2 steps done. Records: " in said
+    assert len(read_lines(tmp_path / "logs/me/default/far/steps.jsonl")) == 2
+    steps = (commands / "steps").read_text().splitlines()
+    assert sorted(steps) == [
+        "step of 1 nodes from 0 on, 48 cores a task",
+        "step of 1 nodes from 1 on, 48 cores a task",
+    ]
+    assert not list(Path("/proc").glob(f"{job.pid}/task/*/children"))
+
+
+@pytest.mark.parametrize(
+    ("more", "present", "absent"),
+    [
+        ([], ["--exclusive", "--mem=0", "--gpus-per-node=8"], ["--cpus-per-task"]),
+        (
+            ["cluster.n_cpus_per_node=24", "cluster.memory_gb_per_node=180"],
+            ["--cpus-per-task=24", "--mem=184320M"],
+            ["--exclusive"],
+        ),
+    ],
+)
+def test_a_job_asks_for_cores_and_memory(task, tmp_path, more, present, absent):
+    words = settings_of(task, tmp_path, "train", "sized", "scheduler.type=slurm", *more)
+    words += ["cluster.n_gpus_per_node=8", "allocation_mode=embedded:d8|archon:d8"]
+    shown = CliRunner().invoke(app, ["train", *words])
+    assert shown.exit_code == 0, shown.output
+    text = (tmp_path / "slurm" / "me-default-sized" / "submit.sh").read_text()
+    assert all(f"#SBATCH {word}\n" in text for word in present)
+    assert not any(f"#SBATCH {word}" in text for word in absent)
+    assert "export SRUN_CPUS_PER_TASK=" in text
 
 
 @pytest.mark.timeout(900)

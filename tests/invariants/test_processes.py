@@ -17,6 +17,7 @@ from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import RunError
+from pentad.core.layout import parse_allocation
 from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.samplers.replica import ReplicaSampler
@@ -245,3 +246,12 @@ def test_a_scheduler_that_is_stopped_goes_on_where_it_was(task, tmp_path):
     assert len(read_lines(steps)) == 30
     said = (steps.parent / "log.txt").read_text()
     assert " is lost" not in said and "stalled" not in said
+
+
+@pytest.mark.parametrize("processes", ["one", "separate"])
+def test_the_allocation_is_parsed_once_a_run(lab, processes):
+    """Every question about the placement is asked of one topology. A second text is that of the
+    resume: the config a run began with is compared with its own."""
+    parse_allocation.cache_clear()
+    lab.train("total_train_steps=1", f"scheduler.processes={processes}")
+    assert parse_allocation.cache_info().misses <= 2

@@ -68,7 +68,8 @@ def check_layout(
         where = f"allocation_mode = {config.allocation_mode}"
         remedy = f"use for instance embedded:d1|{config.allocation_mode}"
         problems.append(Problem(where, "there is no sampler, and train needs one", remedy))
-    return problems + layout.layout_problems(config, dims, count_devices(config))
+    idle = layout.idle_devices(config) if command != "plan" else ()
+    return [*problems, *layout.layout_problems(config, dims, count_devices(config)), *idle]
 
 
 def check_planned(config: Config, kind: DeviceKind, skip: frozenset[str]) -> list[Problem]:

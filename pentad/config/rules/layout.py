@@ -8,18 +8,17 @@ rules for the actor and the critic alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pentad.config.derived import (
-    as_run,
     known_dims,
-    parsed_allocation,
     pipeline_size,
     read_allocation,
     rows_per_step,
 )
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config, ModelConfig
+from pentad.config.topology import Topology, facts_of, find_topology
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.fit import (
@@ -73,7 +72,7 @@ def layout_problems(
     allocation, problems = read_allocation(config)
     if allocation is None:
         return problems
-    problems += cluster_size(config, allocation, num_devices)
+    problems += cluster_size(config, num_devices)
     problems += roles(config, allocation)
     for part in placed_components(config, allocation, dims):
         rules = SAMPLING if part.component.is_inference else TRAINING
@@ -101,16 +100,14 @@ def placed_components(
 # Devices and roles.
 
 
-def cluster_size(
-    config: Config, allocation: Allocation, num_devices: int | None
-) -> Iterator[Problem]:
-    allocation = as_run(config, allocation, num_devices)
-    if config.only == "train":
-        allocation = allocation.without("rollout")
-    needed = allocation.num_devices
-    if num_devices is None or needed <= num_devices:
+def cluster_size(config: Config, num_devices: int | None) -> Iterator[Problem]:
+    placed = placed_on(config, num_devices)
+    if num_devices is None or placed is None:
         return
-    nodes = config.cluster.n_nodes
+    allocation, nodes = placed.allocation, config.cluster.n_nodes
+    needed = allocation.num_devices
+    if needed <= num_devices:
+        return
     per_node = num_devices // nodes
     parts = " + ".join(str(max(c.world for c in group)) for group in allocation.groups)
     total = f"{parts} = {needed}" if len(allocation.groups) > 1 else str(needed)
@@ -120,9 +117,32 @@ def cluster_size(
     )
     remedy = f"set cluster.n_nodes={-(-needed // per_node)}, or make the axes smaller"
     cluster = config.cluster.model_copy(update={"share_gpus": True})
-    joined = as_run(config.model_copy(update={"cluster": cluster}), allocation, num_devices)
-    if joined != allocation and joined.num_devices <= num_devices:
+    joined = placed_on(config.model_copy(update={"cluster": cluster}), num_devices)
+    if joined and joined.allocation != allocation and joined.allocation.num_devices <= num_devices:
         remedy += "; cluster.share_gpus=true lets rollout and training share theirs"
+    yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
+
+
+def placed_on(config: Config, num_devices: int | None) -> Topology | None:
+    """On so many devices."""
+    return find_topology(config, replace(facts_of(config), num_devices=num_devices))
+
+
+def idle_devices(config: Config) -> Iterator[Problem]:
+    """A layout that uses at most half of the devices it was given was meant for another cluster: a
+    run refuses it, and a plan says so."""
+    cluster, placed = config.cluster, find_topology(config)
+    if cluster.n_gpus_per_node is None or cluster.allow_idle or placed is None:
+        return
+    used, total = placed.allocation.num_devices, cluster.n_nodes * cluster.n_gpus_per_node
+    if 2 * used > total:
+        return
+    rule = (
+        f"uses {used} of the {total} devices of cluster.n_nodes = {cluster.n_nodes} x "
+        f"n_gpus_per_node = {cluster.n_gpus_per_node}"
+    )
+    remedy = f"make the axes larger, give n_gpus_per_node={-(-used // cluster.n_nodes)}"
+    remedy += ", or set cluster.allow_idle=true if the others are to stay idle"
     yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
 
 
@@ -294,27 +314,17 @@ def layout_notes(
     config: Config, dims: ModelDims | None, num_devices: int | None = None
 ) -> list[str]:
     """What is lawful and worth a second look."""
-    written = parsed_allocation(config)
-    if written is None:
+    placed = placed_on(config, num_devices)
+    if placed is None:
         return []
-    allocation = as_run(config, written, num_devices)
-    notes = []
-    if allocation != written:
+    allocation, notes = placed.allocation, []
+    if placed.shares_gpus and placed.written.are_apart:
         rule = "samples on the devices that train: the two share their memory"
         notes.append(f"allocation_mode = {config.allocation_mode}: embedded {rule}")
-    if num_devices is not None and allocation.num_devices < num_devices:
-        used = allocation.num_devices
-        notes.append(f"{num_devices - used} of {num_devices} devices stay idle")
+    if placed.num_idle:
+        notes.append(f"{placed.num_idle} of {num_devices} devices stay idle")
     for part in placed_components(config, allocation, dims):
         notes += component_notes(part)
-    actor = allocation.find("actor")
-    for component in allocation:
-        is_server = component.backend in ("vllm", "sglang")
-        if is_server and config.scheduler.type == "ray" and not config.rollout.server.addresses:
-            text = "is started on this machine: Ray places what trains, and embedded samplers"
-            notes.append(f"{component}: {text}, servers elsewhere are rollout.server.addresses")
-        if actor and is_server and min(allocation.devices(actor)) > 0:
-            notes.append(f"{component}: on one machine training has the first GPUs all the same")
     return notes
 
 

@@ -13,10 +13,10 @@ from pentad.config.derived import (
     parsed_allocation,
     part_of,
     problems_of,
-    scorers,
 )
 from pentad.config.rules.rule import Rules
 from pentad.config.schema import Config
+from pentad.config.topology import scorers
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError
 from pentad.models.families import (

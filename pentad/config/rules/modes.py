@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.config.derived import (
-    are_apart,
     component_for,
-    count_devices,
-    has_storage_units,
-    is_learner_apart,
     parsed_allocation,
     part_of,
 )
 from pentad.config.describe import show
 from pentad.config.rules.rule import RUNS, Rules
 from pentad.config.schema import Config
+from pentad.config.topology import find_topology
 from pentad.core.errors import Problem
 from pentad.core.fit import list_of, strict_problems
 from pentad.core.layout import Component, divisors
@@ -33,15 +30,16 @@ def server_of(config: Config) -> Component | None:
 
 @RULES.add("mode", "allocation_mode", "resource")
 def the_mode_fits_the_devices(config: Config) -> Problem | None:
-    apart = are_apart(config)
+    allocation = parsed_allocation(config)
+    apart = allocation and allocation.are_apart
     if apart is None or config.mode is None or apart == (config.mode != "colocate"):
         return None
-    allocation = f"allocation_mode = {config.allocation_mode}"
+    layout = f"allocation_mode = {config.allocation_mode}"
     where = f"mode = {config.mode}"
     if apart:
-        rule = f"rollout and training must share devices, but {allocation} separates them"
+        rule = f"rollout and training must share devices, but {layout} separates them"
         return Problem(where, rule, "join them with | instead of +, or set mode: hybrid")
-    rule = f"rollout and training need devices of their own, but {allocation} has them share"
+    rule = f"rollout and training need devices of their own, but {layout} has them share"
     return Problem(where, rule, "join them with + instead of |, or set mode: colocate")
 
 
@@ -124,12 +122,14 @@ def one_process_holds_one_of_each(config: Config) -> Problem | None:
 
 @RULES.add("store", "num_data_storage_units", "scheduler", "allocation_mode")
 def every_process_reaches_the_store(config: Config) -> Problem | None:
-    actor = part_of(config, "actor")
+    actor, placed = part_of(config, "actor"), find_topology(config)
     where = f"store = {config.store}"
-    if has_storage_units(config) and config.scheduler.type != "ray":
+    if placed is None:
+        return None
+    if placed.has_storage_units and config.scheduler.type != "ray":
         rule = f"scheduler.type = {config.scheduler.type} has no Ray cluster"
         return Problem(where, rule, "use scheduler.type=ray, or files")
-    if config.store == "memory" and is_learner_apart(config, count_devices(config)):
+    if config.store == "memory" and placed.is_learner_apart:
         rule = f"{actor} trains in other processes than the scheduler's, which cannot read it"
         return Problem(where, rule, "leave it at auto")
     return None
@@ -195,9 +195,9 @@ def strict_cuts_no_layer(config: Config) -> list[Problem]:
 
 @RULES.add("rollout.server", "allocation_mode", "scheduler")
 def servers_fit_the_allocation(config: Config) -> list[Problem]:
-    allocation, server = parsed_allocation(config), config.rollout.server
-    rollout = allocation and allocation.find("rollout")
-    if allocation is None or not rollout:
+    placed, server = find_topology(config), config.rollout.server
+    rollout = placed and placed.written.find("rollout")
+    if placed is None or not rollout:
         return []
     where = f"rollout.server.addresses = {list(server.addresses)}"
     layout = f"allocation_mode = {config.allocation_mode}"
@@ -218,10 +218,10 @@ def servers_fit_the_allocation(config: Config) -> list[Problem]:
         found.append(Problem(where, "two replicas have the same address", "give each its own"))
     where = "rollout.server.weight_transport = ipc"
     is_ipc, is_vllm = server.weight_transport == "ipc", rollout.backend == "vllm"
-    if is_ipc and is_vllm and is_learner_apart(config, None):
+    if is_ipc and is_vllm and placed.is_learner_apart:
         rule = "weights of ranks in processes of their own lie in host memory, which vllm"
         found.append(Problem(where, f"{rule} cannot take by reference", "use disk or broadcast"))
-    elif is_ipc and are_apart(config):
+    elif is_ipc and placed.written.are_apart:
         rule = f"weights are handed over on the GPU that trains, but {layout} separates them"
         found.append(Problem(where, rule, "use broadcast or disk"))
     return found
@@ -276,29 +276,36 @@ def one_side_is_no_job(config: Config) -> Problem | None:
 
 @RULES.add("scheduler.type", "cluster", "allocation_mode", commands=RUNS)
 def slurm_nodes_hold_the_layout(config: Config) -> Iterator[Problem]:
-    """Each node has as many ranks; what samples is started on the first."""
-    allocation, nodes = parsed_allocation(config), config.cluster.n_nodes
-    actor = allocation and allocation.find("actor")
-    if config.scheduler.type != "slurm" or not (allocation and actor):
+    """Nodes that train have as many ranks each; what is beside them is on one node each."""
+    nodes, per_node = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    placed = find_topology(config)
+    actor = placed and placed.allocation.find("actor")
+    if config.scheduler.type != "slurm" or not (placed and actor):
         return
     where = f"cluster.n_nodes = {nodes}"
-    if actor.world % nodes:
+    if len(placed.allocation.groups) == 1 and actor.world % nodes:
         rule = f"scheduler.type = slurm gives each node as many ranks, and {actor} has"
         remedy = f"n_nodes can be {list_of(divisors(actor.world))}"
         yield Problem(where, f"{rule} {actor.world}", remedy)
-        return
-    per_node, rollout = config.cluster.n_gpus_per_node, allocation.find("rollout")
-    if per_node is None:
-        return
-    ranks = actor.world // nodes
-    beside = rollout.world if rollout and are_apart(config) else 0
-    beside = 0 if config.rollout.server.addresses or config.cluster.share_gpus else beside
-    if ranks + beside > per_node:
-        samplers = f" and {rollout} {beside} on the first" if beside else ""
-        rule = f"{actor} puts {ranks} ranks on each{samplers}, and"
-        fix = f"use at least {-(-actor.world // max(1, per_node - beside))} nodes"
-        remedy = fix if beside < per_node else "use rollout.server.addresses, or fewer replicas"
-        yield Problem(where, f"{rule} cluster.n_gpus_per_node = {per_node}", remedy)
+    elif placed.unplaced and per_node is not None:
+        names = ", ".join(placed.unplaced[:4]) + (", ..." if len(placed.unplaced) > 4 else "")
+        rule = f"no node with cluster.n_gpus_per_node = {per_node} has room for {names}"
+        remedy = "use more nodes, smaller axes, or rollout.server.addresses"
+        yield Problem(where, f"{rule} beside {actor}", remedy)
+
+
+def placement_problems(config: Config) -> list[Problem]:
+    """What only Ray and Slurm start on other machines than the first."""
+    placed = find_topology(config)
+    if placed is None or config.scheduler.type != "local":
+        return []
+    far = [*(one.name for one in placed.elsewhere), *placed.unplaced]
+    if not far:
+        return []
+    names = far[0] if len(far) == 1 else f"{far[0]} to {far[-1]}"
+    rule = f"scheduler.type = local starts {names} on no other machine than the first"
+    remedy = "use scheduler.type=ray or slurm, which place them, or rollout.server.addresses"
+    return [Problem(f"cluster.n_nodes = {config.cluster.n_nodes}", rule, remedy)]
 
 
 def machine_problems(config: Config) -> list[Problem]:

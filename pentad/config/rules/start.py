@@ -15,13 +15,12 @@ from pentad.config.derived import (
     component_of,
     compute_bytes,
     frozen_models,
-    is_learner_apart,
     parsed_allocation,
     part_of,
-    scorers,
 )
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.schema import Config
+from pentad.config.topology import topology
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation
@@ -73,9 +72,10 @@ def _scorer_problems(config: Config, allocation: Allocation) -> Iterator[Problem
             why = "algorithm.kl_coef = 0" if role == "ref" else "no algorithm.name = distill"
             why = f"only = {config.only}" if config.only else why
             yield Problem(where, f"nobody asks for the {role}: {why}", "leave its component out")
-    apart = [component_of(config, role) for role in scorers(config)]
+    placed = topology(config)
+    apart = [component_of(config, role) for role in placed.scorers]
     wide = [str(part) for part in apart if part.world > 1]
-    if wide and not is_learner_apart(config, None):
+    if wide and not placed.is_learner_apart:
         rule = f"{' and '.join(wide)} has a process for each rank, and here it is a thread"
         yield Problem(where, rule, "use d1, or scheduler.processes=separate")
 

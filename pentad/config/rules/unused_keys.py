@@ -13,9 +13,6 @@ from functools import partial
 from typing import Any
 
 from pentad.config.derived import (
-    count_devices,
-    has_storage_units,
-    is_one_process,
     is_saved_within,
     part_of,
     pipeline_size,
@@ -24,6 +21,7 @@ from pentad.config.describe import fields, show, value_at
 from pentad.config.resolve import DEFAULT_RECOVERY
 from pentad.config.rules.rule import Command
 from pentad.config.schema import Config, DatasetConfig, ModelConfig, Section
+from pentad.config.topology import find_topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,17 @@ def samples_with(config: Config, *backends: str) -> bool:
     """Whether the sampler is one of these, or not known."""
     rollout = part_of(config, "rollout")
     return not rollout or rollout.backend in backends
+
+
+def has_units(config: Config) -> bool:
+    placed = find_topology(config)
+    return placed is not None and placed.has_storage_units
+
+
+def has_sampler_processes(config: Config) -> bool:
+    """Or their number is not known."""
+    placed = find_topology(config)
+    return placed is None or not placed.is_one_process
 
 
 def saves_by(key: str, config: Config) -> bool:
@@ -176,8 +185,13 @@ READERS = (
         "elastic.enabled = false",
     ),
     KeyUse(
+        ("cluster.n_cpus_per_node", "cluster.memory_gb_per_node"),
+        lambda config: config.scheduler.type == "slurm",
+        "scheduler.type is not slurm",
+    ),
+    KeyUse(
         ("num_data_storage_units",),
-        lambda config: config.only is None and has_storage_units(config),
+        lambda config: config.only is None and has_units(config),
         "groups are in memory or in files",
     ),
     KeyUse(
@@ -226,9 +240,7 @@ READERS = (
     KeyUse(("reward",), lambda config: config.reward.functions, "reward.fn is not set"),
     KeyUse(
         ("rollout.restarts",),
-        lambda config: (
-            samples_with(config, "embedded") and not is_one_process(config, count_devices(config))
-        ),
+        lambda config: samples_with(config, "embedded") and has_sampler_processes(config),
         "the sampler is no process that the run could start again",
     ),
     KeyUse(

@@ -119,9 +119,9 @@ BROKEN = [
     (
         "slurm_nodes_hold_the_layout",
         "plan",
-        [*SLURM, "allocation_mode=embedded:d2+archon:d6"],
+        [*SLURM, "allocation_mode=vllm:d1t2+archon:d6"],
         "cluster.n_nodes = 2",
-        "archon:d6 puts 3 ranks on each and embedded:d2 2 on the first",
+        "no node with cluster.n_gpus_per_node = 4 has room for vllm-0 beside archon:d6",
     ),
     (
         "one_process_holds_one_of_each",

@@ -179,7 +179,7 @@ def test_plan_and_start_say_the_same(models, monkeypatch, overrides, model, kind
         f"train_dataset.path={models / 'data.jsonl'}",
         "train_dataset.batch_size=4",
         "reward.fn=exact_match",
-        *(["cluster.n_gpus_per_node=1000000"] if kind == "cuda" else []),
+        *(["cluster.n_gpus_per_node=1000000", "cluster.allow_idle=true"] if kind == "cuda" else []),
     ]
     if not any(text.startswith("gconfig.max_new_tokens") for text in overrides):
         files.append("gconfig.max_new_tokens=8")

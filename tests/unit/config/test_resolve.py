@@ -1,8 +1,9 @@
 import pytest
 
-from pentad.config.derived import is_one_process, num_running, task_of
+from pentad.config.derived import num_running, task_of
 from pentad.config.load import dump_config, load_config
 from pentad.config.resolve import DEFAULT_KL_COEF, PATHS, resolve
+from pentad.config.topology import Facts, topology
 from pentad.planner.prepare import prepare
 
 MODEL = "actor.path=Qwen/Qwen3-8B"
@@ -240,7 +241,8 @@ def test_one_process_where_one_is_enough():
     }
     for words, expected in cases.items():
         config, _ = resolved(*words)
-        assert {n: is_one_process(config, n) for n in expected} == expected, words
+        found = {n: topology(config, Facts(kind="cuda", num_devices=n)) for n in expected}
+        assert {n: placed.is_one_process for n, placed in found.items()} == expected, words
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_tutorials_examples_plan_unmodified(name, monkeypatch, capsys):
     out = capsys.readouterr().out
     allocation, devices = EXAMPLES[name]
     assert config.allocation_mode == allocation
-    assert f"{devices} of {devices} devices, mode hybrid" in out
+    assert f"Placement: {devices} of {devices} GPUs in " in out
     assert "80 GiB each are assumed" in out
     assert "raised from 1 to the number of pipeline stages" in out
     assert out.splitlines()[-1].startswith("Fits: ")

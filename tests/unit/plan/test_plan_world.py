@@ -48,6 +48,11 @@ def test_the_note_names_layout_reason_and_what_stays():
     assert "a run would not do so" in left_with(config_of("archon:d4"), 2)[1]
 
 
+def test_a_world_larger_than_the_layout_is_refused():
+    with pytest.raises(UserError, match="--world 9: archon:d8 has 8 ranks.*give at most 8"):
+        left_with(config_of("archon:d8"), 9)
+
+
 def test_stages_that_are_given_by_hand_are_balanced_anew():
     config = config_of("archon:p2", "actor.archon.layers_per_stage=[10,14,12,12]")
     assert left_with(config, 1)[0].actor.archon.layers_per_stage is None

@@ -28,7 +28,7 @@ def problems(allocation: str, *overrides: str, dims: ModelDims = DENSE, devices:
 
 RED = [
     # (rule, model, allocation and overrides, devices, what is said, what is offered)
-    ("cluster_size", DENSE, ["sglang:d4t2+archon:d4p2t2"], 16, "8 + 16 = 24 devices", "n_nodes=2"),
+    ("cluster_size", DENSE, ["sglang:d4t2+archon:d4p2t2"], 16, "16 + 8 = 24 devices", "n_nodes=2"),
     ("roles", DENSE, ["vllm[rollout]:d1+archon[actr]:d1"], None, "actr is no role", "actor"),
     ("roles", DENSE, ["vllm[actor]:d1"], None, "vllm samples and cannot be actor", "rollout"),
     ("roles", DENSE, ["vllm:d1+archon[rollout]:d1"], None, "two components would be", "name this"),
@@ -210,7 +210,7 @@ def test_all_problems_come_at_once():
         devices=8,
     )
     assert [p.rule.split(",")[0][:44] for p in found] == [
-        "needs 5 + 18 = 23 devices",
+        "needs 18 + 5 = 23 devices",
         "t5 of vllm must divide num_heads = 32",
         "t3 * c1 = 3 must divide num_heads = 32",
         "e3 needs experts",

@@ -13,6 +13,7 @@ import pytest
 
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
+from pentad.core.bundles import Bundle
 from pentad.core.errors import RunError, UserError
 from pentad.trainer.samplers import ray_options
 
@@ -44,7 +45,7 @@ def inits(monkeypatch):
     return asked
 
 
-BUNDLES = {f"learner-{n}": {"CPU": 1.0} for n in range(90)}
+BUNDLES = [Bundle(cpus=1.0, gpus=0, members={f"learner-{n}": ()}) for n in range(90)]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +145,12 @@ from pentad.runtime import ray_cluster
 from pentad.runtime.ray_roles import RayRuntime
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.roles import RoleSpec
+from pentad.core.bundles import Bundle
 from pentad.core.errors import RunError
 ray_cluster.LOST_S = 5.0
 folder = Path(sys.argv[1])
-runtime = RayRuntime({"rollout-0": {"CPU": 1}}, log_file=folder / "ray.log")
+bundle = Bundle(cpus=1, gpus=0, members={"rollout-0": ()})
+runtime = RayRuntime([bundle], log_file=folder / "ray.log")
 spec = RoleSpec(name="rollout-0", target="role_targets:make", payload={}, log=folder / "r.log")
 process = asyncio.run(runtime.start(spec))
 (gcs,) = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()

@@ -10,6 +10,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pentad.config.load import load_config
+from pentad.config.resolve import resolve
+from pentad.config.topology import topology
+from pentad.core.bundles import Bundle
 from pentad.core.errors import InfraFailure, UserError
 from pentad.runtime import roles
 from pentad.runtime.roles import RoleSpec
@@ -25,9 +29,13 @@ def spec(folder, payload=None, **more):
     return RoleSpec(**{**given, "log": folder / "log" / "rollout-0.log", **more})
 
 
+def bundle(*names):
+    return Bundle(cpus=len(names), gpus=0, members=dict.fromkeys(names, ()))
+
+
 @asynccontextmanager
 async def runtime_of(*names):
-    runtime = RayRuntime({name: {"CPU": 1} for name in names})
+    runtime = RayRuntime([bundle(name) for name in names])
     try:
         yield runtime
     finally:
@@ -89,6 +97,40 @@ def test_a_killed_actor_is_noticed_and_its_place_is_taken_again(tmp_path):
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize(
+    ("allocation", "together"),
+    [
+        ("embedded:d2|archon:d2", [("learner-0", "rollout-0"), ("learner-1", "rollout-1")]),
+        ("embedded:d1|archon:d4", [("learner-0", "rollout-0")]),
+        ("vllm:d1t2|archon:d2", [("learner-0", "vllm-0"), ("learner-1", "vllm-0")]),
+    ],
+)
+def test_learners_have_a_gpu_each_and_share_it_as_planned(tmp_path, allocation, together):
+    """The cluster has four GPUs by name: what each process sees is Ray's word."""
+    words = [f"allocation_mode={allocation}", "cluster.n_gpus_per_node=4", "scheduler.type=ray"]
+    placed = topology(resolve(load_config(None, words))[0])
+
+    async def main():
+        runtime, seen = RayRuntime(placed.bundles()), {}
+        try:
+            for one in [*placed.learners, *placed.samplers]:
+                process = await runtime.start(spec(tmp_path, name=one.name))
+                connection = await roles.connect(process)
+                key = "CUDA_VISIBLE_DEVICES"
+                _, _, values = await connection.call("environment", names=[key])
+                seen[one.name] = values[key].split(",")
+        finally:
+            await runtime.close()
+        return seen
+
+    seen = asyncio.run(main())
+    trained = [gpu for name, gpus in seen.items() if name.startswith("learner") for gpu in gpus]
+    assert len(trained) == len(set(trained)) == len(placed.learners)
+    assert all(len(seen[one.name]) == one.num_gpus for one in placed.processes if one.num_gpus)
+    for learner, sampler in together:
+        assert set(seen[learner]) <= set(seen[sampler])
+
+
 def test_close_gives_back_what_it_took_and_leaves_the_cluster(tmp_path):
     def held():
         return ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0)
@@ -108,8 +150,8 @@ def test_close_gives_back_what_it_took_and_leaves_the_cluster(tmp_path):
 
 
 def test_a_cluster_that_is_too_small_is_said_at_once():
-    with pytest.raises(UserError, match="needs 3 GPUs .* the cluster has 0"):
-        RayRuntime({"rollout-0": {"GPU": 3}})
+    with pytest.raises(UserError, match="needs 9 GPUs .* the cluster has 4"):
+        RayRuntime([Bundle(cpus=1, gpus=9, members={"rollout-0": tuple(range(9))})])
 
 
 def test_a_node_without_the_package_or_the_model_is_refused(tmp_path):

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pentad.cli.plan import as_dict
 from pentad.config.resolve import with_absolute_paths
-from pentad.config.rules.layout import layout_notes
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
+from pentad.core.layout import parse_allocation
 from pentad.data.toy import write_model
+from pentad.planner.figures import Device
+from pentad.planner.plan import build_plan
 from pentad.planner.prepare import prepare
 from pentad.samplers import sglang, vllm
 from pentad.samplers.process import server_environment, server_python
@@ -20,7 +23,6 @@ from pentad.trainer import ranks
 from pentad.trainer.ranks import run_over_ranks
 from pentad.trainer.samplers import (
     capability_problems,
-    ray_places,
     server_problems,
     server_settings,
 )
@@ -55,6 +57,7 @@ def config(tmp_path):
             "reward.fn=numeric",
             "gconfig.max_new_tokens=16",
             "cluster.n_gpus_per_node=8",
+            "cluster.allow_idle=true",
         ]
         return prepare(None, [*given, *overrides], "train")[0]
 
@@ -138,6 +141,7 @@ def test_what_a_sampler_lacks_is_held_against_what_the_run_needs(config):
         ("vllm:d1|archon:d1", [(0,)], 0.4),
         ("vllm:d2+archon:d1", [(1,), (2,)], None),
         ("vllm:d2t2+archon:d1", [(1, 2), (3, 4)], None),
+        ("vllm:d2t2|archon:d2", [(0, 1), (2, 3)], 0.4),
     ],
 )
 def test_training_has_the_first_gpus_and_servers_those_after(config, allocation, devices, share):
@@ -147,23 +151,23 @@ def test_training_has_the_first_gpus_and_servers_those_after(config, allocation,
     assert {settings.memory_share for settings in made} == {share}
 
 
-def test_ray_has_a_place_for_each_rank_of_a_scorer(config):
-    layout = "archon[ref]:d2+embedded[rollout]:d1+archon[actor]:d1"
-    given = [f"allocation_mode={layout}", "mode=async", "algorithm.kl_coef=0.1"]
-    places = ray_places(config(*given, "scheduler.type=ray"), CUDA, is_apart=True)
-    bundle = {"CPU": 1.0, "GPU": 1.0}
-    assert places["held"] == ()
-    assert places["bundles"] == dict.fromkeys(["learner-0", "rollout-0", "ref-0", "ref-1"], bundle)
-
-
-def test_a_run_that_only_trains_asks_ray_for_no_sampler(config, tmp_path):
-    (tmp_path / "batches").mkdir()
-    (tmp_path / "batches/step1.groups").write_text("")
-    given = ["only=train", f"groups_from={tmp_path}", "scheduler.type=ray"]
-    asked = config(*given, "allocation_mode=embedded:d2|archon:d2")
-    bundle = {"CPU": 1.0, "GPU": 1.0}
-    places = ray_places(asked, CUDA, is_apart=True)
-    assert places["bundles"] == {"learner-0": bundle, "learner-1": bundle}
+@pytest.mark.parametrize(
+    ("allocation", "more"),
+    [
+        ("vllm:d2t2|archon:d2", []),
+        ("vllm:d2t2|archon:d4", []),
+        ("sglang:d2+archon:d1", []),
+        ("vllm:d2t2+archon:d4", ["only=rollout"]),
+    ],
+)
+def test_servers_start_on_the_gpus_that_plan_draws(config, allocation, more):
+    asked = config(f"allocation_mode={allocation}", *more)
+    plan = build_plan(asked, Device("cuda", 80 * 2**30, "given", False))
+    drawn = {one["name"]: one["devices"] for one in as_dict(plan, [])["processes"]}
+    count = parse_allocation(allocation).find("rollout").size("d")
+    backend = allocation.partition(":")[0]
+    made = {f"{backend}-{i}": server_settings(asked, DIMS, CUDA, i).devices for i in range(count)}
+    assert made == {name: drawn[name] for name in made}
 
 
 def test_ranks_may_work_in_another_folder(config, tmp_path, monkeypatch):
@@ -249,12 +253,6 @@ def test_the_environment_of_the_command_on_the_path_is_taken(monkeypatch, tmp_pa
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent))
     assert server_python(None, "vllm") == str(tmp_path / "env" / "bin" / "python")
-
-
-def test_plan_says_where_servers_stand_if_it_draws_them_first(config):
-    note = "vllm:d1: on one machine training has the first GPUs all the same"
-    assert note in layout_notes(config("allocation_mode=vllm:d1+archon:d1"), None)
-    assert note not in layout_notes(config("allocation_mode=archon:d1+vllm:d1"), None)
 
 
 def test_a_process_that_samples_starts_without_transformers():

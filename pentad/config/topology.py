@@ -1,0 +1,503 @@
+"""Where the processes of a run are placed: stated once, drawn by `plan`, started by the run.
+
+Training has the first GPUs, then come those of samplers, then those of scorers. Components that |
+joins share GPUs index by index: samplers have 0 to rollout.world - 1 of them, training has 0 to
+actor.world - 1. Where one side runs alone, the other has no GPUs and its own count from 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from pentad.config.derived import chosen, count_devices, frozen_models, parsed_allocation
+from pentad.config.run_process import RunProcess, holding, sharing
+from pentad.config.schema import ClusterConfig, Config, SchedulerConfig
+from pentad.core.bundles import Bundle
+from pentad.core.layout import Allocation, Component, divisors
+from pentad.core.sizes import DeviceKind, HandoffKind
+
+Spot = tuple[int, int]
+"""A machine (on Ray a bundle) and the number of a GPU there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a topology depends on beside the config."""
+
+    kind: DeviceKind
+    num_devices: int | None
+    """GPUs of all machines; None: there are none, or their number is not known."""
+    is_spread: bool = False
+    """Whether processes may be on several machines."""
+    cores: tuple[int, ...] = ()
+    """CPU cores of this machine that the run may use."""
+
+
+def facts_of(
+    config: Config, kind: DeviceKind | None = None, *, is_spread: bool | None = None
+) -> Facts:
+    """As found here; `is_spread`: what a Ray cluster turned out to be."""
+    count = count_devices(config)
+    if is_spread is None:
+        is_spread = config.scheduler.type == "ray" or config.cluster.n_nodes > 1
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    return Facts(
+        kind=kind or ("cuda" if count else "cpu"),
+        num_devices=count,
+        is_spread=is_spread,
+        cores=cores,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What of a config decides where processes are placed; the key of the cache."""
+
+    text: str
+    only: str | None
+    mode: str | None
+    cluster: ClusterConfig
+    scheduler: SchedulerConfig
+    frozen: tuple[str, ...]
+    needs_critic: bool
+    has_rewards: bool
+    is_on_policy: bool
+    addresses: tuple[str, ...]
+    store: str
+    num_units: int
+    is_short: bool
+    """Whether training gives up GPU memory, so that weights cannot wait there."""
+
+
+def topology(config: Config, facts: Facts | None = None) -> Topology:
+    """Of a config that passed its rules."""
+    return chosen(find_topology(config, facts), "allocation_mode")
+
+
+def find_topology(config: Config, facts: Facts | None = None) -> Topology | None:
+    """None while the allocation is unset or wrong: the layout rules say what is wrong with it."""
+    if parsed_allocation(config) is None:
+        return None
+    asked = _Asked(
+        text=str(config.allocation_mode),
+        only=config.only,
+        mode=config.mode,
+        cluster=config.cluster,
+        scheduler=config.scheduler,
+        frozen=frozen_models(config),
+        needs_critic=config.algorithm.facts.needs_critic,
+        has_rewards=bool(config.reward.functions),
+        is_on_policy=config.max_staleness == 0,
+        addresses=config.rollout.server.addresses,
+        store=config.store,
+        num_units=config.num_data_storage_units,
+        is_short=bool(config.offload_train) or config.actor.archon.offload_params,
+    )
+    return _stated(asked, chosen(parsed_allocation(config), "it"), facts or facts_of(config))
+
+
+def scorers(config: Config) -> tuple[str, ...]:
+    """Roles that score on devices of their own: follows from the config alone."""
+    placed = find_topology(config, Facts(kind="cpu", num_devices=None))
+    return placed.scorers if placed else ()
+
+
+@lru_cache(maxsize=64)
+def _stated(asked: _Asked, written: Allocation, facts: Facts) -> Topology:
+    return Topology(asked, written, facts)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The processes of a run, their devices, and how groups and weights travel between them."""
+
+    asked: _Asked
+    written: Allocation
+    facts: Facts
+
+    # What is where.
+
+    @cached_property
+    def scorers(self) -> tuple[str, ...]:
+        """Frozen models that score on devices of their own; the others are weight tags of the
+        actor. Where one side runs alone, all are."""
+        if self.asked.mode != "async" or self.asked.only is not None:
+            return ()
+        return tuple(role for role in self.asked.frozen if self.written.stands_alone(role))
+
+    @cached_property
+    def is_one_process(self) -> bool:
+        """Whether scheduler, trainer and sampler are threads of one process."""
+        scheduler, cluster, written = self.asked.scheduler, self.asked.cluster, self.written
+        if scheduler.processes != "auto":
+            return scheduler.processes == "one"
+        rollout = written.find("rollout")
+        if not (rollout and written.find("actor")) or rollout.backend != "embedded":
+            return False
+        if any(part.world > 1 for part in written) or cluster.n_nodes > 1:
+            return False
+        if scheduler.type == "ray" or cluster.share_gpus:
+            return False
+        return not written.are_apart or (self.facts.num_devices or 1) < 2
+
+    @cached_property
+    def is_learner_apart(self) -> bool:
+        """Whether ranks that train are processes beside the scheduler's, unless torchrun started
+        them."""
+        rollout, actor = self.written.find("rollout"), self.written.find("actor")
+        scheduler = self.asked.scheduler
+        if (actor and actor.world > 1) or scheduler.type == "ray":
+            return True
+        if scheduler.processes == "separate":
+            return True
+        is_embedded = rollout is not None and rollout.backend == "embedded"
+        return is_embedded and not self.is_one_process
+
+    @cached_property
+    def allocation(self) -> Allocation:
+        """As it runs: what does not run is left out, the groups are in the order of their devices.
+
+        An embedded sampler that + joins to the actor is on the actor's devices all the same where
+        both are one process, or where they may share GPUs and there are not enough (+ then lets the
+        two overlap in time). So are scorers in the last case.
+        """
+        found, count = self.written, self.facts.num_devices
+        sides = {"train": lambda part: part.is_inference, "rollout": lambda p: not p.is_inference}
+        if self.asked.only is not None:
+            leaves = sides[self.asked.only]
+            for part in [part for part in found if leaves(part)]:
+                found = found.without(part.role)
+        rollout = found.find("rollout")
+        if rollout is not None and rollout.backend == "embedded":
+            lacks = count is not None and found.num_devices > count
+            shares = self.asked.cluster.share_gpus and lacks
+            roles = ("rollout", *self.scorers) if shares else ("rollout",)
+            for role in roles if shares or self.is_one_process else ():
+                found = found.joined(role, "actor")
+        return found.ordered("actor", "rollout")
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether samplers are on the devices that train."""
+        rollout, actor = self.allocation.find("rollout"), self.allocation.find("actor")
+        return bool(rollout and actor and self.allocation.shares_devices(rollout, actor))
+
+    @property
+    def num_idle(self) -> int:
+        """GPUs of the cluster that no process uses."""
+        return max(0, (self.facts.num_devices or 0) - self.allocation.num_devices)
+
+    # How groups and weights travel.
+
+    @property
+    def has_storage_units(self) -> bool:
+        """Whether groups are stored in processes of their own on a Ray cluster."""
+        if self.asked.store == "auto":
+            return self.asked.scheduler.type == "ray" and self.asked.num_units > 1
+        return self.asked.store in ("ray", "transfer_queue")
+
+    @property
+    def store(self) -> str:
+        """The kind of store that groups are in between sampling and training."""
+        if self.asked.store != "auto":
+            return self.asked.store
+        is_ray = self.asked.scheduler.type == "ray"
+        if self.has_storage_units or (is_ray and self.facts.is_spread):
+            return "ray"
+        return "files" if self.is_learner_apart else "memory"
+
+    @property
+    def handoff(self) -> HandoffKind:
+        """How weights leave the learner, where there is room for it: within the process, through a
+        GPU that the sampler uses too, a file in shared memory, or files that all machines see."""
+        rollout, actor = self.allocation.find("rollout"), self.allocation.find("actor")
+        if rollout is None or actor is None or not self.is_learner_apart:
+            return "none"
+        if self.facts.is_spread:
+            return "file"
+        is_one = actor.world == rollout.world == 1 and rollout.backend == "embedded"
+        is_here = self.asked.scheduler.type != "ray" and self.facts.kind == "cuda"
+        shares = self.shares_gpus and not self.asked.is_short
+        return "ipc" if is_here and is_one and shares else "shm"
+
+    # Machines.
+
+    @property
+    def num_per_node(self) -> int | None:
+        count = self.facts.num_devices
+        return None if count is None else count // self.asked.cluster.n_nodes
+
+    @cached_property
+    def num_train_nodes(self) -> int:
+        """Machines that ranks which train are on, as many on each."""
+        return self._placed[0]
+
+    @cached_property
+    def _placed(self) -> tuple[int, list[Spot | None]]:
+        """Machines that train, and the place of every device of the allocation, in its order."""
+        nodes, room = self.asked.cluster.n_nodes, self.num_per_node
+        if nodes == 1:
+            return 1, [(0, index) for index in range(self.allocation.num_devices)]
+        actor = self.allocation.find("actor")
+        world = actor.world if actor else 0
+        # Beside what has devices of its own, training fills its machines; else it is on all.
+        is_alone = len(self.allocation.groups) == 1 or room is None
+        counts = [n for n in divisors(world) if n <= nodes] if world else [1]
+        for count in sorted(counts, reverse=is_alone):
+            places = self._over_nodes(count, -(-world // count))
+            if None not in places:
+                return count, places
+        return nodes, self._over_nodes(nodes, -(-world // nodes))
+
+    def _over_nodes(self, num_train: int, each: int) -> list[Spot | None]:
+        """With `each` ranks on the first machines; the rest is placed where there is room, the
+        GPUs of a server on one machine."""
+        room, actor = self.num_per_node, self.allocation.find("actor")
+        world = actor.world if actor else 0
+        beside = None if self.asked.addresses else room  # servers elsewhere take no room here
+        used = [min(each, max(0, world - each * node)) for node in range(self.num_nodes)]
+        fits = room is None or each <= room
+        places: list[Spot | None] = [
+            (rank // each, rank % each) if fits else None for rank in range(world)
+        ]
+        for group, chunk in self._chunks():
+            wanted = [position for position in chunk if position >= world]
+            if not wanted:
+                continue
+            # Agents start samplers on any machine; scorers are threads of the first.
+            size, nodes = len(wanted), range(self.num_nodes if "rollout" in roles_of(group) else 1)
+            node = next((n for n in nodes if beside is None or used[n] + size <= beside), None)
+            for _ in wanted:
+                places.append(None if node is None else (node, used[node]))
+                if node is not None:
+                    used[node] += 1
+        return places
+
+    @property
+    def num_nodes(self) -> int:
+        return self.asked.cluster.n_nodes
+
+    def _chunks(self) -> Iterator[tuple[tuple[Component, ...], range]]:
+        """By group: devices that must be on one machine, those of a server; else single ones."""
+        start = 0
+        for group in self.allocation.groups:
+            size = max(size_of(part) for part in group)
+            end = start + max(part.world for part in group)
+            for first in range(start, end, size):
+                yield group, range(first, min(first + size, end))
+            start = end
+
+    @cached_property
+    def _bundle_of(self) -> list[Spot]:
+        """On Ray: the bundle of every device of the allocation, and which of its GPUs it is."""
+        return [
+            (index, within)
+            for index, (_, chunk) in enumerate(self._chunks())
+            for within in range(len(chunk))
+        ]
+
+    # Processes.
+
+    @cached_property
+    def processes(self) -> tuple[RunProcess, ...]:
+        """What `plan` draws and a run starts."""
+        return tuple(self._drawing.processes())
+
+    @cached_property
+    def _drawing(self) -> _Drawing:
+        return _Drawing(self)
+
+    @property
+    def learners(self) -> list[RunProcess]:
+        return self._drawing.learners
+
+    @property
+    def samplers(self) -> list[RunProcess]:
+        """Replicas that are processes of their own."""
+        return self._drawing.samplers
+
+    def scorer(self, role: str) -> list[RunProcess]:
+        """Its ranks, also where they are threads."""
+        return [one for one in self._drawing.scorers if one.name.rpartition("-")[0] == role]
+
+    @property
+    def unplaced(self) -> list[str]:
+        """Processes that no machine has room for."""
+        return [one.name for one in self.processes if one.started_by == NO_MACHINE]
+
+    @property
+    def elsewhere(self) -> list[RunProcess]:
+        """Processes beside the learners that are on other machines than the first."""
+        return [one for one in self.processes if one.started_by == "srun"]
+
+    def bundles(self, *, has_learners: bool = True) -> tuple[Bundle, ...]:
+        """What is asked of Ray. `has_learners`: Ray places the ranks that train, not torchrun."""
+        members: dict[int, dict[str, tuple[int, ...]]] = {}
+        for one in self.processes:
+            if one.bundle is not None and (has_learners or not one.name.startswith("learner-")):
+                members.setdefault(one.bundle, {})[one.name] = one.devices
+        has_gpus, chunks = self.facts.kind == "cuda", [chunk for _, chunk in self._chunks()]
+        return tuple(
+            Bundle(
+                cpus=float(len(inside)),
+                gpus=len(chunks[index]) if has_gpus else 0,
+                members=inside,
+            )
+            for index, inside in sorted(members.items())
+        )
+
+    @property
+    def held_gpus(self) -> tuple[int, ...]:
+        """GPUs of this machine that are not Ray's where torchrun started the ranks that train."""
+        if self.facts.kind != "cuda":
+            return ()
+        return tuple(range(-(-len(self.learners) // self.num_nodes)))
+
+
+NO_MACHINE = "no machine has room"
+
+
+def roles_of(group: tuple[Component, ...]) -> set[str]:
+    return {part.role for part in group}
+
+
+def size_of(part: Component) -> int:
+    """GPUs of one process of it."""
+    return part.world // part.size("d") if part.is_inference else 1
+
+
+class _Drawing:
+    """Makes the list of processes of a topology."""
+
+    def __init__(self, placed: Topology) -> None:
+        self.placed = placed
+        self.asked, self.allocation = placed.asked, placed.allocation
+        self.is_ray = self.asked.scheduler.type == "ray"
+        self.num_bundles = 0
+        self.learners = self._learners()
+        self.samplers = self._samplers()
+        self.scorers = self._scorers()
+
+    def processes(self) -> list[RunProcess]:
+        placed, asked = self.placed, self.asked
+        learners, samplers, judges = self.learners, self.samplers, self.scorers
+        is_alone = placed.is_learner_apart and (asked.cluster.n_nodes == 1 or self.is_ray)
+        if not learners or is_alone:
+            trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
+        else:
+            lead = replace(learners[0], runs=("scheduler", *learners[0].runs))
+            trainers = [lead, *learners[1:]]
+        if self.allocation.find("rollout") is None:
+            return trainers if is_alone else learners
+        threads = [] if samplers else list(self.replicas())
+        if not is_alone:
+            threads, judges = [*threads, *judges], []
+        trainers[0] = holding(trainers[0], threads)
+        units = [
+            RunProcess(name=f"storage-{n}", runs=("storage unit",), node=None, started_by="ray")
+            for n in range(asked.num_units if placed.has_storage_units else 0)
+        ]
+        pool = [RunProcess(name="rewards", runs=("reward pool",))] if asked.has_rewards else []
+        return [*sharing([*trainers, *samplers, *judges]), *units, *pool]
+
+    def _learners(self) -> list[RunProcess]:
+        """One for each rank. Everything that trains is in it, the critic too."""
+        actor = self.allocation.find("actor")
+        if actor is None:
+            return []
+        apart = self.placed.scorers
+        parts = [part for part in self.allocation if not part.is_inference]
+        roles = [part.role for part in parts if part.role not in apart]
+        if self.asked.needs_critic and "critic" not in roles:
+            roles.append("critic")
+        starter = "torchrun" if self.asked.cluster.n_nodes > 1 else "pentad"
+        return [
+            self.at(
+                (rank,),
+                RunProcess(
+                    name=f"learner-{rank}",
+                    runs=tuple(f"{role} {rank}" if actor.world > 1 else role for role in roles),
+                    started_by=starter,
+                ),
+            )
+            for rank in range(actor.world)
+        ]
+
+    def _samplers(self) -> list[RunProcess]:
+        """Those that are processes of their own."""
+        rollout = self.allocation.find("rollout")
+        is_thread = self.placed.is_one_process and rollout and rollout.backend == "embedded"
+        return [] if is_thread else list(self.replicas())
+
+    def replicas(self) -> Iterator[RunProcess]:
+        rollout = self.allocation.find("rollout")
+        if rollout is None:
+            return
+        positions, size = self.allocation.devices(rollout), size_of(rollout)
+        word = "rollout" if rollout.backend == "embedded" else rollout.backend
+        cores = self.core_shares(rollout)
+        for index in range(rollout.size("d")):
+            one = RunProcess(name=f"{word}-{index}", runs=("rollout",), cores=cores[index])
+            if rollout.backend != "embedded" and self.asked.addresses:
+                yield replace(one, node=None, started_by=self.asked.addresses[index])
+            else:
+                yield self.at(positions[index * size : (index + 1) * size], one)
+
+    def core_shares(self, rollout: Component) -> list[tuple[int, ...]]:
+        """The cores of embedded samplers that decode on a CPU while others train; the first share
+        is left to the trainer. Empty where there are not enough for all."""
+        num, facts = rollout.size("d"), self.placed.facts
+        has_own = rollout.backend == "embedded" and not self.placed.is_one_process
+        if not has_own or facts.kind == "cuda" or self.asked.is_on_policy or self.is_ray:
+            return [()] * num
+        size = len(facts.cores) // (num + 1)
+        return [facts.cores[size * (i + 1) : size * (i + 2)] for i in range(num)]
+
+    def _scorers(self) -> list[RunProcess]:
+        """One for each rank."""
+        found: list[RunProcess] = []
+        for role in self.placed.scorers:
+            part = chosen(self.allocation.find(role), f"{role} of allocation_mode")
+            for rank, position in enumerate(self.allocation.devices(part)):
+                runs = (f"{role} {rank}" if part.world > 1 else role,)
+                found.append(self.at((position,), RunProcess(name=f"{role}-{rank}", runs=runs)))
+        return found
+
+    def at(self, positions: range | tuple[int, ...], one: RunProcess) -> RunProcess:
+        """With its devices."""
+        has_gpus = self.placed.facts.kind == "cuda"
+        num_gpus = len(positions) if has_gpus else 0
+        if self.is_ray:
+            bundle, devices = self.bundle(positions)
+            return replace(
+                one,
+                node=None,
+                devices=devices if has_gpus else (),
+                num_gpus=num_gpus,
+                started_by="ray",
+                bundle=bundle,
+            )
+        places = [self.placed._placed[1][position] for position in positions]
+        nodes = {place[0] if place else None for place in places}
+        node = nodes.pop() if len(nodes) == 1 else None
+        if node is None:
+            return replace(one, node=None, num_gpus=num_gpus, started_by=NO_MACHINE)
+        is_far = node > 0 and one.started_by == "pentad"
+        return replace(
+            one,
+            node=node,
+            devices=tuple(place[1] for place in places if place) if has_gpus else (),
+            num_gpus=num_gpus,
+            started_by="srun" if is_far else one.started_by,
+        )
+
+    def bundle(self, positions: range | tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Of its GPUs; on a CPU each process has one of its own."""
+        if self.placed.facts.kind == "cuda":
+            found = [self.placed._bundle_of[position] for position in positions]
+            return found[0][0], tuple(within for _, within in found)
+        self.num_bundles += 1
+        return self.num_bundles - 1, ()
