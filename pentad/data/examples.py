@@ -45,6 +45,8 @@ class OrderedData(ABC):
     def __init__(self, settings: DataSettings) -> None:
         self.settings = settings
         self.warnings: set[str] = set()
+        self.notes: list[str] = []
+        """What people should know of how rows are read."""
         self._order = lru_cache(maxsize=2)(lambda e: epoch_order(len(self), settings.seed, e))
 
     @abstractmethod

@@ -26,6 +26,7 @@ from pentad.data.render import (
     DataSettings,
     check_columns,
     encode_prompts,
+    plain_note,
     prefix_warning,
     prompt_messages,
     render_prompt,
@@ -66,6 +67,7 @@ class PromptStream(OrderedData):
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
         super().__init__(settings)
         check_columns(settings.columns, tokenizer)
+        self.notes += filter(None, [plain_note(settings.columns, tokenizer)])
         self.rows = rows
         self.tokenizer = tokenizer
         self.dropped: Counter[str] = Counter()

@@ -95,6 +95,16 @@ def check_columns(columns: Columns, tokenizer: Tokenizer) -> None:
         check_template(tokenizer)
 
 
+def plain_note(columns: Columns, tokenizer: Tokenizer) -> str | None:
+    """A sentence for text that a chat model gets without its template, where no key says so."""
+    if columns.chat_template != "auto" or columns.uses_chat or not tokenizer.has_chat_template:
+        return None
+    return (
+        f"{columns.key}.chat_template = auto: texts of {columns.prompt_key} are used as they are, "
+        f"without the tokenizer's chat template; {columns.key}.chat_template=true applies it"
+    )
+
+
 def check_template(tokenizer: Tokenizer) -> None:
     """Refuses a template that cannot be compiled, which is no row's fault."""
     try:

@@ -27,6 +27,7 @@ from pentad.data.render import (
     DataSettings,
     check_columns,
     messages_of,
+    plain_note,
     prefix_of,
     prefix_warning,
     prompt_messages,
@@ -50,6 +51,7 @@ class SftDataset(Examples):
     def __init__(self, rows: DatasetRows, tokenizer: Tokenizer, settings: DataSettings) -> None:
         super().__init__(settings)
         check_columns(settings.columns, tokenizer)
+        self.notes += filter(None, [plain_note(settings.columns, tokenizer)])
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
         """What happened to examples or turns, by a short word: "dropped too_long"."""

@@ -170,6 +170,11 @@ class Recorder:
             self.folder.check_there()
             return line
 
+    def progress(self, text: str) -> None:
+        """Shows what is under way; it is not recorded."""
+        with self._lock:
+            self._show(lambda screen: screen.progress(text))
+
     def evaluation(self, result: Mapping[str, Any]) -> None:
         """Records one evaluation; `result` has at least `version`."""
         with self._lock:

@@ -116,6 +116,8 @@ class Picture:
         self.losses: list[float] = []
         self.best: Record | None = None
         self.worst: Record | None = None
+        self.under_way = ""
+        """The step that is not recorded yet, in words."""
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
         for record in records:
@@ -123,6 +125,7 @@ class Picture:
         self.evals.extend(evals)
 
     def add(self, record: Record) -> None:
+        self.under_way = ""
         self.records.append(record)
         for values, path in ((self.rewards, "rl.reward_mean"), (self.losses, "loss")):
             value = look_up(record, path)
@@ -154,6 +157,8 @@ class Picture:
 
 def draw(picture: Picture, *, ascii_only: bool = False) -> RenderableType:
     parts: list[RenderableType] = [_progress(picture)]
+    if picture.under_way:
+        parts.append(Text(one_line(picture.under_way, SAMPLE_WIDTH), style="dim"))
     name, _, values = picture.curve
     if values:
         line = f"{name} {sparkline(values, ascii_only=ascii_only)} {number(values[0])} -> "
@@ -288,6 +293,10 @@ class Screen(ABC):
     def samples(self, lines: Sequence[Record]) -> None:
         self.picture.take_samples(lines)
 
+    def progress(self, text: str) -> None:
+        """What is under way, where the screen can take it back."""
+        self.picture.under_way = text
+
     @abstractmethod
     def step(self, record: Record) -> None: ...
 
@@ -311,6 +320,10 @@ class LiveScreen(Screen):
         super().resume(records, evals)
         self.live.update(self._draw())
 
+    def progress(self, text: str) -> None:
+        super().progress(text)
+        self.live.update(self._draw())
+
     def step(self, record: Record) -> None:
         self.picture.add(record)
         self.live.update(self._draw())
@@ -320,6 +333,7 @@ class LiveScreen(Screen):
         self.live.update(self._draw())
 
     def close(self) -> None:
+        self.picture.under_way = ""
         self.live.update(self._draw(), refresh=True)
         self.live.stop()
 

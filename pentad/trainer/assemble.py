@@ -368,6 +368,7 @@ class Assembly:
             sampled=lambda: sum(sampler.stats()["tokens_drawn"] for sampler in samplers),
             is_watched=self.calls.is_apart,
             check=self.calls.check,
+            show=self.open.recorder.progress,
         )
         score = ScorePump(
             state,

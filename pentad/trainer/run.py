@@ -302,6 +302,9 @@ class RunData(Protocol):
 
     def run_warnings(self, size: int) -> list[str]: ...
 
+    @property
+    def notes(self) -> Sequence[str]: ...
+
 
 @contextmanager
 def open_run(
@@ -328,6 +331,8 @@ def open_run(
         stack.enter_context(stop_early(partial(standing, config)))
         warnings = [*unread(config, command), *data.run_warnings(size)]
         log_start(config, [*notes, data.summary()], warnings, steps_per_epoch)
+        for note in data.notes:
+            log.info("%s", note, extra=NOTICE)
         recorder = open_recorder(config, folder, title, num_steps)
         stack.callback(recorder.close)
         steps = StepRecorder(

@@ -59,6 +59,7 @@ class Watchdog:
         sampled: Callable[[], float] = float,
         is_watched: bool = False,
         check: Callable[[], None] = lambda: None,
+        show: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = awake_s,
     ) -> None:
         self.state = state
@@ -70,7 +71,11 @@ class Watchdog:
         """Whether the group of ranks is watched elsewhere, which names the one that hangs."""
         self.check = check
         """Raises what ended the learner."""
+        self.show = show
+        """Takes what is under way, in words."""
         self.clock = clock
+        self.step_began = (-1, 0.0, clock())
+        """Step under way, tokens drawn before it, and when it was first seen."""
         self.last_progress: tuple[object, ...] = ()
         self.last_change = clock()
         self.last_warning = clock()
@@ -84,6 +89,7 @@ class Watchdog:
                 self.last_beat = self.clock()
                 await asyncio.sleep(self.period_s)
                 self.look()
+                self.show(self.phase())
 
     @contextmanager
     def watching_the_loop(self) -> Iterator[None]:
@@ -134,6 +140,17 @@ class Watchdog:
             self.last_warning = now
             level = logging.INFO if working else logging.WARNING
             log.log(level, "batch %d stalled for %.0f s: %s", self._batch, stalled_s, self.report())
+
+    def phase(self) -> str:
+        """Of the step under way: seconds, groups that are sampled, tokens, and what is at work."""
+        state, now, drawn = self.state, self.clock(), self.sampled()
+        step, size = state.budget.trained + 1, state.budget.groups_per_batch
+        if self.step_began[0] != step:
+            self.step_began = (step, drawn, now)
+        done = state.ledger.gids_at(step - 1, range(size), "sampled", "ready", "leased")
+        _, before, since = self.step_began
+        text = f"step {step}, {now - since:.0f} s: {len(done)} of {size} groups sampled, "
+        return text + ", ".join([f"{drawn - before:,.0f} tokens", *state.working])
 
     def report(self) -> str:
         """What works, what each pump waits for, and which groups have not ended."""

@@ -66,6 +66,10 @@ class KeptGroups:
     def run_warnings(self, size: int) -> list[str]:
         return []
 
+    @property
+    def notes(self) -> Sequence[str]:
+        return ()
+
 
 CheckedGroups = tuple[ModelDims, tuple[Role, ...], KeptGroups]
 """The inputs of the run, read and found good: the model, who learns, and from what."""

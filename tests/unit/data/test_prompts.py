@@ -155,6 +155,25 @@ def test_a_text_prompt_is_plain_unless_the_template_is_asked_for(open_stream, ch
     assert templated.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize(
+    ("columns", "is_said"),
+    [
+        (Columns(), True),
+        (Columns(key="valid_dataset", prompt_key="prompt"), True),
+        (Columns(chat_template=True), False),
+        (Columns(chat_template=False), False),
+    ],
+)
+def test_a_chat_model_that_gets_plain_text_is_noted(open_stream, chat, plain, columns, is_said):
+    stream = open_stream([{"prompt": "hi"}], chat, columns)
+    said = (
+        f"{columns.key}.chat_template = auto: texts of prompt are used as they are, without the "
+        f"tokenizer's chat template; {columns.key}.chat_template=true applies it"
+    )
+    assert stream.notes == ([said] if is_said else [])
+    assert open_stream([{"prompt": "hi"}], plain, Columns()).notes == [], "there is none to apply"
+
+
 def test_plain_prompts_get_the_begin_id_and_templates_do_not(
     open_stream, tokenizer_folder, tmp_path
 ):

@@ -267,3 +267,24 @@ def test_turns_of_a_conversation_have_a_line_each():
     shown = sample_lines(sample | {"turns": many})
     assert shown[1:4] == ["assistant: 0", "assistant: 1", "assistant: 2"]
     assert shown[4:] == ["... 16 more", "assistant: 19"]
+
+
+def test_a_step_under_way_is_shown_until_it_is_recorded():
+    picture = Picture("run", 4)
+    picture.under_way = "step 1, 11 s: 3 of 8 groups sampled, 4,812 tokens"
+
+    def text():
+        console = Console(width=80, file=io.StringIO())
+        console.print(draw(picture))
+        return console.file.getvalue()
+
+    assert "step 1, 11 s: 3 of 8 groups sampled, 4,812 tokens" in text()
+    picture.add({"step": 1, "loss": 1.0})
+    assert "groups sampled" not in text()
+
+
+def test_plain_lines_have_whole_steps_alone():
+    out = io.StringIO()
+    screen = PlainScreen(Picture("run", 4), out)
+    screen.progress("step 1, 11 s: 3 of 8 groups sampled")
+    assert "sampled" not in out.getvalue()

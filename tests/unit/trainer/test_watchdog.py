@@ -1,6 +1,8 @@
 """Stall warnings: where nothing works, never for work that takes long; an end in any case."""
 
+import asyncio
 import logging
+from contextlib import suppress
 
 import pytest
 
@@ -74,3 +76,26 @@ def test_nothing_for_too_long_ends_the_run_whatever_is_under_way():
         look_at(watchdog, clock, 601.0)  # the launcher comes first, and knows the rank
         with pytest.raises(RunError, match="training of step 1"):
             look_at(watchdog, clock, 600.0 + GROUP_S)
+
+
+def test_a_long_step_says_how_far_it_is():
+    tokens, shown = [100.0], []
+    watchdog, state, clock = make(sampled=lambda: tokens[0], show=shown.append)
+    assert watchdog.phase() == "step 1, 0 s: 0 of 2 groups sampled, 0 tokens"
+    gid = state.ledger.admit(0)
+    state.ledger.commit(gid, state.ledger.start(gid))
+    clock.now, tokens[0] = 11.0, 4912.0
+    assert watchdog.phase() == "step 1, 11 s: 1 of 2 groups sampled, 4,812 tokens"
+    with state.doing("training of step 1"):
+        assert watchdog.phase().endswith(", 4,812 tokens, training of step 1")
+    state.budget.count_trained()
+    assert watchdog.phase() == "step 2, 0 s: 0 of 2 groups sampled, 0 tokens"
+    watchdog.period_s = 0.001
+
+    async def watch():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await watchdog.run()
+
+    asyncio.run(watch())
+    assert shown and set(shown) == {"step 2, 0 s: 0 of 2 groups sampled, 0 tokens"}
