@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from pentad.core import lock
 from pentad.core.errors import RunError, naming
 
 FILE_MODE = 0o644
@@ -106,29 +106,9 @@ def remove_tree(disk: Disk, folder: Path) -> None:
         disk.remove_dir(folder)
 
 
-@contextmanager
-def holding(commit: Path) -> Iterator[None]:
-    """Shared by all readers, on the COMMIT file; it ends with the process at the latest."""
-    fd = os.open(commit, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(fd)
-
-
-def is_held(commit: Path) -> bool:
-    """Whether somebody reads it now. On a file system without locks nobody is seen."""
-    fd = os.open(commit, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return False
+def holding(commit: Path) -> AbstractContextManager[None]:
+    """Keeps a checkpoint while it is read, by its COMMIT file; all readers share it."""
+    return lock.holding(commit, fcntl.LOCK_SH)
 
 
 FENCE = ".generation"

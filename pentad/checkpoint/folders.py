@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentad.checkpoint.disk import REAL_DISK, Disk, is_held, remove_tree
+from pentad.checkpoint.disk import REAL_DISK, Disk, remove_tree
 from pentad.core.errors import RunError, visible
 from pentad.core.folders import INFO, STATE, step_of
+from pentad.core.lock import is_held
 
 FORMAT = 1
 MANIFEST, COMMIT, DAMAGED = "manifest.json", "COMMIT", "damaged"

@@ -42,6 +42,7 @@ from pentad.checkpoint.folders import (
 )
 from pentad.core.errors import RunError, naming
 from pentad.core.faults import hit
+from pentad.core.lock import holding
 
 NUM_THREADS = 4
 """Each takes a piece, computes its digest and writes it."""
@@ -279,7 +280,7 @@ def _tidy(job: CommitJob, disk: Disk) -> list[str]:
     try:
         kept = job.keep_steps
         prune(job.root, job.keep_last, lambda found: found.step not in kept, disk)
-    except OSError as error:
+    except (OSError, RunError) as error:
         notes.append(f"older checkpoints were not removed ({error})")
     return notes
 
@@ -292,13 +293,14 @@ def _export(job: ExportJob, disk: Disk) -> dict[str, Any]:
     try:
         _remove_asides(job.target, disk)
         make_folders(disk, aside)
-        files = _write_files(aside, job.files, disk)
-        for path, value in files.items():
-            for sentence in file_damage(aside / path, FileEntry.from_json(value)):
-                raise RunError(f"{sentence}; {job.target} was not replaced")
-        if job.target.exists():
-            disk.rename(job.target, old)
-        disk.rename(aside, job.target)
+        with holding(aside):  # what sweeps the folder sees that its writer lives
+            files = _write_files(aside, job.files, disk)
+            for path, value in files.items():
+                for sentence in file_damage(aside / path, FileEntry.from_json(value)):
+                    raise RunError(f"{sentence}; {job.target} was not replaced")
+            if job.target.exists():
+                disk.rename(job.target, old)
+            disk.rename(aside, job.target)
         disk.fsync_dir(parent)
     except BaseException:
         with suppress(OSError):

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentad.checkpoint.disk import is_held
 from pentad.checkpoint.folders import DAMAGED, INFO, Damaged, info_folder, read_checkpoint
 from pentad.checkpoint.quarantine import list_aside, put_back
 from pentad.cli.verify_checkpoint import (
@@ -22,7 +21,7 @@ from pentad.cli.verify_checkpoint import (
     unusable,
 )
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.lock import NAME
+from pentad.core.lock import NAME, is_held
 
 if TYPE_CHECKING:
     from pentad.checkpoint.s3 import Store

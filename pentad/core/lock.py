@@ -15,6 +15,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pentad.core.errors import Problem, UserError
@@ -25,6 +27,33 @@ NAME = "run.lock"
 BEAT_S = 5.0
 SILENCE_S = 20.0
 HOLDER = re.compile(r"process (\d+) on (\S+) since ")
+
+
+@contextmanager
+def holding(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Holds the lock of a file or folder: `is_held` sees it until it is left or the process ends.
+    There is none on a file system without locks."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, kind)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds its lock now, for reading or writing it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 class FolderLock:

@@ -10,9 +10,7 @@ import asyncio
 import base64
 import io
 import json
-import shutil
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -28,6 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from pentad.core.errors import InfraFailure
 from pentad.core.roles import TensorPairs
+from pentad.runtime.scratch import scratch_folder
 from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, gpu_handle, send_all, weight_group
 from pentad.sync.tickets import gpu_uuid
 from pentad.weights.hf import write_file
@@ -68,17 +67,16 @@ class DiskTransport(Transport):
 def transfer_folder(parent: Path, *, is_private: bool) -> Iterator[Path]:
     """A new folder in `parent`, which all users may write to. Others read it only where the server
     may be another user's."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="pentad-transfer-", dir=parent))
-    except OSError as error:
-        raise InfraFailure(f"{parent}: cannot be written to ({error.strerror or error})") from error
-    try:
-        if not is_private:
-            folder.chmod(0o755)
+    with ExitStack() as stack:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(scratch_folder("pentad-transfer-", parent))
+            if not is_private:
+                folder.chmod(0o755)
+        except OSError as error:
+            text = f"{parent}: cannot be written to ({error.strerror or error})"
+            raise InfraFailure(text) from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_weights(path: Path, weights: TensorPairs) -> None:

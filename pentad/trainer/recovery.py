@@ -418,7 +418,7 @@ class RecoverHandler(Periodic):
         """Gives up older checkpoints for the next attempt, never the newest."""
         try:
             removed = self.tiers.make_room()
-        except OSError as error:
+        except (OSError, RunError) as error:
             log.warning("older recovery checkpoints were not removed: %s", error)
             return
         for step in removed:

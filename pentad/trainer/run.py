@@ -23,6 +23,7 @@ from pentad.checkpoint.folders import (
 from pentad.checkpoint.tiers import Tiers
 from pentad.config.derived import compute_bytes, is_saved_within, layout_of
 from pentad.config.describe import show
+from pentad.config.rules.checkpoint import changed_keys, fixed_problems
 from pentad.config.rules.unused_keys import Command, unread
 from pentad.config.schema import Config, FrequencyConfig
 from pentad.core.device import gpu_name
@@ -34,6 +35,7 @@ from pentad.core.errors import (
     Stopped,
     UserError,
     may_pass,
+    raise_problems,
     visible,
 )
 from pentad.core.faults import check_armed
@@ -209,16 +211,14 @@ class OpenRun:
         is_known = bool(self.folder.manifest["starts"])
 
         def accept(checkpoint: Checkpoint) -> None:
-            size, facts = self.config.train_dataset.batch_size, checkpoint.manifest.facts
+            facts = checkpoint.manifest.facts
             with reading(checkpoint.root / checkpoint.info / MANIFEST):
-                before, was = facts["config"], facts["config"]["train_dataset"]["batch_size"]
-                _ = facts["time"], [before[tag]["path"] for tag in ("ref", "teacher")]
+                before = facts["config"]
+                _ = facts["time"], before["train_dataset"]["batch_size"]
+                _ = [before[tag]["path"] for tag in ("ref", "teacher")]
                 if not is_known:  # the records are elsewhere, or gone
                     self.folder.changes = accept_config(self.config, before)
-            if size != was:
-                rule = f"was {was} so far, and the place in the data is counted by it"
-                remedy = "set it back, or start anew with --fresh"
-                raise UserError(Problem(f"train_dataset.batch_size = {size}", rule, remedy))
+            raise_problems(fixed_problems(before, self.config.model_dump(mode="json")))
             check(checkpoint)
 
         checkpoint = handler.restore(accept)
@@ -238,6 +238,8 @@ class OpenRun:
             log.info(
                 "resumed after step %d from %s (%s)%s", trained, place, saved, again, extra=NOTICE
             )
+            for change in changed_versions(checkpoint.manifest.facts.get("versions")):
+                log.info("%s", change, extra=NOTICE)
         elif redone:
             place = self.checkpoints
             models = ""
@@ -444,6 +446,17 @@ def noted_end(folder: RunFolder, checkpoints: Path, *, is_last: bool = True) -> 
     if is_last:
         log.info("the run is complete")
         note("complete")
+
+
+def changed_versions(before: Any) -> list[str]:
+    """What is installed in another version than when a checkpoint was saved, in words."""
+    if not isinstance(before, Mapping):
+        return []
+    return [
+        f"{visible(name)} was {visible(str(was or 'not installed'))} when the checkpoint was "
+        f"saved, and is {now or 'not installed'}: numbers may differ in their last bits"
+        for name, was, now in changed_keys(before, host.versions())
+    ]
 
 
 def writes_beside(config: Config, device: torch.device, layout: Layout) -> bool:

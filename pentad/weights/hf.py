@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.folders import read_object
+from pentad.core.lock import holding, is_held
 from pentad.core.roles import StagedFile
 from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
 from pentad.weights.regions import Box
@@ -197,20 +199,25 @@ def save_folder(folder: str | Path, pairs: Iterable[tuple[str, Tensor]], plan: F
     aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     aside.mkdir()
     try:
-        stream = iter(pairs)
-        for file, infos in plan.tensors.items():
-            write_file(aside / file, stream, infos)
-        assert next(stream, None) is None, "more tensors than were announced"
-        for file, data in plan.others.items():
-            (aside / file).write_bytes(data)
-        announced = {name: info for infos in plan.tensors.values() for name, info in infos.items()}
-        assert HfFolder(aside).infos == announced, f"{aside}: index and files disagree"
-        move_into_place(aside, target)
+        with holding(aside):
+            _write_folder(aside, pairs, plan)
+            move_into_place(aside, target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"{target}: cannot be written ({reason}); nothing was replaced") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_folder(aside: Path, pairs: Iterable[tuple[str, Tensor]], plan: FolderPlan) -> None:
+    stream = iter(pairs)
+    for file, infos in plan.tensors.items():
+        write_file(aside / file, stream, infos)
+    assert next(stream, None) is None, "more tensors than were announced"
+    for file, data in plan.others.items():
+        (aside / file).write_bytes(data)
+    announced = {name: info for infos in plan.tensors.values() for name, info in infos.items()}
+    assert HfFolder(aside).infos == announced, f"{aside}: index and files disagree"
 
 
 def write_file(
@@ -320,6 +327,10 @@ def companion_files(folder: Path, names: Sequence[str] = COMPANIONS) -> dict[str
     return files
 
 
+LEFT = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|replaced|removed)-[0-9]+")
+"""What a writer makes beside a folder: NAME, what becomes of it, and the writer's process."""
+
+
 def move_into_place(aside: Path, target: Path) -> None:
     """Renames; a folder that is already there is moved out of the way first and removed last, with
     those that killed writers moved there."""
@@ -332,34 +343,23 @@ def move_into_place(aside: Path, target: Path) -> None:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Removes what writers that were killed left in `root`, and returns it. A folder that was moved
-    away for one that never came gets its name back."""
-    found = []
-    for left in root.glob(".*-*"):
-        name, _, rest = left.name[1:].rpartition(".")
-        state, _, pid = rest.partition("-")
-        if (
-            state not in ("writing", "replaced", "removed")
-            or not pid.isdigit()
-            or is_alive(int(pid))
-        ):
+    """Removes what writers that were killed left in `root`, and returns it: the folders whose lock
+    is not held, whatever process has their number now. A folder that was moved away for one that
+    never came gets its name back."""
+    left = [(path, found) for path in root.glob(".*-*") if (found := LEFT.fullmatch(path.name))]
+    written = {
+        found["name"] for path, found in left if found["state"] == "writing" and is_held(path)
+    }
+    swept = []
+    for path, found in left:
+        if found["name"] in written:
             continue
-        if state == "replaced" and not (root / name).exists():
-            left.rename(root / name)
+        if found["state"] == "replaced" and not (root / found["name"]).exists():
+            path.rename(root / found["name"])
         else:
-            shutil.rmtree(left)
-        found.append(left)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+            shutil.rmtree(path)
+        swept.append(path)
+    return swept
 
 
 def push_to_hub(

@@ -9,6 +9,7 @@ from test_saving import exports_of
 
 from pentad.core.errors import UserError
 from pentad.core.lock import FolderLock
+from pentad.telemetry import host
 
 ONE, TWO = "total_train_steps=1", "total_train_steps=2"
 
@@ -79,3 +80,32 @@ def test_checkpoints_that_another_run_writes_are_left_alone(lab, tmp_path):
     ):
         lab.train(ONE, disk, f"fileroot={tmp_path / 'other'}", trial="shared")
     assert [record["step"] for record in steps_of(lab.train(TWO, disk, trial="shared"))] == [1, 2]
+
+
+@pytest.mark.parametrize("key", ["train_dataset.batch_size", "train_dataset"])
+def test_a_key_that_cannot_be_forced_is_refused_alike_with_and_without_it(lab, key):
+    lab.sft("trial_name=size", ONE)
+    said = []
+    for more in ((), (f"recover.allow=[{key}]",)):
+        with pytest.raises(UserError) as raised:
+            lab.sft("trial_name=size", TWO, "train_dataset.batch_size=4", *more)
+        said.append(str(raised.value))
+    rule = "was 8 so far, and the place in the data is counted by it"
+    remedy = "set it back, or start anew with --fresh"
+    assert said == [f"train_dataset.batch_size = 4: {rule}; {remedy}."] * 2
+
+
+def test_other_versions_than_those_of_the_checkpoint_are_said(lab, capsys, monkeypatch):
+    """A newer one, and one that is no more."""
+    known = host.versions()
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "versions", lambda: {**known, "torch": "2.10.0", "gone": "1.2"})
+        lab.sft("trial_name=versions", ONE)
+    lab.sft("trial_name=versions", TWO)
+    said = capsys.readouterr().err
+    rest = "numbers may differ in their last bits"
+    torch = f"torch was 2.10.0 when the checkpoint was saved, and is {known['torch']}: {rest}"
+    assert torch in said
+    assert f"gone was 1.2 when the checkpoint was saved, and is not installed: {rest}" in said
+    lab.sft("trial_name=versions", "total_train_steps=3")
+    assert "when the checkpoint was saved" not in capsys.readouterr().err

@@ -72,6 +72,8 @@ HARMLESS = (
     *("guards", "telemetry"),
 )
 """Where and how fast it runs, and what is looked at; a block stands for everything in it."""
+FIXED = {"train_dataset.batch_size": "the place in the data is counted by it"}
+"""What no `recover.allow` forces, and why."""
 LENGTHS = ("total_train_epochs", "total_train_steps")
 """Harmless as long as the learning rate does not depend on the number of steps."""
 
@@ -92,6 +94,8 @@ def judge_changes(
     for key, before, after in changed_keys(old, new):
         if before is None and not _has(old, key) and after == _value(default, key):
             continue  # a key that came with a later version
+        if key in FIXED:
+            continue
         change = f"{key} was {show(before)}, is {show(after)}"
         if _is_within(key, harmless) or _is_within(key, allow):
             changes.accepted.append(change)
@@ -99,7 +103,18 @@ def judge_changes(
         rule = f"was {show(before)} so far, and what the run trains depends on it"
         remedy = f"set it back, force it with recover.allow=[{key}], or start anew with --fresh"
         changes.refused.append(Problem(f"{key} = {show(after)}", rule, remedy))
+    changes.refused.extend(fixed_problems(old, new))
     return changes
+
+
+def fixed_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:
+    """Changes that a run cannot go on with, whatever is allowed."""
+    for key, why in FIXED.items():
+        before, after = _value(old, key), _value(new, key)
+        if before != after:
+            rule = f"was {show(before)} so far, and {why}"
+            remedy = "set it back, or start anew with --fresh"
+            yield Problem(f"{key} = {show(after)}", rule, remedy)
 
 
 def changed_keys(

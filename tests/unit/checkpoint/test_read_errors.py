@@ -133,6 +133,14 @@ def test_a_format_that_no_version_has_is_damage(found: object):
         Manifest.from_bytes(_canonical({**body, "digest": _digest(body)}))
 
 
+def test_a_commit_stands_where_older_ones_cannot_be_read_to_be_removed(root: Path):
+    job = commit_job(root, 3, [], keep_last=1)
+    with failing("EIO", root / "recover_info/globalstep1/COMMIT"):
+        (note,) = run_job(job)["notes"]
+    assert "older checkpoints were not removed" in note and "Input/output error" in note
+    assert [one.step for one in find_checkpoints(root, pytest.fail)] == [3, 2, 1]
+
+
 # Put back
 
 

@@ -206,7 +206,6 @@ asyncio.run(main())
     wait_until_dead(int((tmp_path / "pid").read_text()))
     assert len(list(tmp_path.glob("pentad-jobs-*"))) == 1
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
     with_pool(lambda pool: pool.run(spec("fine"), {"x": 1}))
     assert list(tmp_path.glob("pentad-jobs-*")) == []
 

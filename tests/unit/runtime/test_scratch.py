@@ -58,3 +58,13 @@ def test_what_a_killed_program_left_is_removed_and_what_lives_stays(tmp_path):
     finally:
         living.kill()
         living.wait()
+
+
+def test_what_a_program_left_that_was_killed_just_now_is_removed(tmp_path):
+    """However young it is: it was written to a moment ago."""
+    one = subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True)
+    left = Path(one.stdout.readline().strip())
+    one.kill(), one.wait()
+    (left / "published").write_text("x")
+    with scratch_folder("pentad-test-"):
+        assert not left.exists()

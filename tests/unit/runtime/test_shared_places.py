@@ -37,7 +37,6 @@ STARTS = {
 def start(request, tmp_path, monkeypatch):
     """A start, the folder all users write to, a folder in it that a start looks at, and the name of
     the file there."""
-    monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
     run, prefix, name = STARTS[request.param]
     place = tmp_path / "shared"
     place.mkdir()

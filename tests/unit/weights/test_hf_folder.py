@@ -1,6 +1,7 @@
 """HF folders: transformers and safetensors read what is written, and bad ones are refused."""
 
 import json
+import os
 import resource
 import struct
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.lock import holding
 from pentad.weights.files import SafeFile, checksum
 from pentad.weights.hf import (
     INDEX,
@@ -293,3 +295,21 @@ def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path):
     (tmp_path / ".git-1").mkdir()
     assert set(sweep(tmp_path)) == {half, old}
     assert {entry.name for entry in tmp_path.iterdir()} == {"old", ".git-1"}
+
+
+@pytest.mark.parametrize("number", [1, os.getpid(), os.getppid()])
+@pytest.mark.parametrize("state", ["writing", "replaced", "removed"])
+def test_a_process_that_has_the_number_of_a_dead_writer_keeps_nothing(tmp_path, state, number):
+    left = tmp_path / f".epoch0epochstep1globalstep1.{state}-{number}"
+    left.mkdir()
+    assert sweep(tmp_path) == [left]
+    back = ["epoch0epochstep1globalstep1"] if state == "replaced" else []
+    assert [entry.name for entry in tmp_path.iterdir()] == back
+
+
+def test_what_is_being_written_keeps_also_the_folder_it_replaces(tmp_path):
+    half, old = tmp_path / ".a.writing-1", tmp_path / ".a.replaced-1"
+    half.mkdir(), old.mkdir()
+    with holding(half):
+        assert sweep(tmp_path) == []
+    assert set(sweep(tmp_path)) == {half, old}
