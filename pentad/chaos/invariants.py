@@ -117,13 +117,18 @@ def check_leaks(trial: ChaosRun, whole: ChaosRun | None) -> None:
 
 
 def check_tokens(trial: ChaosRun, whole: ChaosRun | None) -> None:
-    """Tokens sent to experts are the tokens times the experts each visits."""
+    """Tokens that the router sent to experts, and over ranks those that arrived there and were
+    computed, are the tokens times the experts each visits."""
     load = trial.workload
     for line in trial.lines if load.num_experts else ():
         sent = line["kernel"]["tokens_per_expert_mean"] * load.num_experts
         wanted = line["num_tokens"] * load.top_k
         right = math.isclose(sent, wanted, rel_tol=1e-6)
         require(right, f"step {line['step']}: {sent} tokens at experts, not {wanted}")
+        if exchange := line.get("collective"):
+            pairs, all_pairs = exchange["pairs_computed"], wanted * len(line["kernel"]["balance"])
+            sentence = f"step {line['step']}: {pairs} pairs were computed, not {all_pairs}"
+            require(pairs == all_pairs, sentence)
 
 
 def check_restarts(trial: ChaosRun, whole: ChaosRun | None) -> None:

@@ -283,6 +283,8 @@ class Work:
     num_bytes: int = 0
     """Moved by it."""
     num_calls: int = 0
+    num_items: int = 0
+    """Handled by it, such as pairs that experts computed."""
     block_bytes: int | None = None
     """Shared memory of a block of the Triton kernel that did it; None: something else did."""
 
@@ -304,6 +306,9 @@ class StepResult:
     """Of every mixture layer of the model."""
     work: dict[str, Work] = field(default_factory=dict, compare=False)
     """What was measured on this rank: `route`; with expert parallelism `dispatch`, `combine`."""
+    num_pairs: int | None = None
+    """Pairs of a token and an expert that experts computed, on all ranks, counted where they had
+    arrived; passes computed again count again. None without expert parallelism."""
 
 
 class Attend(Protocol):

@@ -273,10 +273,15 @@ class Engine:
         lr = compute_lr(step.optimizer.settings, self.num_steps)
         norm = float(step.whole.square.sqrt()) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
-        loads = self.passes.loads.take(lambda table: reduce_ranks(table, self.meshes.world))
+        counted = self.passes.loads
+        loads = counted.take(
+            lambda table: reduce_ranks(table, self.meshes.world), self.meter.num_items("combine")
+        )
         # Here, where the device has just been waited for: after the optimizer's step it would be
         # waited for once more, and idle while the next step is made ready.
-        balance = measure_balance(loads)
+        balance, work = measure_balance(loads), self.meter.take()
+        layout = self.meshes.layout
+        num_pairs = int(counted.arrived) // layout.etp if "combine" in work else None
         if not reason:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings):
@@ -299,7 +304,8 @@ class Engine:
             num_microbatches=step.num_microbatches,
             reason=reason,
             balance=balance,
-            work=self.meter.take(),
+            work=work,
+            num_pairs=num_pairs,
         )
 
     def _whole_gradient(self) -> WholeGradient:

@@ -65,10 +65,12 @@ class ExpertLoads:
 
     def __init__(self, dims: ModelDims, device: torch.device) -> None:
         self.layers = [layer for layer in range(dims.num_layers) if dims.is_moe(layer)]
-        shape = (dims.num_layers, dims.num_experts)
-        # Of all layers, wherever they are held, so that ranks can add up their tables.
+        # Of all layers, wherever they are held, so that ranks can add up their tables; below them
+        # a row for how many pairs arrived at experts, which is summed over ranks with them.
+        shape = (dims.num_layers + 1, dims.num_experts)
         self.table_LR = torch.zeros(shape, dtype=torch.int64, device=device)
         self.one = torch.ones((), dtype=torch.int64, device=device)
+        self.arrived = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, routes: Routes) -> None:
         """Counts a pass; passes that compute again what was counted must not be given."""
@@ -79,11 +81,16 @@ class ExpertLoads:
     def reset(self) -> None:
         self.table_LR.zero_()
 
-    def take(self, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> dict[int, Tensor]:
-        """What was counted, layer by layer, made whole over ranks by `reduce`; counts anew."""
+    def take(
+        self, reduce: Callable[[Tensor], Tensor] = lambda x: x, num_arrived: int = 0
+    ) -> dict[int, Tensor]:
+        """What was counted, layer by layer, made whole over ranks by `reduce`; counts anew.
+        `num_arrived` at experts of this rank: `arrived` is then that of all ranks."""
         if not self.layers:
             return {}
+        self.table_LR[-1, 0] = num_arrived
         whole_LR = reduce(self.table_LR.clone())
+        self.arrived = whole_LR[-1, 0]
         self.reset()
         return {layer: whole_LR[layer] for layer in self.layers}
 

@@ -43,12 +43,16 @@ class Meter:
         self.reset()
         return found
 
+    def num_items(self, name: str) -> int:
+        """Counted so far."""
+        return self.work[name].num_items if name in self.work else 0
+
     def reset(self) -> None:
         self.work, self.events = {}, []
 
 
 @contextmanager
-def timed(name: str, device: torch.device, num_bytes: int) -> Iterator[None]:
+def timed(name: str, device: torch.device, num_bytes: int, num_items: int = 0) -> Iterator[None]:
     """Counts what is done within, on the current stream of the device, if anything counts."""
     meter = _current
     if meter is None:
@@ -56,6 +60,7 @@ def timed(name: str, device: torch.device, num_bytes: int) -> Iterator[None]:
         return
     work = meter.work.setdefault(name, Work())
     work.num_bytes += num_bytes
+    work.num_items += num_items
     work.num_calls += 1
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -80,7 +80,7 @@ class ExpertDispatch:
             weights_M = exchange(self._for_group(weights_N, sent), self.group, got, sent)
         side.join(got_PE, x_MD, weights_M)
         y_MD = _run_here(x_MD, weights_M, got_PE[:, : self.num_held], experts)
-        with side.after(y_MD), timed("combine", x_TD.device, got_bytes):
+        with side.after(y_MD), timed("combine", x_TD.device, got_bytes, len(y_MD)):
             back_MD = exchange(y_MD, self.group, sent, got)
         beside_TD = None if finish is None else finish()
         side.join(back_MD)

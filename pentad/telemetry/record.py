@@ -65,6 +65,11 @@ class Collective:
     all_to_all_combine_ms: float | None = measured("bringing their results back", "ms")
     dispatch_bytes: int | None = about("sent to other ranks, weights of pairs included", "bytes")
     combine_bytes: int | None = about("results sent to other ranks", "bytes")
+    pairs_computed: int | None = about(
+        "pairs of a token and an expert that arrived at their expert and were computed, on all "
+        "ranks and in all layers; passes computed again count again",
+        "pairs",
+    )
     dispatch_bw_gbps: float | None = measured("dispatch_bytes over its time", "GB/s")
     combine_bw_gbps: float | None = measured("combine_bytes over its time", "GB/s")
 

@@ -126,7 +126,7 @@ class StepRecorder:
             mfu_full_attention=speed.mfu_full if speed else None,
             peak_tflops=self.peak_tflops,
             kernel=_kernel(add_balance(steps), add_work(steps)),
-            collective=_collective(add_work(steps)),
+            collective=_collective(add_work(steps), [one.num_pairs for one in steps]),
             infra=Infra(
                 active_nodes=self.num_nodes,
                 straggler=self.find_straggler(),
@@ -234,11 +234,12 @@ def add_work(steps: Sequence[StepResult]) -> dict[str, Work]:
         known.seconds += work.seconds
         known.num_bytes += work.num_bytes
         known.num_calls += work.num_calls
+        known.num_items += work.num_items
         known.block_bytes = work.block_bytes
     return total
 
 
-def _collective(work: Mapping[str, Work]) -> Collective | None:
+def _collective(work: Mapping[str, Work], pairs: Sequence[int | None]) -> Collective | None:
     """The exchange of expert parallelism; None without it."""
     if "dispatch" not in work:
         return None
@@ -248,6 +249,7 @@ def _collective(work: Mapping[str, Work]) -> Collective | None:
         all_to_all_combine_ms=1e3 * combine.seconds,
         dispatch_bytes=dispatch.num_bytes,
         combine_bytes=combine.num_bytes,
+        pairs_computed=sum(number or 0 for number in pairs),
         dispatch_bw_gbps=_gbps(dispatch),
         combine_bw_gbps=_gbps(combine),
     )

@@ -52,7 +52,7 @@ def measured_step(layout: Layout):
     kept = sum(int(e) in mine for e in chosen)
     found = {name: (work.num_bytes, work.num_calls) for name, work in result.work.items()}
     seconds = {name: work.seconds for name, work in result.work.items()}
-    return gather_values((found, seconds, len(chosen), kept, len(noted)))
+    return gather_values((found, seconds, len(chosen), kept, len(noted), result.num_pairs))
 
 
 def order_of_work(layout: Layout):

@@ -40,7 +40,8 @@ def test_what_the_exchange_moved_and_took_is_measured(pool):
     """Bytes against a count of the routed ids, at the router, on every rank; what one of two ranks
     sends back is what the other sent it, without the weights."""
     ranks = pool.run(2, "exchange_cases", "measured_step", layout=Layout(dp_shard=2, ep=2))
-    for (found, seconds, num_pairs, kept, num_passes), other in (ranks, ranks[::-1]):
+    for (found, seconds, num_pairs, kept, num_passes, computed), other in (ranks, ranks[::-1]):
+        assert computed == num_pairs + other[2], "pairs of both ranks, counted at the experts"
         leaving = num_pairs - kept
         assert leaving > 0 < kept
         assert found["dispatch"] == [leaving * (HIDDEN * 4 + 4), num_passes], "a row and its weight"

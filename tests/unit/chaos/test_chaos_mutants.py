@@ -35,7 +35,8 @@ class Made:
                 "loss": 1.0 / step,
                 "rows_digest": f"rows {step}",
                 "num_tokens": 100,
-                "kernel": {"tokens_per_expert_mean": 100 * TOP_K / EXPERTS},
+                "kernel": {"tokens_per_expert_mean": 100 * TOP_K / EXPERTS, "balance": {"1": {}}},
+                "collective": {"pairs_computed": 100 * TOP_K},
             }
             for step in range(1, STEPS + 1)
         ]
@@ -116,6 +117,11 @@ def lose_a_token(made):
     made.lines[1]["kernel"]["tokens_per_expert_mean"] -= 1 / EXPERTS
 
 
+def lose_a_pair_after_dispatch(made):
+    """The router chose all of them; one did not arrive at its expert."""
+    made.lines[1]["collective"]["pairs_computed"] -= 1
+
+
 def leave_weights(made):
     """As /dev/shm/pentad-weights-x of a scheduler that the next start did not clean up after."""
     left = made.trial.folder / "pentad-weights-x"
@@ -168,6 +174,7 @@ MUTANTS = [
     ("groups", train_a_group_twice, "a group was trained in two steps"),
     ("groups", leave_a_group_out, "different numbers of groups"),
     ("tokens", lose_a_token, "tokens at experts, not"),
+    ("tokens", lose_a_pair_after_dispatch, "step 2: 199 pairs were computed, not 200"),
     ("leaks", leave_weights, "folders that are left: .*pentad-weights-x"),
     ("leaks", leave_samples, "folders that are left: .*pentad-store-x"),
     ("leaks", open_more_files, "open files of the scheduler grew"),

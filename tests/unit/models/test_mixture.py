@@ -251,12 +251,12 @@ def test_loads_are_summed_over_passes_and_ranks_and_start_anew():
         asked.append(x.shape)
         return 2 * x
 
-    taken = loads.take(over_two_equal_ranks)
+    taken = loads.take(over_two_equal_ranks, 7)
     assert {layer: load.tolist() for layer, load in taken.items()} == {
         0: [6, 4, 2, 0],
         2: [0, 0, 2, 2],
     }
-    assert asked == [(3, 4)]
+    assert asked == [(4, 4)] and int(loads.arrived) == 14, "one sum over ranks for both"
     assert all(int(load.sum()) == 0 for load in loads.take().values())
     found = measure_balance(taken)
     assert [(one.layer, one.mean, one.max, one.num_idle) for one in found] == [
