@@ -390,7 +390,8 @@ class Config(Section):
     user: str | None = None
     """Part of the folders' names. null: the login name."""
     seed: NonNegativeInt = 1
-    """Every random choice of the run follows from it."""
+    """Every random choice of the run follows from it. The generators that Python, NumPy and torch
+    keep for a process are seeded by it too, for code of yours."""
     mode: Mode | None = None
     """Who shares devices. null: colocate, or hybrid where `allocation_mode` puts rollout and
     training on different devices."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -13,3 +15,14 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_globals(*parts: int | str) -> None:
+    """Seeds the generators that Python, NumPy and torch keep for a whole process, where they are
+    imported: code of the user's draws from them."""
+    seed = derive_seed(*parts, "globals")
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)

@@ -20,21 +20,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pentad.core.seeds import seed_globals
 from pentad.core.specs import load, settled
 
 MAX_TEXT = 1000
+SeededCall = tuple[int, dict[str, Any]]
+"""The seed of a sample, and its arguments."""
 EACH, BATCH, SEVERAL = (f"{__name__}:{name}" for name in ("each", "batch", "several"))
 
 
-def each(spec: str, shared: bytes, own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def each(spec: str, shared: bytes, own: Sequence[SeededCall]) -> dict[str, Any]:
     """What the function returns for each sample. `shared` is a pickled dict of the arguments that
-    are the same for all; every call gets its own copy of them."""
+    are the same for all; every call gets its own copy of them. A call draws random numbers by the
+    seed of its sample; coroutines take turns, so what they draw after a first wait is shared."""
     function = load(spec)
     started = time.perf_counter()
     if inspect.iscoroutinefunction(function):
         results = asyncio.run(_together(function, shared, own))
     else:
-        results = [_tried(function, {**pickle.loads(shared), **arguments}) for arguments in own]
+        results = [
+            _tried(function, {**pickle.loads(shared), **arguments}, seed) for seed, arguments in own
+        ]
     return {
         "results": results,
         "is_async": inspect.iscoroutinefunction(function),
@@ -48,10 +54,10 @@ def several(jobs: Sequence[tuple[str, bytes]]) -> list[Any]:
     return [load(spec)(**pickle.loads(arguments)) for spec, arguments in jobs]
 
 
-def batch(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def batch(spec: str, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
     """What the function returns for all samples together: one value a sample."""
     started = time.perf_counter()
-    result = _tried(load(spec), arguments)
+    result = _tried(load(spec), arguments, seed)
     if "error" in result:
         return result
     value = result["value"]
@@ -65,20 +71,22 @@ def batch(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _together(
-    function: Callable[..., Any], shared: bytes, own: Sequence[dict[str, Any]]
+    function: Callable[..., Any], shared: bytes, own: Sequence[SeededCall]
 ) -> list[dict[str, Any]]:
     """Coroutines wait at the same time."""
 
-    async def one(arguments: dict[str, Any]) -> dict[str, Any]:
+    async def one(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        seed_globals(seed)
         try:
             return {"value": await function(**{**pickle.loads(shared), **arguments})}
         except Exception as failure:
             return {"error": _described(failure, function)}
 
-    return await asyncio.gather(*map(one, own))
+    return await asyncio.gather(*(one(*call) for call in own))
 
 
-def _tried(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _tried(function: Callable[..., Any], arguments: dict[str, Any], seed: int) -> dict[str, Any]:
+    seed_globals(seed)
     try:
         return {"value": settled(function(**arguments))}
     except Exception as failure:
@@ -130,7 +138,9 @@ def asserts(source: str, tests: list[str]) -> int:
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:
-    """Runs the source as the module of that name, which classes defined in it look up."""
+    """Runs the source as the module of that name, which classes defined in it look up. What it
+    draws is the same each time: equal programs get equal rewards."""
+    seed_globals("program")
     module = sys.modules[name] = ModuleType(name)
     exec(compile(source, "program.py", "exec"), module.__dict__)
     return module.__dict__

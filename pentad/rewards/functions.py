@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any, TypeVar
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Scored
+from pentad.core.seeds import derive_seed
 from pentad.core.specs import absolute
 from pentad.core.types import Prompt, Sample
 from pentad.rewards import code_tests, verifiers
-from pentad.rewards.calls import BATCH, EACH
+from pentad.rewards.calls import BATCH, EACH, SeededCall
 from pentad.rewards.sandbox import JobFailed, Sandbox, pickled
 from pentad.rewards.sharing import SHARED_JOB_TIMEOUT_S, SharedJobs
 
@@ -116,8 +118,9 @@ def check_columns(fn: str, takes: Takes, columns: Iterable[str]) -> None:
 class RewardFunction:
     """A built-in, or a function of the user's. `pool` runs what is not trusted to end."""
 
-    def __init__(self, fn: str, answer_field: str, max_retries: int) -> None:
+    def __init__(self, fn: str, answer_field: str, max_retries: int, seed: int = 0) -> None:
         self.fn = fn
+        self.seed = seed
         self.spec = absolute(POOLED[fn][0] if fn in POOLED else fn)
         self.answer_field = answer_field
         self.max_retries = max_retries
@@ -252,15 +255,23 @@ class RewardFunction:
         given = {name: value for name, value in values.items() if self._wants(name)}
         return self._columns(prompt) | given
 
-    def _own(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-        """The arguments of each sample."""
+    def _own(self, prompt: Prompt, samples: Sequence[Sample]) -> list[SeededCall]:
+        """The arguments of each sample, and the seed of what is drawn for it."""
         values: dict[str, Callable[[Sample], Any]] = {
             "completion": lambda sample: sample.text,
             "ids": lambda sample: sample.ids[sample.mask].tolist(),
             "sample": _as_dict,
         }
         wanted = [(name, value) for name, value in values.items() if self._wants(name)]
-        return [{name: value(sample) for name, value in wanted} for sample in samples]
+        return [
+            (self._seed(prompt, sample), {name: value(sample) for name, value in wanted})
+            for sample in samples
+        ]
+
+    def _seed(self, prompt: Prompt, sample: Sample | None = None) -> int:
+        """By what the sample is, not by its number: it may be tried again alone."""
+        own = 0 if sample is None else zlib.crc32(sample.ids.tobytes())
+        return derive_seed(self.seed, "reward", self.name, prompt.gid, own)
 
     # --- in the caller, or as the program of a sample ------------------------------------------
 
@@ -282,7 +293,7 @@ class RewardFunction:
         self, prompt: Prompt, samples: Sequence[Sample], *, is_alone: bool
     ) -> list[Verdict]:
         shared = pickled(self.fn, self._shared(prompt))
-        own = self._own(samples)
+        own = self._own(prompt, samples)
         if is_alone:
             return [await self._alone(shared, one) for one in own]
         size = self._calls_per_job(len(own))
@@ -298,7 +309,7 @@ class RewardFunction:
             return 1
         return max(1, min(num, int(JOB_S / max(self.call_s, 1e-6))))
 
-    async def _share_job(self, shared: bytes, own: Sequence[dict[str, Any]]) -> list[Verdict]:
+    async def _share_job(self, shared: bytes, own: Sequence[SeededCall]) -> list[Verdict]:
         verdicts = await self._call(shared, own, is_alone=False)
         if not isinstance(verdicts, JobFailed):
             return verdicts
@@ -308,12 +319,12 @@ class RewardFunction:
             self.waits_together = False
         return await asyncio.gather(*(self._alone(shared, one) for one in own))
 
-    async def _alone(self, shared: bytes, own: dict[str, Any]) -> Verdict:
+    async def _alone(self, shared: bytes, own: SeededCall) -> Verdict:
         answer = await self._call(shared, [own], is_alone=True)
         return answer if isinstance(answer, JobFailed) else answer[0]
 
     async def _call(
-        self, shared: bytes, own: Sequence[dict[str, Any]], *, is_alone: bool
+        self, shared: bytes, own: Sequence[SeededCall], *, is_alone: bool
     ) -> list[Verdict] | JobFailed:
         assert self.pool is not None, "start() comes first"
         payload = {"spec": self.spec, "shared": shared, "own": list(own)}
@@ -373,7 +384,7 @@ class RewardFunction:
         if self._wants("completion_ids"):
             arguments["completion_ids"] = [s.ids[s.mask].tolist() for s in samples]
         pickled(self.fn, arguments)  # or refused under its own name
-        payload = {"spec": self.spec, "arguments": arguments}
+        payload = {"spec": self.spec, "arguments": arguments, "seed": self._seed(prompt)}
         answer = await self._run(BATCH, payload, None, is_alone=is_alone)
         if isinstance(answer, dict) and "error" in answer:
             answer = JobFailed("error", str(answer["error"]))

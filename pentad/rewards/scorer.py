@@ -58,6 +58,8 @@ class RewardSettings:
     on_failure: Literal["drop", "zero"] = "drop"
     """After the last try: drop the group and count the reason, or score the sample 0."""
     max_retries: int = 1
+    seed: int = 0
+    """Of the run: what functions draw follows from it and from the sample that they score."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
 
     @property
@@ -71,7 +73,7 @@ class RewardScorer:
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
         self.functions = [
-            RewardFunction(fn, settings.answer_field, settings.max_retries)
+            RewardFunction(fn, settings.answer_field, settings.max_retries, settings.seed)
             for fn in settings.functions
         ]
         self.weights = settings.weights or (1.0,) * len(self.functions)

@@ -135,6 +135,7 @@ def specs_of_ranks(
     is_spread: bool = False,
     slots: Sequence[int] = (),
     beat_s: float = BEAT_S,
+    seed: int = 0,
 ) -> list[RoleSpec]:
     """The processes of a group, one for each of `logs`; `devices` are their GPUs, if any, and
     `slots` the places they have, by rank. A rank that is alone has as many threads as this process,
@@ -157,6 +158,7 @@ def specs_of_ranks(
             log=log,
             generation=generation,
             beat_s=beat_s,
+            seed=seed,
             num_gpus=1 if devices else 0,
             devices=tuple(devices[rank : rank + 1]),
             environment=rank_environment(

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from pentad.core.errors import RunError, UserError
+from pentad.core.seeds import seed_globals
 from pentad.core.specs import load
 from pentad.runtime.process import FAILED, die_with_parent
 from pentad.runtime.roles import CONNECT_S, RoleSpec
@@ -84,7 +85,9 @@ class RoleHost:
         await self.listener.wait_alone()
 
     def _make(self) -> Hosted:
-        made: Hosted = load(self.job["target"])(self.job["payload"], self.emit)
+        make = load(self.job["target"])  # which imports what is seeded
+        seed_globals(self.job["seed"], self.job["name"])
+        made: Hosted = make(self.job["payload"], self.emit)
         return made
 
     def emit(self, event: str, value: Any) -> None:

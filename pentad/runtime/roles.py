@@ -53,6 +53,8 @@ class RoleSpec:
     """CPU cores it is kept on; none given: any."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set over the inherited ones."""
+    seed: int = 0
+    """Of the run: the random numbers that code of this process draws follow from it and `name`."""
 
 
 class RoleProcess(ABC):

@@ -17,6 +17,7 @@ from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
 from pentad.core.dims import ModelDims
 from pentad.core.roles import Sampler
+from pentad.core.seeds import seed_globals
 from pentad.core.types import Prompt
 from pentad.data.prompts import PromptStream
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
@@ -112,6 +113,7 @@ async def _evaluate(
     device: torch.device,
     on_answered: Callable[[Answered], None] | None,
 ) -> Evaluation:
+    seed_globals(config.seed, "eval")
     async with AsyncExitStack() as stack:
         data = chosen(config.valid_dataset, "valid_dataset")
         reward = await open_reward(config, data.answer_key, stack)

@@ -30,6 +30,7 @@ from pentad.config.schema import Config
 from pentad.config.topology import facts_of, topology
 from pentad.core.device import pick_device, unsettle
 from pentad.core.errors import Problem, RunError, Transient, UserError
+from pentad.core.seeds import seed_globals
 from pentad.core.specs import load
 from pentad.runtime import rank_host
 from pentad.runtime.calls import RankCalls, RankService, serve
@@ -216,6 +217,7 @@ class LearnerGroups:
             deterministic=config.actor.archon.use_deterministic_algorithms,
             is_spread=crew.is_spread,
             slots=formed.used,
+            seed=config.seed,
             beat_s=config.elastic.heartbeat_interval_s if config.elastic.enabled else BEAT_S,
         )
         settings = GroupSettings(
@@ -309,6 +311,7 @@ def run_under_torchrun(
 ) -> RunSummary:
     """One rank of a group that torchrun started; rank 0 is the scheduler too."""
     place = device_of(rank, device)
+    seed_globals(config.seed, f"learner-{rank.rank}")
     join_group(rank, place, timeout_s=JOIN_S)
     try:
         summary = run_rank(run, make_service, config, notes, fresh, rank, place)

@@ -135,6 +135,7 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
                 devices=range(world) if place.type == "cuda" else (),
                 generation=0,
                 deterministic=plan.config.actor.archon.use_deterministic_algorithms,
+                seed=plan.config.seed,
             )
             settings = GroupSettings(stall_s=plan.config.stall_abort_s, timeout_s=JOIN_S)
             with RankGroup(LocalRuntime(), specs, settings) as ranks:

@@ -41,6 +41,7 @@ from pentad.core.errors import (
 from pentad.core.faults import check_armed
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB, host_memory
+from pentad.core.seeds import seed_globals
 from pentad.core.sizes import PROCESS_BYTES, RunSize, export_bytes
 from pentad.engine.flops import detect_peak_tflops
 from pentad.planner.figures import Device
@@ -70,6 +71,7 @@ from pentad.trainer.run_folders import (
     take_folder,
 )
 from pentad.trainer.saver import Saver
+from pentad.trainer.state import ProcessRandom
 from pentad.trainer.stopping import stop_early
 from pentad.trainer.translate import remote_of
 
@@ -174,6 +176,8 @@ class OpenRun:
         handler.add("checkpoint_info", "frequency", handler.frequency)
         handler.add("stats_logger_info", "recorder", self.recorder)
         handler.add("stats_logger_info", "steps", self.steps)
+        if calls.is_apart:  # else it is part of the learner's state
+            handler.add("dataloader_info", "random", ProcessRandom())
         for folder, saver in savers.items():
             handler.add("saver_info", folder, saver)
         return handler
@@ -325,6 +329,7 @@ def open_run(
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
     checkpoints, telemetry = checkpoint_path(config), config.telemetry
+    seed_globals(config.seed, "scheduler")  # each time learners start: a checkpoint has the rest
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
         stack.enter_context(log_to(folder.file("log.txt")))

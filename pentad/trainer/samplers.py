@@ -184,6 +184,7 @@ class SamplerOpener:
             devices=one.devices,
             cores=one.cores,
             environment=environment or {},
+            seed=self.config.seed,
         )
 
     async def _open_processes(

@@ -168,6 +168,7 @@ class ScorerProcesses:
             generation=self.generation,
             deterministic=config.actor.archon.use_deterministic_algorithms,
             is_spread=self.runtime.is_spread,
+            seed=config.seed,
         )
 
     async def open(self) -> None:

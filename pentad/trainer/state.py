@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from pentad.core.errors import GivenUp
 from pentad.core.types import Group
 from pentad.data.ledger import Ledger, LiveState
 from pentad.data.store import GroupStore, MissingGroups
+from pentad.engine.state import read_random, write_random
 
 
 @dataclass(slots=True)
@@ -232,3 +237,19 @@ class RunState:
         self.waiting[pump] = what
         await self.changed.until(lambda: predicate() or self.is_over)
         self.waiting.pop(pump, None)
+
+
+class ProcessRandom:
+    """The generators of the scheduler's process, from which workflows may draw. Implements
+    `recovery.RunPart`."""
+
+    def state(self) -> dict[str, str]:
+        held = read_random(0, torch.device("cpu"))
+        return {k: base64.b64encode(x.numpy().tobytes()).decode() for k, x in held.items()}
+
+    def restore(self, state: dict[str, str]) -> None:
+        held = read_random(0, torch.device("cpu"))
+        for name, tensor in held.items():
+            data = np.frombuffer(base64.b64decode(state[name]), tensor.numpy().dtype)
+            tensor.copy_(torch.from_numpy(data.copy()))
+        write_random(held, torch.device("cpu"))

@@ -171,6 +171,7 @@ def reward_settings(config: Config, answer_key: str) -> RewardSettings | None:
         fn=reward.functions,
         weights=reward.weights or (),
         answer_field=answer_key,
+        seed=config.seed,
         sandbox=into(SandboxSettings, reward, num_workers=num_workers, max_memory_bytes=memory),
     )
 

@@ -86,7 +86,7 @@ def test_nor_does_it_where_namespaces_are_refused(monkeypatch):
 def test_a_reward_function_finds_nothing_of_earlier_samples():
     """In all of its memory, by /proc: neither completions nor answers nor results."""
     quoted = {"spec": f"{READER}:quote", "shared": b"\x80\x04}\x94.", "own": []}
-    own = [{"completion": mark("completion", 3000), "answer": mark("answer", 3000)}]
+    own = [(1, {"completion": mark("completion", 3000), "answer": mark("answer", 3000)})]
 
     async def look(pool):
         return await pool.run(f"{READER}:marks_in_memory", {})

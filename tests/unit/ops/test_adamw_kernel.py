@@ -56,4 +56,5 @@ def test_large_tensors_of_a_gpu_move_as_a_copy_in_double_does(dtype):
     assert not optim._is_large((exact, exact.grad, truth.state[exact]))
     truth.step(0.37)
     error = (parameter - exact).abs() / exact.abs().clamp(min=0.1)
-    assert error.max() < (2**-8 if dtype == torch.bfloat16 else 1e-5)
+    # bfloat16 goes to either of two neighbours.
+    assert error.max() < (2**-7 if dtype == torch.bfloat16 else 1e-5)

@@ -620,3 +620,40 @@ def test_gsm8k_solutions_score_themselves_and_not_each_other():
     for i, row in enumerate(rows):
         assert verifiers.gsm8k(row, row).value == 1.0
         assert verifiers.gsm8k(row, rows[1 - i]).value == 0.0
+
+
+# --- random numbers ---------------------------------------------------------------------------
+
+DRAWING = """
+import random
+import numpy
+
+def one(completion):
+    return random.random() + numpy.random.random()
+
+def many(completions):
+    return [random.random() + numpy.random.random() for _ in completions]
+
+async def waiting(completion):
+    return random.random()
+"""
+
+
+@pytest.mark.parametrize("name", ["one", "many", "waiting"])
+def test_what_a_reward_draws_follows_from_seed_prompt_and_sample(tmp_path, name):
+    file = tmp_path / "drawing.py"
+    file.write_text(DRAWING)
+
+    async def twice(scorer):
+        """The first group of a function is not batched as later ones are."""
+        scored = [await scorer.score(group_of(["a", "a", "a", "b"])) for _ in range(3)]
+        return [rewards(group) for group in scored]
+
+    def drawn(seed, num_workers):
+        limits = SandboxSettings(num_workers=num_workers, timeout_s=20.0)
+        return score(f"{file}:{name}", None, twice, seed=seed, sandbox=limits)
+
+    first, *later = drawn(3, 1)
+    assert len(set(first)) == 4, "samples draw apart"
+    assert all(one == first for one in [*later, *drawn(3, 2)])
+    assert not set(first) & set(drawn(4, 1)[0])

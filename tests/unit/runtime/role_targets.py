@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import time
 from pathlib import Path
 
@@ -33,6 +34,9 @@ class Thing:
     async def echo(self, **values):
         self.num_calls += 1
         return values
+
+    async def draw(self):
+        return [random.random(), float(np.random.random())]
 
     async def double(self, array):
         return array * 2

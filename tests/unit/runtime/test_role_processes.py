@@ -228,3 +228,15 @@ def test_a_token_is_nobody_elses(tmp_path):
         assert process.token.encode() not in shown
 
     play(scenario, spec(tmp_path))
+
+
+def test_what_a_process_draws_follows_from_the_seed_and_its_name(tmp_path):
+    async def scenario(process, connection):
+        return await connection.call("draw")
+
+    def drawn(**more):
+        return play(scenario, spec(tmp_path, **more))
+
+    first = drawn(seed=5)
+    assert drawn(seed=5) == first and len(set(first)) == 2
+    assert not {*first} & {*drawn(seed=6)} and not {*first} & {*drawn(seed=5, name="rollout-1")}
