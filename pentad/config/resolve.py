@@ -43,6 +43,7 @@ OF_THE_TASK = (
     "format",
     "prompt_key",
     "messages_key",
+    "tools_key",
     "answer_key",
     "response_key",
     "text_key",

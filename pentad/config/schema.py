@@ -138,6 +138,9 @@ class DatasetConfig(Section):
     """Column with the prompt as text."""
     messages_key: str | None = None
     """Column with the prompt as chat messages; replaces `prompt_key`."""
+    tools_key: str | None = "tools"
+    """Column with the tools that the chat template shows to the policy, where a row has any: a list
+    of JSON schemas as OpenAI has them, or its JSON text. null: rows have none."""
     answer_key: str = "answer"
     """Column the built-in rewards compare with."""
     response_key: str = "response"

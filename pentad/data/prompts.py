@@ -30,6 +30,7 @@ from pentad.data.render import (
     prefix_warning,
     prompt_messages,
     render_prompt,
+    tools_warning,
 )
 from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.stamp import digest_of_arrays
@@ -179,7 +180,10 @@ class PromptStream(OrderedData):
         texts: dict[int, str] = {}
         for index in indices:
             try:
-                texts[index] = render_prompt(self.rows.row(index), columns, self.tokenizer)
+                row = self.rows.row(index)
+                texts[index] = render_prompt(row, columns, self.tokenizer)
+                if warning := tools_warning(row, columns):
+                    self.warnings.add(warning)
             except BadRow as error:
                 found[index] = _Rejected(BAD_ROW, error.at(self.rows.where(index)))
             except UserError as error:

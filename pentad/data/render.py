@@ -6,6 +6,7 @@ adds them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class Columns:
     prompt_key: str = "prompt"
     messages_key: str | None = None
     """Column with chat messages; read instead of the prompt."""
+    tools_key: str | None = "tools"
+    """Column with the tools of a row, where it has any."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Of the workflow: shown with every row, before those of the row."""
     response_key: str = "response"
     text_key: str | None = None
     """Column with the text of a document; null: text."""
@@ -93,6 +98,25 @@ def check_columns(columns: Columns, tokenizer: Tokenizer) -> None:
         raise UserError(Problem(where, rule, remedy))
     if columns.uses_chat:
         check_template(tokenizer)
+    if columns.tools:
+        check_workflow_tools(columns, tokenizer)
+
+
+def check_workflow_tools(columns: Columns, tokenizer: Tokenizer) -> None:
+    names = ", ".join(map(name_of, columns.tools))
+    describe = "describe them in the prompt and give the workflow no tools"
+    if not columns.uses_chat:
+        where = f"{columns.key}.chat_template = {str(columns.chat_template).lower()}"
+        rule = f"the workflow has tools ({names}), which the chat template alone shows"
+        raise UserError(Problem(where, rule, f"set it to true, or {describe}"))
+    try:
+        hidden = hidden_tools([{"role": "user", "content": "."}], tokenizer, columns.tools)
+    except BadRow:
+        return  # it has wishes that this conversation does not meet; rows may
+    if hidden:
+        where = f"tokenizer in {tokenizer.folder}"
+        rule = f"its chat template does not show tools, and the workflow has {names}"
+        raise UserError(Problem(where, rule, f"use a template that shows them, or {describe}"))
 
 
 def plain_note(columns: Columns, tokenizer: Tokenizer) -> str | None:
@@ -125,7 +149,8 @@ def render_prompt(row: Mapping[str, Any], columns: Columns, tokenizer: Tokenizer
     if messages[-1]["role"] == "assistant":
         rule = "the last message is the assistant's, so there is nothing to answer"
         raise BadRow(rule, "end the prompt with a user's (or tool's) message")
-    return render(messages, tokenizer, for_answer=True)
+    tools = shown_tools(row, messages, columns, tokenizer)
+    return render(messages, tokenizer, for_answer=True, tools=tools)
 
 
 def encode_prompts(texts: Sequence[str], columns: Columns, tokenizer: Tokenizer) -> list[list[int]]:
@@ -211,3 +236,81 @@ def column_of(row: Mapping[str, Any], name: str, columns: Columns) -> Any:
         has = ", ".join(sorted(row)) or "nothing"
         raise BadRow(f'there is no "{name}"; the row has {has}', f"set {columns.key}.*_key")
     return row[name]
+
+
+# Tools.
+
+
+def shown_tools(
+    row: Mapping[str, Any], messages: Messages, columns: Columns, tokenizer: Tokenizer
+) -> Messages:
+    """The tools to render with `messages`, those before the first answer: the workflow's, then the
+    row's. Raises BadRow where the template would leave one out."""
+    tools = [*columns.tools, *row_tools(row, columns)]
+    names = [name_of(tool) for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BadRow(f'the tool "{twice}" is given twice', "give every tool a name of its own")
+    if hidden := hidden_tools(messages, tokenizer, tools):
+        shown = ", ".join(hidden)
+        rule = f"the chat template in {tokenizer.folder} does not show the row's tools ({shown})"
+        remedy = f"use a template that shows them, or set {columns.key}.tools_key: null"
+        raise BadRow(rule, remedy)
+    return tools
+
+
+def row_tools(row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
+    value = row.get(columns.tools_key) if columns.tools_key is not None else None
+    if not value:
+        return []
+    try:
+        # Columnar files fill keys that other tools have with null.
+        tools = json.loads(value) if isinstance(value, str) else without_nulls(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f'"{columns.tools_key}" is text that is no JSON ({error})') from error
+    if not isinstance(tools, list) or not all(map(is_tool, tools)):
+        rule = f'"{columns.tools_key}" is no list of objects with type = function and a function'
+        remedy = f"set {columns.key}.tools_key: null if the column means something else"
+        raise BadRow(f"{rule} that has a name", remedy)
+    return tools
+
+
+def tools_warning(row: Mapping[str, Any], columns: Columns) -> str | None:
+    """A sentence for a row of plain text with tools, which nothing shows to the policy."""
+    name = columns.tools_key
+    if columns.uses_chat or name is None or not row.get(name):
+        return None
+    return (
+        f"{columns.key}: rows have {name}, which plain text does not show to the policy; set "
+        f"{columns.key}.chat_template: true, or {columns.key}.tools_key: null"
+    )
+
+
+def is_tool(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    return is_named and isinstance(tool, Mapping) and tool.get("type") == "function"
+
+
+def name_of(tool: Mapping[str, Any]) -> str:
+    return str(tool["function"]["name"])
+
+
+def hidden_tools(messages: Messages, tokenizer: Tokenizer, tools: Messages) -> list[str]:
+    """The names of tools that the template does not show: each is rendered under a name that stands
+    nowhere else."""
+    if not tools:
+        return []
+    marks = [f"pentad-tool-{number}-" for number in range(len(tools))]
+    marked = [
+        {**tool, "function": {**tool["function"], "name": mark}}
+        for tool, mark in zip(tools, marks, strict=True)
+    ]
+    text = render(messages, tokenizer, for_answer=True, tools=marked)
+    return [name_of(tool) for tool, mark in zip(tools, marks, strict=True) if mark not in text]
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

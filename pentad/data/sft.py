@@ -12,7 +12,7 @@ All rows are tokenised at the start; what is kept is four bytes a token and one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ from pentad.data.render import (
     prefix_warning,
     prompt_messages,
     render,
+    shown_tools,
     text_of,
+    tools_warning,
 )
 from pentad.data.rows import DatasetRows, raise_first
 from pentad.data.stamp import digest_of_arrays
@@ -116,8 +118,8 @@ class SftDataset(Examples):
         if not columns.uses_chat:
             prompt = text_of(row, columns.prompt_key, columns)
             response = text_of(row, columns.response_key, columns)
-            if warning := prefix_warning(prompt, columns, self.tokenizer):
-                self.warnings.add(warning)
+            warnings = prefix_warning(prompt, columns, self.tokenizer), tools_warning(row, columns)
+            self.warnings.update(warning for warning in warnings if warning)
             prefix = prefix_of(prompt, columns, self.tokenizer)
             pieces = [(prompt, False), (response, True)]
             return self._join(pieces, prefix, lambda: self.tokenizer.eos_id)
@@ -129,18 +131,23 @@ class SftDataset(Examples):
                 *prompt_messages(row, columns),
                 {"role": "assistant", "content": answer},
             ]
-        return self._join(self._turns(messages), (), lambda: self._last_stop(messages))
-
-    def _turns(self, messages: Messages) -> list[tuple[str, bool]]:
-        """The rendered conversation in pieces: (text, whether the assistant says it)."""
         ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
         if not ends:
             raise BadRow("the conversation has no assistant turn")
+        tools = shown_tools(row, messages[: ends[0] - 1], columns, self.tokenizer)
+        pieces = self._turns(messages, ends, tools)
+        return self._join(pieces, (), lambda: self._last_stop(messages[: ends[-1]], tools))
+
+    def _turns(
+        self, messages: Messages, ends: Sequence[int], tools: Messages
+    ) -> list[tuple[str, bool]]:
+        """The rendered conversation in pieces: (text, whether the assistant says it). `ends`: how
+        many messages there are up to each of its turns."""
         pieces: list[tuple[str, bool]] = []
         done = ""
         for end in ends:
-            before = render(messages[: end - 1], self.tokenizer, for_answer=True)
-            after = render(messages[:end], self.tokenizer, for_answer=False)
+            before = render(messages[: end - 1], self.tokenizer, for_answer=True, tools=tools)
+            after = render(messages[:end], self.tokenizer, for_answer=False, tools=tools)
             if not before.startswith(done) or not after.startswith(before):
                 rule = "the chat template writes earlier turns differently once later ones follow"
                 raise BadRow(rule, "give rows with one assistant turn each")
@@ -148,14 +155,13 @@ class SftDataset(Examples):
             done = after
         return pieces
 
-    def _last_stop(self, messages: Messages) -> int:
+    def _last_stop(self, messages: Messages, tools: Messages) -> int:
         """The id that ends the last turn where the template writes none: what a further user's turn
         would begin with, if that stops generation, else the end of a text."""
-        end = next(i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] == "assistant")
-        done = render(messages[:end], self.tokenizer, for_answer=False)
-        further = [*messages[:end], {"role": "user", "content": "."}]
+        done = render(messages, self.tokenizer, for_answer=False, tools=tools)
+        further = [*messages, {"role": "user", "content": "."}]
         try:
-            more = render(further, self.tokenizer, for_answer=False)
+            more = render(further, self.tokenizer, for_answer=False, tools=tools)
         except BadRow:  # this template lets no user speak here
             return self.tokenizer.eos_id
         if not more.startswith(done):

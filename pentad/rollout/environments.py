@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from inspect import getdoc, signature
+from typing import Any, Protocol, get_origin, get_type_hints
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
-from pentad.data.render import TOOL_CALL
+from pentad.data.render import TOOL_CALL, is_tool
 
 
 class RolloutTokenizer(Protocol):
@@ -99,6 +100,55 @@ def following_ids(
 
 Tool = Callable[..., Awaitable[str]]
 """An async function of keyword arguments that returns what the policy shall read."""
+Tools = Mapping[str, Tool] | Sequence[Tool | Mapping[str, Any]]
+"""By name, or as functions that have one, or as JSON schemas."""
+JSON_TYPES: dict[Any, str] = {
+    **{int: "integer", float: "number", str: "string", bool: "boolean"},
+    **{list: "array", dict: "object"},
+}
+
+
+def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
+    """The JSON schemas of the tools that a workflow shows to the policy (its `tools`). Raises
+    UserError where they cannot be told."""
+    try:
+        tools = getattr(workflow, "tools", ())
+        named = tools.items() if isinstance(tools, Mapping) else [(None, tool) for tool in tools]
+        found = [tool if isinstance(tool, Mapping) else schema_of(tool, n) for n, tool in named]
+    except Exception as failure:  # code of the user's
+        found, why = [{}], f" ({type(failure).__name__}: {failure})"
+    else:
+        why = ""
+    if not all(map(is_tool, found)):
+        where = f"rollout.workflow: tools of {type(workflow).__name__}"
+        rule = f"they are neither functions nor JSON schemas of functions{why}"
+        remedy = "give them as MultiTurn(tools=[...]), or tools=() where the prompt describes them"
+        raise UserError(Problem(where, rule, remedy))
+    return tuple(found)
+
+
+def schema_of(tool: Tool, name: str | None = None) -> dict[str, Any]:
+    """What a chat template shows of a function: its name, docstring and parameters, with types
+    where its annotations have those of JSON."""
+    try:
+        hints = get_type_hints(tool)
+    except (NameError, TypeError):  # names that a type checker alone knows
+        hints = {}
+    taken = signature(tool).parameters.values()
+    named = [p for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    properties: dict[str, Any] = {}
+    for parameter in named:
+        hint = hints.get(parameter.name)
+        kind = JSON_TYPES.get(get_origin(hint) or hint)
+        properties[parameter.name] = {"type": kind} if kind else {}
+    required = [p.name for p in named if p.default is p.empty]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {
+        "name": name or getattr(tool, "__name__", ""),
+        "description": getdoc(tool) or "",
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
 
 
 class ToolEnvironment:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from pentad.core.errors import DataFailure, is_cancelled
 from pentad.core.seeds import derive_seed
 from pentad.core.types import FinishReason, Generation, Prompt, Request, Sample, SamplingParams
 from pentad.data.tokenizer import decode_all
-from pentad.rollout.environments import Environment, RolloutTokenizer, observation_ids
+from pentad.rollout.environments import Environment, RolloutTokenizer, Tools, observation_ids
 
 T = TypeVar("T")
 
@@ -187,12 +188,27 @@ class MultiTurn:
     """n conversations between the policy and an environment, each with one of its own."""
 
     def __init__(
-        self, environment: Callable[[], Environment], *, max_turns: int = 8, role: str = "user"
+        self,
+        environment: Callable[[], Environment],
+        *,
+        max_turns: int = 8,
+        role: str = "user",
+        tools: Tools | None = None,
     ) -> None:
+        """`tools`: what the chat template shows to the policy; None: the `tools` of an environment,
+        where it has any."""
         self.environment = environment
         self.max_turns = max_turns
         self.role = role
         """Who speaks the observations in the chat template: user, or tool."""
+        self.given_tools = tools
+
+    @cached_property
+    def tools(self) -> Tools:
+        if self.given_tools is not None:
+            return self.given_tools
+        found: Tools = getattr(self.environment(), "tools", ())  # of one that is made to be asked
+        return found
 
     async def run(self, prompt: Prompt, sampler: Generator, context: Context) -> list[Sample]:
         check_fits(prompt, context)

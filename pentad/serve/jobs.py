@@ -12,7 +12,15 @@ from typing import Any, Literal
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Request, SamplingParams
-from pentad.data.render import TOOL_CALL, BadRow, Columns, encode_prompts, messages_of, render
+from pentad.data.render import (
+    TOOL_CALL,
+    BadRow,
+    Columns,
+    encode_prompts,
+    is_tool,
+    messages_of,
+    render,
+)
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.settings import RequestLimits, check_request
 from pentad.serve.wire import (
@@ -68,9 +76,7 @@ def chat_ids(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, tool in enumerate(tools):
-        function = tool.get("function")
-        is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if tool.get("type") != "function" or not is_named:
+        if not is_tool(tool):
             rule = "is not an object with type = function and a function with a name"
             raise ApiError(Problem(f"tools[{index}] = {shown(tool)}", rule), param="tools")
     return [dict(tool) for tool in tools]

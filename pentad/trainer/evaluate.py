@@ -87,7 +87,7 @@ def check_eval(config: Config) -> Subject:
     if dims is not None and tokenizer is not None:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
         checks.problems += stop_ids_are_words(config, dims)
-        stream = checks.attempt(lambda: valid_stream(config, dims, tokenizer))
+        stream = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
         checks.problems += answer_problems(config, stream, config.valid_dataset)
     if config.valid_dataset is not None and not checks.problems:
         answer_key = config.valid_dataset.answer_key

@@ -30,10 +30,12 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.machine import installed
 from pentad.core.sizes import DeviceKind, RunSize
 from pentad.data.prompts import PromptStream, open_prompts
+from pentad.data.render import DataSettings
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pentad.models.families import no_sampler_for
+from pentad.rollout.environments import tools_of
 from pentad.rollout.executor import load_workflow
-from pentad.rollout.workflows import Workflow
+from pentad.rollout.workflows import OwnPrompts, Workflow
 from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
 from pentad.trainer.learners import check_start, trained_dims
@@ -103,8 +105,8 @@ def check_train(config: Config, device: torch.device) -> Checked:
         checks.attempt(lambda: check_start(config, "actor"))
         if algorithm is not None and algorithm.needs_critic:
             checks.attempt(lambda: check_start(config, "critic"))
-        stream = checks.attempt(lambda: train_stream(config, dims, tokenizer))
-        valid = checks.attempt(lambda: valid_stream(config, dims, tokenizer))
+        stream = checks.attempt(lambda: train_stream(config, dims, tokenizer, workflow))
+        valid = checks.attempt(lambda: valid_stream(config, dims, tokenizer, workflow))
         checks.problems += answer_problems(config, stream, config.train_dataset)
         checks.problems += answer_problems(config, valid, config.valid_dataset)
     scored = [(stream, config.train_dataset.answer_key)]
@@ -174,7 +176,9 @@ def sampled_dims(config: Config, path: str) -> ModelDims:
     return dims
 
 
-def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream:
+def train_stream(
+    config: Config, dims: ModelDims, tokenizer: Tokenizer, workflow: Workflow | None
+) -> PromptStream:
     settings = data_settings(
         config.train_dataset,
         "train_dataset",
@@ -182,10 +186,12 @@ def train_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
         streaming=config.use_streaming_dataset,
         max_tokens=room_for_prompt(dims, config.gconfig.max_new_tokens),
     )
-    return open_prompts(settings, tokenizer)
+    return open_prompts(with_tools(settings, workflow), tokenizer)
 
 
-def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> PromptStream | None:
+def valid_stream(
+    config: Config, dims: ModelDims, tokenizer: Tokenizer, workflow: Workflow | None
+) -> PromptStream | None:
     if config.valid_dataset is None:
         return None
     key = "evaluator" if config.evaluator.max_new_tokens else "gconfig"
@@ -193,7 +199,17 @@ def valid_stream(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> Promp
     data = config.valid_dataset.model_copy(update={"shuffle": False})
     room = room_for_prompt(dims, new_tokens, key)
     settings = data_settings(data, "valid_dataset", seed=config.seed, max_tokens=room)
-    return open_prompts(settings, tokenizer)
+    return open_prompts(with_tools(settings, workflow), tokenizer)
+
+
+def with_tools(settings: DataSettings, workflow: Workflow | None) -> DataSettings:
+    """Prompts show the tools of the workflow too; one that makes its own prompts shows its own."""
+    columns = settings.columns
+    if isinstance(workflow, OwnPrompts):
+        columns = replace(columns, tools_key=None)
+    elif workflow is not None:
+        columns = replace(columns, tools=tools_of(workflow))
+    return replace(settings, columns=columns)
 
 
 def room_for_prompt(dims: ModelDims, max_new_tokens: int, key: str = "gconfig") -> int:

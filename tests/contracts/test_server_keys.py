@@ -2,12 +2,12 @@
 
 import asyncio
 import json
+import os
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import real
 from sglang_stand_in import write_environment
 from subjects import policy, server_settings
 
@@ -53,8 +53,8 @@ def refused(address, paths, key):
 
 
 @pytest.mark.optional
-@pytest.mark.parametrize("server", [pytest.param("vllm", marks=real)])
-def test_a_real_vllm_answers_nobody_without_its_key(server, vllm_server):
+@pytest.mark.skipif("PENTAD_TEST_VLLM" not in os.environ, reason="make test-vllm runs it")
+def test_a_real_vllm_answers_nobody_without_its_key(vllm_server):
     address, key = vllm_server
     assert not refused(address, VLLM_PATHS, key)
     assert status(address, "GET", "/health", key) == 200

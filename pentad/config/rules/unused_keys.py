@@ -264,7 +264,9 @@ READERS = (
     ),
 )
 """Of every run. Keys of the algorithm that nobody reads are refused by its own rules."""
-OF_PROMPTS = ("prompt_key", "messages_key", "answer_key", "response_key", "chat_template")
+OF_PROMPTS = (
+    *("prompt_key", "messages_key", "tools_key", "answer_key", "response_key", "chat_template"),
+)
 OF_TEXTS = ("text_key", "mask_documents")
 OF_ROLLOUT = (
     *("gconfig", "reward", "rollout", "algorithm", "ref", "teacher", "max_staleness"),
