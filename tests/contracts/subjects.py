@@ -146,6 +146,7 @@ def server_settings(folder: Path, **changes) -> ServerSettings:
         "max_running": 16,
         "max_batch_tokens": 256,
         "kv_cache_bytes": None,
+        "kv_cache_dtype": "auto",
         "on_update": "continue",
         "device": "cpu",
         "transfer_folder": folder,
