@@ -180,7 +180,7 @@ class Assembly:
             except Exception as error:  # the first failure is the one to be raised
                 log.warning("after the failure: step %d is not recorded: %s", late.batch + 1, error)
         savers = list(self.savers.values())
-        save_after_failure(self.calls, self.recover, savers, num_done, num_moved)
+        save_after_failure(self.calls, self.recover, savers, self.stop, num_done, num_moved)
 
     @property
     def trained(self) -> int:

@@ -89,7 +89,7 @@ class PlainRun(ABC):
             at = None if recover.is_ending else self.trained + 1
             raise cut_short(stop.reason, at, good, next_start) from None
         except Exception:
-            save_after_failure(self.calls, recover, savers, *self.progress())
+            save_after_failure(self.calls, recover, savers, stop, *self.progress())
             raise
         stop.check_complete(self.trained, run.num_steps, folders[0], next_start=recover.next_start)
         assert folders[0] is not None, "a complete run has steps"

@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -316,7 +316,7 @@ class RecoverHandler(Periodic):
         step = self.point.step
         self._collect(step, wait=True)
         for wait_s in (0.0, *periodic.LAST_WAITS_S):
-            if self.last_saved == step or self.is_stopped:
+            if self.last_saved == step or (wait_s and self.is_stopped):
                 return
             time.sleep(wait_s)
             self.begin()
@@ -429,7 +429,6 @@ class RecoverHandler(Periodic):
     def rescue(self, num_done: int, num_moved: int) -> None:
         """After a failure: commits what was trained, if it can be had; the failure is raised
         anyway."""
-        self.is_ending = True
         if self.point is None or self.point.step != num_done - 1 or num_moved:
             return
         try:
@@ -441,15 +440,23 @@ class RecoverHandler(Periodic):
             log.info("%s", self.next_start, extra=NOTICE)
 
 
+def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
+    """The steps of the run are over: a further signal ends the waiting, and not one that came
+    before, whose name is returned."""
+    before = stop.reason
+    for one in saves:
+        one.is_ending, one.is_given_up = True, False
+        one.is_cut = lambda: stop.reason != before
+    return before
+
+
 def finish_saves(
     recover: RecoverHandler, savers: Sequence[Saver], trained: int, stop: StopFlag
 ) -> list[Path | None]:
     """The models of a run whose steps are over, and the recovery checkpoint of its last one, which
     is written meanwhile. A signal from here on ends the waiting within FAILED_S seconds; a second
     one raises KeyboardInterrupt."""
-    before = stop.reason
-    for one in (recover, *savers):
-        one.is_ending, one.is_cut = True, lambda: stop.reason != before
+    before = begin_ending((recover, *savers), stop)
     recover.begin()
     try:
         folders: list[Path | None] = [None]
@@ -479,6 +486,7 @@ def save_after_failure(
     calls: Calls,
     recover: RecoverHandler,
     savers: Sequence[Saver],
+    stop: StopFlag,
     num_done: int,
     num_moved: int = 0,
 ) -> None:
@@ -486,6 +494,7 @@ def save_after_failure(
     failure is raised anyway. `num_moved` are updates of a further step that are in the weights."""
     if not num_done:
         return
+    begin_ending((recover, *savers), stop)
     saves: list[Callable[[int, int], None]] = [recover.rescue]
     for save in saves + [partial(rescue, saver) for saver in savers]:
         if calls.is_torn:

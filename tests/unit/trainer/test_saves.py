@@ -18,7 +18,7 @@ from pentad.checkpoint.writer import Pending
 from pentad.core.errors import RunError, Stopped, Transient
 from pentad.trainer import periodic
 from pentad.trainer.periodic import Frequency
-from pentad.trainer.recovery import RecoverHandler, finish_saves
+from pentad.trainer.recovery import RecoverHandler, finish_saves, save_after_failure
 from pentad.trainer.saver import Saver
 from pentad.trainer.stopping import stop_flag
 
@@ -154,6 +154,21 @@ def after(seconds: float, action: Callable[[Learner], None], learner: Learner) -
         timer.join()
 
 
+def write_soon(learner: Learner, step: int) -> threading.Timer:
+    """What was held is written half a second later."""
+
+    def write() -> None:
+        folder = state_folder("default", step)
+        file = FileSpec(f"{folder}/__0_0.distcp", (Piece("w", (b"x",)),))
+        info = f"recover_info/globalstep{step}"
+        learner.is_held = False
+        learner.state.settle(run_job(WriteJob(learner.root, info, (file,))))
+
+    timer = threading.Timer(0.5, write)
+    timer.start()
+    return timer
+
+
 FAULTS = {"a lost rank": lose, "a full disk": fill, "SIGTERM": stop}
 WAITS = {
     "the end of the run": lambda recover, saver, flag: finish_saves(recover, [saver], 2, flag),
@@ -234,20 +249,14 @@ def test_a_second_signal_does_not_wait_at_all(learner, recover, saver, monkeypat
         finish_saves(recover, [saver], 2, flag)
 
 
-def test_what_is_said_at_the_end_is_where_the_next_start_resumes(learner, recover):
+def test_what_is_said_at_the_end_is_where_the_next_start_resumes(learner, recover, monkeypatch):
     """A commit that is under way when the sentence is made has ended before."""
+    monkeypatch.setattr("pentad.trainer.recovery.FAILED_S", SOON_S)
     save(recover, 0)
     recover.settle(0)
     learner.hold()
     save(recover, 1)
-    learner.is_held = False
-
-    def write() -> None:
-        folder = state_folder("default", 1)
-        file = FileSpec(f"{folder}/__0_0.distcp", (Piece("w", (b"x",)),))
-        learner.state.settle(run_job(WriteJob(learner.root, "recover_info/globalstep1", (file,))))
-
-    threading.Timer(0.1, write).start()
+    write_soon(learner, 1)
     assert recover.next_start == "started again, the run goes on after step 2"
     assert steps(learner.root) == [1, 0]
 
@@ -287,3 +296,26 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
         committed.append(found[0])
     misses = [step for step, last in enumerate(committed) if last != step]
     assert misses == ([] if keep_last == 1 else [2]), "one attempt finds out"
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_a_signal_before_the_last_saves_does_not_cut_them_short(
+    learner, recover, saver, monkeypatch, is_failed
+):
+    """A run that is stopped after a step saves it, however long that takes."""
+    monkeypatch.setattr(periodic, "FAILED_S", 0.05)
+    save(recover, 0)
+    recover.settle(0)
+    learner.hold()
+    save(recover, 1)
+    with stop_flag() as flag:
+        learner.is_leaving = lambda: True
+        flag.reason = "SIGTERM"
+        assert not recover.settle(1) and recover.is_given_up, "within a step it is not waited for"
+        timer = write_soon(learner, 1)
+        if is_failed:
+            save_after_failure(learner, recover, [saver], flag, 2)
+        else:
+            finish_saves(recover, [saver], 2, flag)
+        timer.join()
+    assert recover.last_saved == 1 and saver.folder(1).is_dir()
