@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from pentad.core.errors import RunError
+from pentad.core.errors import RunError, Stopped
 from pentad.core.types import StepResult
 from pentad.rl.bounds import Bounds
 from pentad.runtime.calls import RankCalls
@@ -82,7 +82,7 @@ class PlainRun(ABC):
                     break
                 self._step(step)
             folders = finish_saves(recover, savers, self.trained, stop)
-        except Regroup:
+        except (Regroup, Stopped):
             raise
         except KeyboardInterrupt:
             good, next_start = self.savers["default"].good, recover.next_start

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -206,3 +207,32 @@ def test_an_error_of_the_operating_system_that_may_pass_is_tried_again(task, tmp
     assert len(starts) == (2 if name == "EIO" else 1)
     is_again = "it is started again after step 2 (try 1 of recover.retries" in done.stderr
     assert is_again == (name == "EIO")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_sigterm_ends_the_wait_for_a_checkpoint_that_storage_holds(
+    lab, tmp_path, monkeypatch, command
+):
+    """The model is exported before; a second signal is not needed."""
+    note = tmp_path / "fault"
+    monkeypatch.setenv("PENTAD_FAULT", f"at=write step=3 do=hold note={note}")
+    for module in ("periodic", "recovery"):
+        monkeypatch.setattr(f"pentad.trainer.{module}.FAILED_S", 1.0)
+
+    def stop_when_exported():
+        while not (note.with_name("fault.0").exists() and list(lab.fileroot.rglob("epoch*step2"))):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop_when_exported, daemon=True)
+    thread.start()
+    often = ("recover.freq_steps=1", "saver.mode=async", "total_train_steps=3")
+    with pytest.raises(RunError) as caught:
+        getattr(lab, command)(*often, "trial_name=held")
+    thread.join()
+    (model,) = lab.fileroot.rglob("epoch*step2")
+    start = "stopped by SIGTERM before the recovery checkpoint of the last step was saved; "
+    assert str(caught.value).startswith(f"{start}the model is in {model}; ")
+    monkeypatch.delenv("PENTAD_FAULT")
+    assert getattr(lab, command)(*often, "trial_name=held").num_steps == 3
