@@ -1,5 +1,6 @@
 """How a process ended can be asked at any time, also after it was ended and by several threads."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,6 +11,9 @@ import time
 import pytest
 
 from pentad.chaos.spares import Fork
+from pentad.core.errors import RunError
+from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.process import RankProcess
 
 
@@ -58,3 +62,23 @@ def test_the_code_is_known_while_another_thread_ends_the_process():
         for thread in threads:
             thread.join()
         assert failures == [] and process.code == -signal.SIGKILL
+
+
+def test_a_group_whose_watch_fails_is_not_used_any_more():
+    """And the exception is not left to the event loop, which prints it when the task is freed."""
+
+    async def run() -> RankGroup:
+        group = RankGroup(LocalRuntime(), [], GroupSettings(stall_s=1.0))
+
+        async def watch() -> None:
+            raise ChildProcessError(10, "No child processes")
+
+        watching = asyncio.create_task(watch())
+        watching.add_done_callback(group._note_watch_ended)
+        await asyncio.wait([watching])
+        await asyncio.sleep(0)
+        group.loop.close()
+        return group
+
+    with pytest.raises(RunError, match="the ranks are not watched any more: ChildProcessError"):
+        asyncio.run(run()).check()
