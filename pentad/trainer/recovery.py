@@ -118,6 +118,8 @@ class RecoverHandler(Periodic):
     point: Point | None = None
     is_staged: bool = False
     """Whether the state of the point is, and is not committed."""
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    """What became of it on each rank, where that was waited for."""
     began: float = 0.0
     """When the last save began."""
     under_way: tuple[int, Pending] | None = None
@@ -279,7 +281,9 @@ class RecoverHandler(Periodic):
     def _commit(self, job: CommitJob, pending: Pending) -> None:
         """Once all ranks have written their parts, or with what one of them failed with."""
         try:
-            outcomes = self.calls.ask("saved_state", roles=list(self.roles.values()))
+            outcomes = self.outcomes
+            if self.is_async:
+                outcomes = self.calls.ask("saved_state", roles=list(self.roles.values()))
             written = {path: file for one in outcomes for path, file in one["files"].items()}
             failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
             job = replace(job, written=written, failure=failures[0] if failures else None)
@@ -342,11 +346,11 @@ class RecoverHandler(Periodic):
             self.is_given_up = not self.under_way[1].is_done
 
     def _stage(self, step: int) -> None:
-        self.began = time.monotonic()
+        self.began, self.outcomes = time.monotonic(), []
         for name, role in self.roles.items():
             place = {"root": str(self.root.absolute()), "folder": state_folder(name, step)}
             try:
-                self.calls.call(
+                self.outcomes += self.calls.call(
                     "save_state",
                     role=role,
                     is_async=self.is_async,

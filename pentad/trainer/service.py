@@ -165,9 +165,9 @@ class EngineService:
 
     def save_state(
         self, role: str, root: str, folder: str, is_async: bool, generation: int | None = None
-    ) -> None:
-        """Stages the state and has it written: `saved_state` says what became of it. It fails on
-        all ranks or on none."""
+    ) -> list[dict[str, Any]]:
+        """Stages the state and has it written: what became of it on each rank, or nothing while it
+        is written beside training (`saved_state`). It fails on all ranks or on none."""
         save_learner(
             self._saver(role),
             self.engines[role],
@@ -176,6 +176,7 @@ class EngineService:
             is_async=is_async,
             generation=generation,
         )
+        return [] if is_async else self._saver(role).outcomes()
 
     def saved_state(self, roles: list[str]) -> list[dict[str, Any]]:
         """What each rank wrote or failed with (`Pending.outcome`) since `save_state` of each role;

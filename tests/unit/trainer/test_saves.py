@@ -61,11 +61,14 @@ class Learner:
                 self.state.settle(run_job(WriteJob(self.root, info, (file,))))
             except OSError as error:
                 self.state.settle({}, error)
-        elif method == "export":
+        if method == "save_state":
+            return [] if given["is_async"] else [self.state.outcome()]
+        if method == "export":
             self.exports.append(given["folder"])
             if not (self.is_held and given["is_async"]):
                 Path(given["folder"]).mkdir(parents=True, exist_ok=True)
                 self.exported.settle({})
+        return None
 
     def ask(self, method: str, **given):
         if method == "saved_state":
@@ -277,8 +280,8 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
         if method == "save_state" and free(learner.root) < learner.num_bytes:
             learner.state = Pending()
             learner.state.settle({}, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state"))
-            return
-        plain(method, **given)
+            return []
+        return plain(method, **given)
 
     learner.num_bytes = 40_000
     monkeypatch.setattr(learner, "call", call)
@@ -319,3 +322,12 @@ def test_a_signal_before_the_last_saves_does_not_cut_them_short(
             finish_saves(recover, [saver], 2, flag)
         timer.join()
     assert recover.last_saved == 1 and saver.folder(1).is_dir()
+
+
+def test_what_all_ranks_have_written_is_committed_although_one_is_lost_then(learner, recover):
+    """Where training waits for a save, its answer is all that the commit needs."""
+    recover.is_async = False
+    recover.after_step(0)
+    lose(learner)
+    recover.commit()
+    assert recover.last_saved == 0 and steps(learner.root) == [0]
