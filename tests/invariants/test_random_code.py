@@ -12,9 +12,11 @@ from pentad.rollout.workflows import SingleTurn
 
 class Drawing(SingleTurn):
     async def run(self, prompt, sampler, context):
+        # Before it waits: which group is answered first may differ between two runs.
+        drawn = random.random() + numpy.random.random() + float(torch.rand(()))
         samples = await super().run(prompt, sampler, context)
-        for sample in samples:
-            sample.reward = random.random() + numpy.random.random() + float(torch.rand(()))
+        for number, sample in enumerate(samples):
+            sample.reward = drawn * number
         return samples
 """
 REWARD = """
