@@ -4,6 +4,7 @@ import pytest
 
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
+from pentad.config.rules.check import check_layout
 from pentad.config.topology import facts_of, topology
 
 
@@ -289,3 +290,21 @@ def test_cores_are_for_samplers_that_decode_while_others_train():
 def test_how_groups_and_weights_travel(more, store, handoff):
     found = placed("cluster.n_gpus_per_node=2", *more)
     assert (found.store, found.handoff) == (store, handoff)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4|archon:d4"], True),
+        (["cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4|archon:d5"], False),
+        (["cluster.n_gpus_per_node=2", "allocation_mode=archon:d2", "cluster.n_nodes=2"], True),
+        (["allocation_mode=embedded:d1|archon:d1"], False),
+    ],
+)
+def test_a_run_refuses_a_layout_that_leaves_half_of_the_devices_idle(words, is_refused):
+    def said(command, *more):
+        config = resolve(load_config(None, [*words, *more]))[0]
+        return [one for one in check_layout(config, command) if "allow_idle=true" in one.remedy]
+
+    assert bool(said("sft")) == is_refused
+    assert not said("plan") and not said("sft", "cluster.allow_idle=true")

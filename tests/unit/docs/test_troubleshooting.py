@@ -87,7 +87,11 @@ def starts():
     yield from trained("gconfig.n_samples=1")
     yield from trained("max_staleness=2")
     yield from trained("reward.fn=gsm")
-    devices = ["allocation_mode=sglang:d1+archon:d2", "cluster.n_gpus_per_node=3"]
+    devices = [
+        "allocation_mode=sglang:d1+archon:d2",
+        "cluster.n_gpus_per_node=3",
+        "cluster.allow_idle=true",
+    ]
     yield from trained(*devices, "cluster.n_nodes=2")
     Path("model/config.json").write_text(json.dumps({"model_type": "gpt2"}))
     yield trained()[0]
